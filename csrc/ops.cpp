@@ -1,0 +1,43 @@
+// Schemas of all operators, and their CPU implementations. The CUDA ones are registered by ops_cuda.cpp,
+// which lives in a library of its own because a CPU-only torch lacks symbols it needs.
+#include "ops_impl.h"
+#include "stats_cpu.h"
+
+namespace gradstat {
+
+struct Cpu {
+  static int32_t type() {
+    static const int32_t cpu = aoti_torch_device_type_cpu();
+    return cpu;
+  }
+
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
+    const Row total = rows_cpu(list.entries(), table);
+    if (norm == nullptr) return;
+    const double value = reported_norm(total, norm->infinity_norm);
+    write_norm_cpu(value, norm->dtype, norm->norm);
+    *norm->coefficient = clip_coefficient(value, norm->max_norm);
+  }
+
+  static void scale(const std::vector<Entry>& entries, int32_t, const double* coefficient) {
+    if (*coefficient != 1.0) scale_cpu(entries, *coefficient);
+  }
+};
+
+}  // namespace gradstat
+
+// Read by gradstat/_native.py before the operators are used.
+extern "C" const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
+extern "C" const char* gradstat_cpu_instructions() { return gradstat::cpu_instructions(); }
+
+STABLE_TORCH_LIBRARY(gradstat, library) {
+  library.def("stats(Tensor[] tensors) -> Tensor");
+  library.def("check(Tensor[] tensors) -> (Tensor table, int signature)");
+  library.def(
+      "measure(Tensor[] tensors, float max_norm, float norm_type) -> "
+      "(Tensor table, Tensor norm, Tensor coefficient)");
+  library.def("scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
+  library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) { GRADSTAT_REGISTER(library, gradstat::Cpu); }

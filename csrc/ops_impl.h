@@ -1,0 +1,131 @@
+// The operators, written once for every kind of device. A `Device` provides
+//   static int32_t type();
+//   static void measure(const TensorList&, Row* table, const NormRequest* norm);
+//   static void scale(const std::vector<Entry>&, int32_t device_index, const double* coefficient);
+// and gets the schemas of ops.cpp in return. All pointers are to the device's memory.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "tensor_list.h"
+
+namespace gradstat {
+
+// Where and how the total norm of all tensors is to be written, next to the table.
+struct NormRequest {
+  double max_norm;
+  bool infinity_norm;  // else the L2 norm
+  DType dtype;         // of the 0-d tensor at `norm`
+  void* norm;
+  double* coefficient;  // what clipping multiplies by
+};
+
+inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype, int32_t device_type,
+                         int32_t device_index) {
+  int64_t strides[2] = {1, 1};
+  if (sizes.size() == 2) strides[0] = *(sizes.begin() + 1);
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
+                                                         strides, static_cast<int32_t>(dtype), device_type,
+                                                         device_index, &handle));
+  return Tensor(handle);
+}
+
+// Removes from `entries` all but one of those with the same address, and returns the removed ones.
+inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
+  std::vector<Entry> repeated;
+  std::vector<const void*> addresses;
+  addresses.reserve(entries.size());
+  for (const Entry& entry : entries) {
+    if (entry.numel > 0) addresses.push_back(entry.data);
+  }
+  std::sort(addresses.begin(), addresses.end());
+  if (std::adjacent_find(addresses.begin(), addresses.end()) == addresses.end()) return repeated;
+  std::unordered_set<const void*> seen;
+  std::vector<Entry> once;
+  for (const Entry& entry : entries) {
+    const bool first = entry.numel == 0 || seen.insert(entry.data).second;
+    (first ? once : repeated).push_back(entry);
+  }
+  entries = std::move(once);
+  return repeated;
+}
+
+template <class Device>
+struct Ops {
+  static Tensor new_table(const TensorList& list) {
+    return new_tensor({list.size(), kFields}, ScalarType::Double, Device::type(), list.device_index());
+  }
+
+  static Tensor stats(const std::vector<Tensor>& tensors) { return std::get<0>(check(tensors)); }
+
+  static std::tuple<Tensor, int64_t> check(const std::vector<Tensor>& tensors) {
+    const TensorList list(tensors, Device::type());
+    Tensor table = new_table(list);
+    Device::measure(list, static_cast<Row*>(table.data_ptr()), nullptr);
+    return {table, list.signature()};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> measure(const std::vector<Tensor>& tensors, double max_norm,
+                                                    double norm_type) {
+    return measure_list(TensorList(tensors, Device::type()), max_norm, norm_type);
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> measure_list(const TensorList& list, double max_norm,
+                                                         double norm_type) {
+    STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
+                    norm_type);
+    const int32_t index = list.device_index();
+    Tensor table = new_table(list);
+    const DType dtype =
+        scalar_type_of(list.norm_dtype()) == ScalarType::Float ? DType::kFloat32 : list.norm_dtype();
+    Tensor norm = new_tensor({}, scalar_type_of(dtype), Device::type(), index);
+    Tensor coefficient = new_tensor({}, ScalarType::Double, Device::type(), index);
+    const NormRequest request{max_norm, norm_type == kInf, dtype, norm.data_ptr(),
+                              static_cast<double*>(coefficient.data_ptr())};
+    Device::measure(list, static_cast<Row*>(table.data_ptr()), &request);
+    return {table, norm, coefficient};
+  }
+
+  static void scale_(const std::vector<Tensor>& tensors, const Tensor& coefficient) {
+    const TensorList list(tensors, Device::type());
+    STD_TORCH_CHECK(coefficient.scalar_type() == ScalarType::Double && coefficient.numel() == 1,
+                    "gradstat: the coefficient must be one float64 element");
+    STD_TORCH_CHECK(coefficient.get_device_index() == list.device_index(),
+                    "gradstat: the coefficient must be on the tensors' device");
+    scale_list(list, static_cast<const double*>(coefficient.data_ptr()));
+  }
+
+  // A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
+  // entries of a pass at once.
+  static void scale_list(const TensorList& list, const double* coefficient) {
+    std::vector<Entry> pass = list.entries();
+    while (!pass.empty()) {
+      std::vector<Entry> repeated = take_repeated(pass);
+      Device::scale(pass, list.device_index(), coefficient);
+      pass = std::move(repeated);
+    }
+  }
+
+  // measure and scale_ with the list unpacked once.
+  static Tensor clip_(const std::vector<Tensor>& tensors, double max_norm, double norm_type) {
+    const TensorList list(tensors, Device::type());
+    auto [table, norm, coefficient] = measure_list(list, max_norm, norm_type);
+    if (max_norm != kInf) scale_list(list, static_cast<const double*>(coefficient.data_ptr()));
+    return norm;
+  }
+};
+
+}  // namespace gradstat
+
+#define GRADSTAT_REGISTER(library, Device)                             \
+  library.impl("stats", TORCH_BOX(&gradstat::Ops<Device>::stats));     \
+  library.impl("check", TORCH_BOX(&gradstat::Ops<Device>::check));     \
+  library.impl("measure", TORCH_BOX(&gradstat::Ops<Device>::measure)); \
+  library.impl("scale_", TORCH_BOX(&gradstat::Ops<Device>::scale_));   \
+  library.impl("clip_", TORCH_BOX(&gradstat::Ops<Device>::clip_))

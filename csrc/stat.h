@@ -1,0 +1,221 @@
+// The statistic itself: what a row means, how rows merge, how one element is lifted into a row, and what
+// is derived from a row. Plain C++ for host and device alike, no tensors and no traversal, so that the
+// CPU and the CUDA code cannot disagree about meaning. The columns come from gradstat/_fields.py.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "stat_fields.def"
+
+#if defined(__CUDACC__)
+#define GRADSTAT_HD __host__ __device__ __forceinline__
+#else
+#define GRADSTAT_HD inline
+#endif
+
+namespace gradstat {
+
+// The element types a kernel reads. A complex tensor is read as pairs of its real type.
+enum class DType : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kFloat64 = 3,
+  kFloat8E4M3FN = 4,
+  kFloat8E5M2 = 5,
+  kFloat8E4M3FNUZ = 6,
+  kFloat8E5M2FNUZ = 7,
+};
+
+GRADSTAT_HD int32_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+constexpr double kInf = HUGE_VAL;
+
+// Every field of a row is a double, in the order of a table's columns: a Row is a table's row, bit for bit.
+struct Row {
+#define GRADSTAT_FIELD(name, merge) double name;
+#include "stat_fields.def"
+};
+constexpr int kFields = GRADSTAT_FIELD_COUNT;
+static_assert(sizeof(Row) == kFields * sizeof(double), "a row is exactly its columns");
+
+namespace merge {
+constexpr double identity_of_sum = 0.0;
+constexpr double identity_of_min = kInf;
+constexpr double identity_of_max = -kInf;
+GRADSTAT_HD double sum(double a, double b) { return a + b; }
+// Not fmin/fmax: rows hold no NaN in these columns, and a plain comparison is the same on every compiler.
+GRADSTAT_HD double min(double a, double b) { return b < a ? b : a; }
+GRADSTAT_HD double max(double a, double b) { return b > a ? b : a; }
+}  // namespace merge
+
+GRADSTAT_HD Row identity_row() {
+  Row row;
+#define GRADSTAT_FIELD(name, how) row.name = merge::identity_of_##how;
+#include "stat_fields.def"
+  return row;
+}
+
+GRADSTAT_HD void merge_into(Row& into, const Row& other) {
+#define GRADSTAT_FIELD(name, how) into.name = merge::how(into.name, other.name);
+#include "stat_fields.def"
+}
+
+// Lifts -------------------------------------------------------------------------------------------------
+
+// Adds one finite value to the columns that describe magnitudes. Squares of values whose own square would
+// leave float64's range are scaled first; see gradstat/_fields.py for the source of the constants.
+GRADSTAT_HD void lift_finite(Row& row, double x) {
+  const double magnitude = x < 0 ? -x : x;
+  row.sum += x;
+  if (magnitude > GRADSTAT_LARGE) {
+    const double scaled = x * GRADSTAT_LARGE_SCALE;
+    row.sq_sum_large += scaled * scaled;
+  } else if (magnitude < GRADSTAT_SMALL) {
+    const double scaled = x * GRADSTAT_SMALL_SCALE;
+    row.sq_sum_small += scaled * scaled;
+  } else {
+    row.sq_sum += x * x;
+  }
+  row.min = merge::min(row.min, x);
+  row.max = merge::max(row.max, x);
+}
+
+GRADSTAT_HD bool is_nan(double x) { return x != x; }
+GRADSTAT_HD bool is_inf(double x) { return x == kInf || x == -kInf; }
+
+// One real element at flat index `index`, whatever its value: the exact path of every traversal.
+GRADSTAT_HD void lift(Row& row, double x, double index) {
+  if (is_nan(x) || is_inf(x)) {
+    (is_nan(x) ? row.nan_count : row.inf_count) += 1;
+    row.first_nonfinite = merge::min(row.first_nonfinite, index);
+    return;
+  }
+  row.zero_count += x == 0;
+  lift_finite(row, x);
+}
+
+// One complex element: NaN if either part is, else Inf if either part is, zero if both parts are; the
+// other columns take both parts of a finite element.
+GRADSTAT_HD void lift_pair(Row& row, double re, double im, double index) {
+  const bool nan = is_nan(re) || is_nan(im);
+  if (nan || is_inf(re) || is_inf(im)) {
+    (nan ? row.nan_count : row.inf_count) += 1;
+    row.first_nonfinite = merge::min(row.first_nonfinite, index);
+    return;
+  }
+  row.zero_count += re == 0 && im == 0;
+  lift_finite(row, re);
+  lift_finite(row, im);
+}
+
+// Derived -----------------------------------------------------------------------------------------------
+
+// L2 norm of the finite elements; the same combination as l2_norm in gradstat/_fields.py.
+GRADSTAT_HD double l2_norm(const Row& row) {
+  if (row.sq_sum_large > 0) {
+    return sqrt(row.sq_sum_large + row.sq_sum * GRADSTAT_LARGE_SCALE * GRADSTAT_LARGE_SCALE) /
+           GRADSTAT_LARGE_SCALE;
+  }
+  if (row.sq_sum > 0) {
+    return sqrt(row.sq_sum + row.sq_sum_small / GRADSTAT_SMALL_SCALE / GRADSTAT_SMALL_SCALE);
+  }
+  return sqrt(row.sq_sum_small) / GRADSTAT_SMALL_SCALE;
+}
+
+// Largest magnitude of a finite element, 0 when there is none.
+GRADSTAT_HD double max_abs(const Row& row) { return merge::max(0.0, merge::max(row.max, -row.min)); }
+
+// The norms clipping needs from a row: 2 and infinity, NaN or Inf when an element is, as torch reports.
+GRADSTAT_HD double reported_norm(const Row& row, bool infinity_norm) {
+  if (row.nan_count > 0) return NAN;
+  if (row.inf_count > 0) return kInf;
+  return infinity_norm ? max_abs(row) : l2_norm(row);
+}
+
+// What gradients are multiplied by: min(1, max_norm / (norm + 1e-6)), torch's formula including its
+// constant (torch/nn/utils/clip_grad.py). NaN propagates. An infinite max_norm only measures.
+GRADSTAT_HD double clip_coefficient(double norm, double max_norm) {
+  if (max_norm == kInf) return 1.0;
+  const double coefficient = max_norm / (norm + 1e-6);
+  return coefficient > 1.0 ? 1.0 : coefficient;
+}
+
+// Element conversions -----------------------------------------------------------------------------------
+
+GRADSTAT_HD float bits_to_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+#endif
+}
+
+GRADSTAT_HD uint32_t float_to_bits(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+#endif
+}
+
+GRADSTAT_HD float bfloat16_to_float(uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
+
+// Exponent and mantissa moved into a float32 and rescaled, which turns subnormals into normal numbers;
+// the top exponent then needs its meaning back.
+GRADSTAT_HD float half_to_float(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
+  if (magnitude >= 0x0f800000u) return bits_to_float(sign | 0x7f800000u | magnitude);
+  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p+112f));
+}
+
+// An 8-bit float with `mantissa` mantissa bits and exponent bias `bias`, before special values.
+GRADSTAT_HD float float8_magnitude(uint32_t magnitude, int mantissa, int bias) {
+  const float scale = bits_to_float(static_cast<uint32_t>(127 + 127 - bias) << 23);  // 2^(127 - bias)
+  return bits_to_float(magnitude << (23 - mantissa)) * scale;
+}
+
+// All four 8-bit formats of the OCP and the "fnuz" (finite, no negative zero) families.
+GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
+  const uint32_t magnitude = bits & 0x7fu;
+  const bool negative = (bits & 0x80u) != 0;
+  float value;
+  switch (dtype) {
+    case DType::kFloat8E4M3FN:
+      value = magnitude == 0x7fu ? NAN : float8_magnitude(magnitude, 3, 7);
+      break;
+    case DType::kFloat8E5M2:
+      value = magnitude > 0x7cu    ? NAN
+              : magnitude == 0x7cu ? static_cast<float>(kInf)
+                                   : float8_magnitude(magnitude, 2, 15);
+      break;
+    case DType::kFloat8E4M3FNUZ:
+      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 3, 8);
+      break;
+    default:
+      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 2, 16);
+      break;
+  }
+  return negative ? -value : value;
+}
+
+}  // namespace gradstat

@@ -1,0 +1,164 @@
+"""The statistic: which fields a row has, how they merge, and what is derived from them.
+
+Everything else in gradstat reads this module: the C++ header ``csrc/stat_fields.def`` is rendered from
+it, the Triton kernels and the reference take their columns from it. It needs the standard library only,
+so that ``setup.py`` and code generators can run it without torch::
+
+    python gradstat/_fields.py            # print the C++ header
+    python gradstat/_fields.py --write    # write csrc/stat_fields.def
+
+A *row* describes one tensor. Rows form a monoid: the row of a tensor is the merge of the rows of its
+chunks, the totals are the merge of the rows of all tensors, in whatever grouping. Only the *lift*, which
+turns elements into a row, is written once per language.
+
+The sum of squares is kept in three columns, after J. L. Blue's norm (A Portable Fortran Program to Find
+the Euclidean Norm of a Vector, ACM TOMS 4(1), 1978; constants as in LAPACK 3.10 ``la_constants``, from
+E. Anderson, Algorithm 978, ACM TOMS 44(1), 2017). A float64 element whose square would overflow or
+vanish is scaled by a power of two first and counted in ``sq_sum_large`` or ``sq_sum_small``. Every
+narrower dtype squares exactly within the range of float64 and uses ``sq_sum`` alone. Because all three
+are plain sums they merge, across chunks, tensors and ranks, with no extra step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Merge = Literal["sum", "min", "max"]
+
+_IDENTITY: dict[str, float] = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
+_MERGE_CODE: dict[str, int] = {"sum": 0, "min": 1, "max": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One statistic of one tensor.
+
+    Attributes:
+        name: The column's name in a table.
+        merge: How two values of this field combine: ``"sum"``, ``"min"`` or ``"max"``.
+        meaning: What the column holds, in one line.
+    """
+
+    name: str
+    merge: Merge
+    meaning: str
+
+    @property
+    def identity(self) -> float:
+        """The value that leaves every other value unchanged under this field's merge."""
+        return _IDENTITY[self.merge]
+
+    @property
+    def merge_code(self) -> int:
+        """The merge as the integer used by the compiled kernels: 0 sum, 1 min, 2 max."""
+        return _MERGE_CODE[self.merge]
+
+
+FIELDS: tuple[Field, ...] = (
+    Field("nan_count", "sum", "elements that are NaN"),
+    Field("inf_count", "sum", "elements that are +Inf or -Inf"),
+    Field("zero_count", "sum", "elements equal to zero, of either sign"),
+    Field("sum", "sum", "sum of the finite elements"),
+    Field("sq_sum", "sum", "sum of squares of the finite elements of ordinary magnitude"),
+    Field("sq_sum_large", "sum", "sum of (x * 2**-538)**2 over the finite elements with |x| > 2**486"),
+    Field("sq_sum_small", "sum", "sum of (x * 2**537)**2 over the elements with |x| < 2**-511"),
+    Field("min", "min", "smallest finite element"),
+    Field("max", "max", "largest finite element"),
+    Field("first_nonfinite", "min", "smallest flat index of a NaN or Inf, in memory order"),
+)
+
+NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
+"""The columns of a table, in order."""
+
+INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}
+"""Column number by field name."""
+
+# Blue's thresholds and scales for float64: squares of magnitudes in [SMALL, LARGE] neither vanish nor
+# overflow, even when 2**52 of them are added.
+LARGE = 2.0**486
+SMALL = 2.0**-511
+LARGE_SCALE = 2.0**-538
+SMALL_SCALE = 2.0**537
+
+FINGERPRINT: str = ",".join(f"{field.name}:{field.merge}" for field in FIELDS)
+"""Identifies this list of fields. A compiled extension carries the one it was built with."""
+
+
+def column(name: str) -> int:
+    """Column number of the field ``name``.
+
+    Raises:
+        KeyError: ``name`` is not a field; the message lists the fields there are.
+    """
+    try:
+        return INDEX[name]
+    except KeyError:
+        raise KeyError(f"unknown field {name!r}; the fields are {', '.join(NAMES)}") from None
+
+
+def l2_norm(xp: Any, sq_sum: Any, sq_sum_large: Any, sq_sum_small: Any) -> Any:
+    """L2 norm from the three sums of squares, overflowing only if the norm itself does.
+
+    Args:
+        xp: ``numpy`` or ``torch``: whatever provides ``where`` and ``sqrt`` for the other arguments.
+        sq_sum, sq_sum_large, sq_sum_small: float64 arrays (or tensors) of one shape.
+
+    Returns:
+        An array of the same shape. With large elements present, the ordinary ones join them at the
+        large scale and the small ones are below rounding; otherwise the small ones join the ordinary
+        ones, or stand alone at their own scale.
+    """
+    with_large = xp.sqrt(sq_sum_large + sq_sum * LARGE_SCALE * LARGE_SCALE) / LARGE_SCALE
+    ordinary = xp.sqrt(sq_sum + sq_sum_small / SMALL_SCALE / SMALL_SCALE)
+    only_small = xp.sqrt(sq_sum_small) / SMALL_SCALE
+    without_large = xp.where(sq_sum > 0, ordinary, only_small)
+    return xp.where(sq_sum_large > 0, with_large, without_large)
+
+
+def merge_rows(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Merges rows given as plain sequences of floats, field by field, in the order given."""
+    operations = {"sum": lambda a, b: a + b, "min": min, "max": max}
+    merged = [field.identity for field in FIELDS]
+    for row in rows:
+        merged = [operations[f.merge](a, b) for f, a, b in zip(FIELDS, merged, row, strict=True)]
+    return merged
+
+
+def render_header() -> str:
+    """The text of ``csrc/stat_fields.def``: an X-macro list of the fields and the constants."""
+    width = max(len(name) for name in NAMES)
+    lines = [
+        "// Generated by `python gradstat/_fields.py --write` from gradstat/_fields.py. Do not edit.",
+        "// clang-format off",
+        "#ifdef GRADSTAT_FIELD  // GRADSTAT_FIELD(name, merge): one line per column, in order",
+        *(f"GRADSTAT_FIELD({f.name + ',':<{width + 1}} {f.merge})" for f in FIELDS),
+        "#undef GRADSTAT_FIELD",
+        "#else",
+        f"#define GRADSTAT_FIELD_COUNT {len(FIELDS)}",
+        f'#define GRADSTAT_FINGERPRINT "{FINGERPRINT}"',
+        f"#define GRADSTAT_LARGE {LARGE.hex()}",
+        f"#define GRADSTAT_SMALL {SMALL.hex()}",
+        f"#define GRADSTAT_LARGE_SCALE {LARGE_SCALE.hex()}",
+        f"#define GRADSTAT_SMALL_SCALE {SMALL_SCALE.hex()}",
+        "#endif",
+        "// clang-format on",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    if list(arguments) == ["--write"]:
+        target = Path(__file__).resolve().parent.parent / "csrc" / "stat_fields.def"
+        target.write_text(render_header())
+        print(f"wrote {target}")
+    else:
+        print(render_header(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
