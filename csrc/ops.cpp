@@ -27,8 +27,8 @@ struct Cpu {
 }  // namespace gradstat
 
 // Read by gradstat/_native.py before the operators are used.
-extern "C" const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
-extern "C" const char* gradstat_cpu_instructions() { return gradstat::cpu_instructions(); }
+extern "C" GRADSTAT_EXPORT const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
+extern "C" GRADSTAT_EXPORT const char* gradstat_cpu_instructions() { return gradstat::cpu_instructions(); }
 
 STABLE_TORCH_LIBRARY(gradstat, library) {
   library.def("stats(Tensor[] tensors) -> Tensor");

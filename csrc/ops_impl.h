@@ -14,6 +14,9 @@
 
 #include "tensor_list.h"
 
+// For the few functions Python looks up by name; everything else stays hidden inside the library.
+#define GRADSTAT_EXPORT __attribute__((visibility("default")))
+
 namespace gradstat {
 
 // Where and how the total norm of all tensors is to be written, next to the table.

@@ -1,0 +1,65 @@
+# The two commands are `make demo` and `make test`; `make help` lists the rest.
+#
+# A virtual environment is made in .venv, torch first and pinned (constraints.txt). On a machine without a
+# GPU, tell pip where to find PyTorch's CPU build if its default index has none, for example through
+# PIP_EXTRA_INDEX_URL; the "Get started" page of pytorch.org names the address.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SOURCES := $(wildcard csrc/*) setup.py
+
+.DEFAULT_GOAL := help
+.PHONY: demo test lint format bench wheel gpu gpu-code fields clean help
+
+demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
+	$(BIN)/python -m gradstat demo
+
+test: $(VENV)/.built ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed ## Check style, types and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh tests/cuda_on_host/*
+
+format: $(VENV)/.installed ## Rewrite the sources in the enforced style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh tests/cuda_on_host/*
+
+bench: $(VENV)/.built ## Time checks and clipping against torch on this machine
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds --benchmark-sort=name
+
+wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
+
+gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
+	$(BIN)/python tests/gpu_gates/check_cuda.py
+	$(BIN)/python tests/gpu_gates/check_triton.py
+
+gpu: ## On a machine with a GPU: build with the system's Python and torch, test, sanitize, count, measure
+	$(PYTHON) benchmarks/gpu_session.py
+
+fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
+	$(PYTHON) gradstat/_fields.py --write
+
+clean: ## Remove everything that was built, the virtual environment included
+	rm -rf $(VENV) build dist demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+# Incremental: does nothing unless a source is newer than the compiled library.
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@

@@ -1,0 +1,29 @@
+"""Gradient statistics for PyTorch in one pass: NaN and Inf, norms and extremes, on every step."""
+
+from gradstat._backends import BackendStatus, backends
+from gradstat._fields import NAMES as FIELDS
+from gradstat._native import BackendUnavailableError, StaleExtensionError
+from gradstat._version import __version__
+from gradstat.check import PendingReport, check, check_async, check_tensors
+from gradstat.clip import clip_grad_norm_
+from gradstat.report import NonFiniteGradientError, Report, TensorStats
+from gradstat.stats import stats
+
+
+__all__ = [
+    "FIELDS",
+    "BackendStatus",
+    "BackendUnavailableError",
+    "NonFiniteGradientError",
+    "PendingReport",
+    "Report",
+    "StaleExtensionError",
+    "TensorStats",
+    "__version__",
+    "backends",
+    "check",
+    "check_async",
+    "check_tensors",
+    "clip_grad_norm_",
+    "stats",
+]

@@ -1,0 +1,272 @@
+"""The backends there are, which of them can run on this machine, and which one serves a call.
+
+A backend fills a table from a list of tensors and scales a list by a number on the device. The registry
+is fixed; what varies is whether an entry loads on this machine, which is found out on first use and
+remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradstat import _native, _norms
+from gradstat._native import BackendUnavailableError
+
+ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
+
+
+class Kernels(Protocol):
+    """What a backend does on one type of device. Tensors come as `gradstat._tensors.readable` returns
+    them, unless ``validates`` is set: then the kernels check by themselves and raise RuntimeError."""
+
+    validates: bool
+
+    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
+        """The table, and a number that is equal for equal sizes, strides, dtypes and devices, or None."""
+
+    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The table, the total norm in its own dtype, and the coefficient clipping needs (float64)."""
+
+    def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
+        """Multiplies all tensors in place by the 0-d float64 ``coefficient`` on their device."""
+
+    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """`measure` and `scale_`; returns the norm."""
+
+
+class NativeKernels:
+    """The compiled operators."""
+
+    validates = True
+
+    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
+        table, signature = torch.ops.gradstat.check.default(tensors)
+        return table, signature
+
+    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
+        table, norm, coefficient = torch.ops.gradstat.measure.default(tensors, max_norm, norm_type)
+        return table, norm, coefficient
+
+    def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
+        torch.ops.gradstat.scale_.default(tensors, coefficient)
+
+    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        norm: Tensor = torch.ops.gradstat.clip_.default(tensors, max_norm, norm_type)
+        return norm
+
+
+class TableKernels:
+    """A backend made of two functions, one that fills a table and one that scales."""
+
+    validates = False
+
+    def __init__(
+        self, stats: Callable[[list[Tensor]], Tensor], scale_: Callable[[list[Tensor], Tensor], None]
+    ) -> None:
+        self._stats = stats
+        self._scale = scale_
+
+    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
+        return self._stats(tensors), None
+
+    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
+        table = self._stats(tensors)
+        norm = _norms.total_norm(table, norm_type)
+        return table, norm.to(_norms.norm_dtype(tensors)), _norms.clip_coefficient(norm, max_norm)
+
+    def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
+        self._scale(tensors, coefficient)
+
+    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        _, norm, coefficient = self.measure(tensors, max_norm, norm_type)
+        if max_norm != float("inf"):
+            self.scale_(tensors, coefficient)
+        return norm
+
+
+def _load_native(device_type: str) -> Kernels:
+    if device_type == "cpu":
+        _native.load_cpu()
+    else:
+        _native.load_cuda()
+    return NativeKernels()
+
+
+def _load_triton(device_type: str) -> Kernels:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type == "cpu" and not interpreted:
+        raise BackendUnavailableError(
+            "Triton compiles for GPUs only. Set TRITON_INTERPRET=1 before the first use to run its kernels "
+            "through the interpreter on the CPU, for testing."
+        )
+    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
+        raise BackendUnavailableError(f"torch sees no {device_type} device")
+    try:
+        from gradstat.kernels import scale as scale_module
+        from gradstat.kernels import stats as stats_module
+    except ImportError as error:
+        raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
+    return TableKernels(stats_module.stats, scale_module.scale_)
+
+
+def _load_reference(device_type: str) -> Kernels:
+    from gradstat import reference
+
+    return TableKernels(reference.stats, reference.scale_)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One entry of the registry.
+
+    Attributes:
+        name: What ``backend=`` and GRADSTAT_BACKEND call it.
+        automatic: Types of device it is chosen for when nothing is asked for; the first entry that loads
+            wins. None means every type.
+        forceable: Types of device it can be asked for. None means every type.
+        load: Returns the kernels for a type of device, or raises `BackendUnavailableError` with the reason.
+    """
+
+    name: str
+    automatic: frozenset[str] | None
+    forceable: frozenset[str] | None
+    load: Callable[[str], Kernels]
+
+
+REGISTRY: tuple[Backend, ...] = (
+    Backend("native", frozenset({"cpu", "cuda"}), frozenset({"cpu", "cuda"}), _load_native),
+    Backend("triton", frozenset({"cuda", "xpu"}), frozenset({"cpu", "cuda", "xpu"}), _load_triton),
+    Backend("reference", None, None, _load_reference),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """Whether a backend can serve a type of device here.
+
+    Attributes:
+        name: The backend's name.
+        device: The type of device, such as ``"cpu"`` or ``"cuda"``.
+        available: Whether it loads.
+        chosen: Whether it serves this type of device when no ``backend=`` is given.
+        detail: How it runs, or why it does not.
+    """
+
+    name: str
+    device: str
+    available: bool
+    chosen: bool
+    detail: str
+
+
+def known_names() -> tuple[str, ...]:
+    return tuple(backend.name for backend in REGISTRY)
+
+
+@functools.cache
+def _load(name: str, device_type: str) -> Kernels:
+    backend = next(backend for backend in REGISTRY if backend.name == name)
+    if backend.forceable is not None and device_type not in backend.forceable:
+        raise BackendUnavailableError(
+            f"it has no kernels for devices of type {device_type!r}, only for "
+            f"{', '.join(sorted(backend.forceable))}"
+        )
+    return backend.load(device_type)
+
+
+@functools.cache
+def requested_by_environment() -> str | None:
+    """The backend GRADSTAT_BACKEND asks for, None if it is unset or ``auto``. Read once, on first use."""
+    name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
+    if name in ("", "auto"):
+        return None
+    if name not in known_names():
+        raise ValueError(
+            f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(known_names())}"
+        )
+    return name
+
+
+@functools.cache
+def resolve(requested: str | None, device_type: str) -> Kernels:
+    """The kernels that serve ``device_type``.
+
+    Args:
+        requested: A backend's name, or None for GRADSTAT_BACKEND and else the first that loads.
+
+    Raises:
+        ValueError: No backend has that name.
+        BackendUnavailableError: The backend asked for cannot run; it is never replaced by another.
+        StaleExtensionError: The compiled extension does not match the sources, even if nothing was asked
+            for: silently running the slow reference instead would hide a broken installation.
+    """
+    name = requested if requested is not None else requested_by_environment()
+    if name is not None:
+        if name not in known_names():
+            raise ValueError(f"unknown backend {name!r}; known: {', '.join(known_names())}")
+        try:
+            return _load(name, device_type)
+        except _native.StaleExtensionError:
+            raise
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
+    for backend in REGISTRY:
+        if backend.automatic is None or device_type in backend.automatic:
+            try:
+                return _load(backend.name, device_type)
+            except _native.StaleExtensionError:
+                raise
+            except BackendUnavailableError:
+                continue
+    raise BackendUnavailableError(f"no backend serves devices of type {device_type!r}")
+
+
+def backends() -> list[BackendStatus]:
+    """Every backend and type of device: whether it runs on this machine, and if not, why.
+
+    ``python -m gradstat info`` prints this. Nothing is launched; libraries are loaded.
+    """
+    statuses = []
+    for device_type in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else [])):
+        for backend in REGISTRY:
+            if backend.forceable is None or device_type in backend.forceable:
+                statuses.append(_status(backend, device_type))
+    return statuses
+
+
+def _status(backend: Backend, device_type: str) -> BackendStatus:
+    try:
+        kernels = _load(backend.name, device_type)
+    except BackendUnavailableError as error:
+        return BackendStatus(backend.name, device_type, False, False, str(error))
+    try:
+        chosen = resolve(None, device_type) is kernels
+    except (BackendUnavailableError, ValueError):
+        chosen = False
+    return BackendStatus(backend.name, device_type, True, chosen, _how(backend.name, device_type))
+
+
+def _how(name: str, device_type: str) -> str:
+    if name == "native":
+        if device_type == "cpu":
+            return f"compiled C++, {_native.load_cpu()} instructions, {torch.get_num_threads()} threads"
+        return f"compiled CUDA for {_native.load_cuda()}"
+    if name == "triton":
+        import triton
+
+        how = "interpreted, for testing only" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled on use"
+        return f"Triton {triton.__version__}, {how}"
+    if not _device_present(device_type):
+        return f"plain torch, float64 (torch sees no {device_type} device)"
+    return "plain torch, float64: the specification, not fast"
+
+
+def _device_present(device_type: str) -> bool:
+    return device_type == "cpu" or torch.get_device_module(device_type).is_available()

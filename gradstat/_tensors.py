@@ -1,0 +1,167 @@
+"""Which tensors can be measured, and how anything else becomes one that can, or a clear error.
+
+The kernels read dense strided memory. What a gradient may be besides that (sparse, a distributed shard, a
+strided view, a lazy conjugate) is turned into it here; what has no gradient statistics is refused here,
+by name, before anything is computed or changed. None of this runs for ordinary gradients: the compiled
+operators recognise those by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NameOf = Callable[[int], str]
+
+_FLOAT8 = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+    }
+    | _FLOAT8
+)
+
+
+class TensorInfo(NamedTuple):
+    """What a report remembers about a tensor besides its row, so that it keeps no tensor alive.
+
+    Attributes:
+        shape: Its sizes.
+        dtype: Its element type.
+        device: Where it lies.
+        order: The dimensions from the slowest to the fastest in memory; None for row-major.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        order = None if tensor.is_contiguous() else memory_order(tensor)
+        return cls(tensor.shape, tensor.dtype, tensor.device, order)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the slowest to the fastest in memory."""
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
+    """Dense strided tensors with the elements to be measured, each the original where that is possible.
+
+    Sparse COO tensors give their coalesced values, distributed tensors their local shard, views that are
+    not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values.
+
+    Args:
+        tensors: What was passed in, of any type.
+        name_of: The name of the i-th, for errors.
+
+    Raises:
+        TypeError: Something is not a tensor, or its dtype has no gradient statistics.
+        ValueError: A tensor has no data, or a layout that cannot be measured.
+    """
+    return [_readable(tensor, name_of, i) for i, tensor in enumerate(tensors)]
+
+
+def _readable(tensor: Any, name_of: NameOf, i: int) -> Tensor:
+    local = _strided(tensor, name_of, i)
+    if local.layout is torch.sparse_coo:
+        local = local.coalesce().values()
+    local = local.resolve_conj().resolve_neg()
+    return local if is_dense(local) else local.contiguous()
+
+
+def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
+    """The tensor without wrappers, checked: what kernels may read, but for density and sparsity."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected a tensor for {name_of(i)!r}, got {_type_name(tensor)}")
+    # DTensor without importing torch.distributed: its shard is an attribute, to_local() costs far more.
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    if local.is_quantized:
+        raise TypeError(f"{_describe(name_of(i), local)} is quantized; call .dequantize() first")
+    if local.dtype not in _DTYPES:
+        raise TypeError(
+            f"{_describe(name_of(i), local)} has no gradient statistics, which need a floating-point or complex "
+            "dtype; leave it out or convert it, for example with .float()"
+        )
+    if local.is_meta:
+        raise ValueError(
+            f"{_describe(name_of(i), local)} holds no data; materialise it first, for example with "
+            "module.to_empty(device=...)"
+        )
+    if local.layout not in (torch.strided, torch.sparse_coo) or local.is_nested:
+        raise ValueError(
+            f"{_describe(name_of(i), local)} has a layout that cannot be measured; convert it with .to_dense() or "
+            ".to_sparse_coo()"
+        )
+    return local
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a strided tensor fill one stretch of memory, in any order."""
+    if tensor.is_contiguous() or tensor.numel() <= 1:
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
+    """The strided tensors that hold the elements of ``tensors``, safe to be scaled in place.
+
+    Raises:
+        RuntimeError: Elements of a tensor share memory, so that scaling them in place has no meaning.
+        NotImplementedError: A tensor is lazily conjugated or negated.
+    """
+    targets = []
+    for i, tensor in enumerate(tensors):
+        local = _strided(tensor, name_of, i)
+        if local.layout is torch.sparse_coo:
+            local = local._values()  # scaling uncoalesced values scales the sum they stand for
+        if local.is_conj() or local.is_neg():
+            raise NotImplementedError(
+                f"{_describe(name_of(i), local)} is a lazy conjugate or negation; assign .resolve_conj() or "
+                ".resolve_neg() of it"
+            )
+        if not is_dense(local) and _overlaps(local):
+            raise RuntimeError(
+                f"{_describe(name_of(i), local)} is expanded: several of its elements share one place in memory, so it "
+                "cannot be scaled in place; assign a .clone() of it"
+            )
+        targets.append(local)
+    return targets
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    extent = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride <= extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def _describe(name: str, tensor: Tensor) -> str:
+    return f"{name!r} (dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device})"
+
+
+def _type_name(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"

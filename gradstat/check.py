@@ -1,0 +1,151 @@
+"""Checks: statistics of gradients, or of any tensors, brought to the host with the names put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradstat import _fields
+from gradstat._plan import Source, gradients_of, source_of
+from gradstat.report import Report
+from gradstat.stats import Part, measure_parts
+
+
+class PendingReport:
+    """A report whose numbers may still be on their way from the device.
+
+    Made by `check_async`. `result` waits for the numbers, if they are not there, and only for them.
+    """
+
+    def __init__(self, parts: list[Part], make_report: Callable[[Any, Any], Report]) -> None:
+        self._arrivals = [_Arrival(part.table) for part in parts]
+        self._parts = parts
+        self._make_report = make_report
+        self._report: Report | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return without waiting. Never waits itself."""
+        return self._report is not None or all(arrival.done() for arrival in self._arrivals)
+
+    def result(self) -> Report:
+        """The report; waits once per device that has not delivered yet. Later calls return the same one."""
+        if self._report is None:
+            tables = [arrival.wait() for arrival in self._arrivals]
+            if len(tables) == 1:
+                table, infos = tables[0], self._parts[0].infos
+            else:
+                table, infos = _join(tables, self._parts)
+            self._report = self._make_report(table, infos)
+            self._arrivals, self._parts = [], []
+        return self._report
+
+
+class _Arrival:
+    """A table on its way to the host: copied into pinned memory behind the kernel that fills it."""
+
+    __slots__ = ("_event", "_host")
+
+    def __init__(self, table: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if table.is_cuda:
+            # torch's allocator hands out pinned blocks it has used before, so this allocates nothing in
+            # steady state, and it keeps the block until the copy is done.
+            self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            with torch.cuda.device(table.device):
+                self._host.copy_(table, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+        else:
+            self._host = table
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Any:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.cpu().numpy()  # .cpu() waits on devices without pinned copies, else does nothing
+
+
+def _join(tables: list[Any], parts: list[Part]) -> tuple[Any, list[Any]]:
+    """The tables of several devices as one, rows in the order of the tensors given."""
+    if not tables:
+        return np.empty((0, len(_fields.NAMES))), []
+    order = np.argsort([p for part in parts for p in part.positions or ()])
+    infos = [info for part in parts for info in part.infos]
+    return np.concatenate(tables)[order], [infos[i] for i in order]
+
+
+def check(target: Any, *, backend: str | None = None) -> Report:
+    """Checks the gradients of ``target``: which are bad, where, and how large everything is.
+
+    Call it after ``backward()`` and before clipping: clipping with a NaN norm makes every gradient NaN, and
+    the culprit is lost. Reads each gradient once; exactly one host sync per device (none on the CPU).
+
+    Args:
+        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
+        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+
+    Raises:
+        TypeError: ``target`` is none of these, or a gradient has no statistics (an integer dtype, say).
+        ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
+            in training, or ``backend`` is not known.
+        BackendUnavailableError: ``backend`` cannot run here.
+    """
+    return check_async(target, backend=backend).result()
+
+
+def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
+    """`check` without the sync: launches the kernel and returns at once. Arguments and errors as there.
+
+    The gradients may be changed or freed as soon as this returns, on the same stream.
+    """
+    source = source_of(target)
+    gradients, positions = gradients_of(source)
+    names = _names_at(source, positions)
+    with torch.no_grad():
+        parts = measure_parts(gradients, lambda i: names()[i], backend)
+    missing: Callable[[], Sequence[str]] = tuple
+    if positions is not None:
+        # Which ones is known now and could change; their names are looked up when asked for.
+        present = set(positions)
+        absent = [i for i, p in enumerate(source.parameters) if i not in present and p.requires_grad]
+        missing = _names_at(source, absent)
+    return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor] | Sequence[Tensor] | Tensor, *, backend: str | None = None
+) -> Report:
+    """The same report about any tensors: activations, a batch, weights, losses. One sync, as `check`.
+
+    Args:
+        tensors: Tensors by name, or a sequence of tensors (named by position), or one tensor.
+        backend: As in `check`.
+
+    Raises:
+        As `check`.
+    """
+    if isinstance(tensors, Mapping):
+        names, listed = list(tensors), list(tensors.values())
+    else:
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        names = [f"tensors[{i}]" for i in range(len(listed))]
+    with torch.no_grad():
+        parts = measure_parts(listed, lambda i: names[i], backend)
+    return PendingReport(parts, lambda table, infos: Report(lambda: names, table, infos, what="tensor")).result()
+
+
+def _names_at(source: Source, positions: list[int] | None) -> Callable[[], Sequence[str]]:
+    if positions is None:
+        return source.names
+
+    def names() -> list[str]:
+        every = source.names()
+        return [every[i] for i in positions]
+
+    return names

@@ -1,0 +1,219 @@
+"""Gradient clipping with torch's contract, one read when nothing is clipped, and no host sync."""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from gradstat import _norms
+from gradstat._backends import Kernels
+from gradstat._tensors import NameOf, check_writable, is_dense, readable
+from gradstat.stats import by_device, resolve_for
+
+_SELF_CHECKING = frozenset({"cpu", "cuda"})
+_INF = math.inf
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Clips the gradients of ``parameters``, taken together, to a norm of at most ``max_norm``, in place.
+
+    A drop-in for ``torch.nn.utils.clip_grad_norm_``: signature, arguments, return value, errors and formula,
+    ``min(1, max_norm / (norm + 1e-6))``, are the same. Gradients are read once; only if they have to be
+    clipped are they read and written once more, decided on the device. No host sync, unless
+    ``error_if_nonfinite`` asks for a decision.
+
+    It differs from torch's on purpose in three ways. Norms that torch overflows or underflows (float32 beyond
+    about 1e19 or below 1e-19) come out right, and gradients of such size are clipped properly.
+    ``max_norm=inf`` only measures and never changes a gradient, where torch turns all of them into NaN once
+    the norm is infinite. Sparse COO gradients work.
+
+    Args:
+        parameters: Parameters, or one; those without a gradient are passed over.
+        max_norm: Upper limit of the norm. Infinity only measures.
+        norm_type: Order p of the norm: the p-norm of the p-norms of the gradients. Any real number or
+            ``"inf"``. Orders other than 2 and infinity cost torch's own passes over the gradients.
+        error_if_nonfinite: Raise if the norm is NaN or Inf, before anything is changed. Costs a host sync.
+        foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
+        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+
+    Returns:
+        The norm before clipping: 0-d, on the first gradient's device, of the gradients' promoted real
+        dtype. Zero, float32, on the CPU when there are no gradients.
+
+    Raises:
+        TypeError: ``parameters`` is a module, or a gradient's dtype has no norm.
+        AttributeError: Something in ``parameters`` is not a tensor.
+        ValueError: ``max_norm`` is NaN, or a gradient cannot be measured.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded
+            memory, which cannot be scaled in place.
+        NotImplementedError: A gradient is a distributed tensor.
+    """
+    if isinstance(parameters, Module):
+        raise TypeError("expected parameters, got a module; pass module.parameters()")
+    is_generator = isinstance(parameters, types.GeneratorType)
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if is_generator and not listed:
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=2
+        )
+    gradients = _gradients(listed)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if math.isnan(max_norm):
+        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
+    if not gradients:
+        return torch.tensor(0.0)
+    if foreach:
+        _require_foreach(gradients)
+    with torch.no_grad():
+        return _clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    try:
+        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    except AttributeError:
+        position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
+        raise AttributeError(
+            f"item {position} of `parameters` has no .grad: it is of type {type(item).__name__}, not a parameter; "
+            "pass module.parameters()"
+        ) from None
+
+
+def _clip(
+    gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, backend: str | None
+) -> Tensor:
+    fused = norm_type == 2.0 or (norm_type == _INF and not any(g.is_complex() or not g.numel() for g in gradients))
+    device_type = gradients[0].device.type
+    if fused and device_type in _SELF_CHECKING:
+        kernels = resolve_for(backend, device_type, _name(0))
+        if kernels.validates:
+            try:
+                return _clip_fused(kernels, gradients, max_norm, norm_type, error_if_nonfinite)
+            except NonFiniteNormError:
+                raise
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                refusal = error
+            plain = readable(gradients, _name)
+            if len(by_device(plain)) == 1 and all(a is b for a, b in zip(plain, gradients, strict=True)):
+                raise refusal  # nothing was wrong with the gradients
+    return _clip_general(gradients, max_norm, norm_type, fused, error_if_nonfinite, backend)
+
+
+class NonFiniteNormError(RuntimeError):
+    """The total norm is NaN or Inf and ``error_if_nonfinite`` was set; torch raises a RuntimeError here."""
+
+
+def _clip_fused(
+    kernels: Kernels, gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    """Ordinary gradients on one device: the kernels do everything. They check before they change."""
+    if error_if_nonfinite:
+        _, norm, coefficient = kernels.measure(gradients, max_norm, norm_type)
+        _raise_if_nonfinite(norm, norm_type)
+        if max_norm != _INF:
+            kernels.scale_(gradients, coefficient)
+    else:
+        norm = kernels.clip_(gradients, max_norm, norm_type)
+    if max_norm != _INF:
+        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+        torch.autograd.graph.increment_version(gradients)
+    return norm
+
+
+def _clip_general(
+    gradients: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    fused: bool,
+    error_if_nonfinite: bool,
+    backend: str | None,
+) -> Tensor:
+    """Any gradients: several devices, sparse, strided, every order of norm, every backend."""
+    for i, gradient in enumerate(gradients):
+        if hasattr(gradient, "_local_tensor"):
+            raise NotImplementedError(
+                f"{_name(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that gradstat does "
+                "not do yet; use torch.nn.utils.clip_grad_norm_"
+            )
+    plain = readable(gradients, _name)
+    targets = check_writable(gradients, _name) if max_norm != _INF else []
+    groups = by_device(plain)
+    kernels = {device: resolve_for(backend, device.type, _name(at[0])) for device, at in groups.items()}
+    first = plain[0].device
+
+    if fused:
+        tables = [kernels[device].check([plain[i] for i in at])[0] for device, at in groups.items()]
+        total = _norms.total_norm(torch.cat([t.to(first, non_blocking=True) for t in tables]), norm_type)
+    else:
+        total = _norm_of_norms(plain, norm_type, first)
+    norm = total.to(_norms.norm_dtype(plain))
+    if error_if_nonfinite:
+        _raise_if_nonfinite(norm, norm_type)
+    if max_norm != _INF:
+        coefficient = _norms.clip_coefficient(total, max_norm)
+        for device, at in groups.items():
+            scale_any_(kernels[device], [targets[i] for i in at], coefficient.to(device, non_blocking=True))
+        torch.autograd.graph.increment_version(gradients)
+    return norm
+
+
+def scale_any_(kernels: Kernels, targets: list[Tensor], coefficient: Tensor) -> None:
+    """Scales tensors as `check_writable` returns them, strided views through a dense copy."""
+    dense = [target for target in targets if is_dense(target)]
+    if dense:
+        kernels.scale_(dense, coefficient)
+    for target in targets:
+        if not is_dense(target):
+            copy = target.contiguous()
+            kernels.scale_([copy], coefficient)
+            target.copy_(copy)
+
+
+def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The p-norm of the tensors' p-norms in float64, for orders the kernels do not measure."""
+    norms = []
+    for tensor in tensors:
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        norms.append(torch.linalg.vector_norm(tensor.to(wide), norm_type).to(device, non_blocking=True))
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
+    if not math.isfinite(norm.item()):
+        raise NonFiniteNormError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+
+
+def _require_foreach(gradients: list[Tensor]) -> None:
+    from torch.utils._foreach_utils import _device_has_foreach_support
+
+    for gradient in gradients:
+        if not _device_has_foreach_support(gradient.device):
+            raise RuntimeError(
+                f"foreach=True was passed, but can't use the foreach API on {gradient.device.type} tensors"
+            )
+
+
+def _name(position: int) -> str:
+    return f"the gradient of parameters[{position}]"
+
+
+__all__ = ["NameOf", "clip_grad_norm_"]

@@ -1,0 +1,82 @@
+"""The statistic in plain torch, float64, on any device: the executable specification.
+
+Every other backend is held against this one. It is written to be read, not to be fast: it makes several
+passes and float64 copies. It neither syncs with the device nor looks at values on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstat import _fields
+
+
+def stats(tensors: list[Tensor]) -> Tensor:
+    """The table of ``tensors``: one row each, float64, on their device.
+
+    Args:
+        tensors: Strided tensors of floating or complex dtype on one device, at least one.
+
+    Returns:
+        ``[len(tensors), len(FIELDS)]`` float64.
+    """
+    return torch.stack([row(tensor) for tensor in tensors])
+
+
+def row(tensor: Tensor) -> Tensor:
+    """The row of one tensor: ``[len(FIELDS)]`` float64 on its device.
+
+    An element of a complex tensor is NaN if either part is, else Inf if either part is, and zero if both
+    parts are; the other fields run over both parts of its finite elements.
+    """
+    elements = in_memory_order(tensor)
+    parts = torch.view_as_real(elements) if tensor.is_complex() else elements.unsqueeze(-1)
+    parts = parts.to(torch.float64)  # [elements, parts]
+
+    nan = parts.isnan().any(-1)
+    inf = parts.isinf().any(-1) & ~nan
+    nonfinite = nan | inf
+    zero = (parts == 0).all(-1)
+
+    usable = ~nonfinite.unsqueeze(-1)
+    finite = torch.where(usable, parts, 0.0)
+    magnitude = finite.abs()
+    large = magnitude > _fields.LARGE
+    small = magnitude < _fields.SMALL
+
+    position = torch.arange(len(elements), dtype=torch.float64, device=tensor.device)
+    fields = {
+        "nan_count": nan.sum(),
+        "inf_count": inf.sum(),
+        "zero_count": zero.sum(),
+        "sum": finite.sum(),
+        "sq_sum": torch.where(large | small, 0.0, finite).square().sum(),
+        "sq_sum_large": torch.where(large, finite * _fields.LARGE_SCALE, 0.0).square().sum(),
+        "sq_sum_small": torch.where(small, finite * _fields.SMALL_SCALE, 0.0).square().sum(),
+        "min": _smallest(torch.where(usable, parts, torch.inf)),
+        "max": -_smallest(torch.where(usable, -parts, torch.inf)),
+        "first_nonfinite": _smallest(torch.where(nonfinite, position, torch.inf)),
+    }
+    return torch.stack([fields[name].to(torch.float64) for name in _fields.NAMES])
+
+
+def scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
+    """Multiplies every tensor in place by ``coefficient``, a 0-d float64 tensor on their device.
+
+    Types narrower than float64 are multiplied in float32, by the coefficient rounded to float32.
+    """
+    for tensor in tensors:
+        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.itemsize > 1 else torch.float32
+        factor = coefficient if wide in (torch.float64, torch.complex128) else coefficient.float()
+        tensor.copy_(tensor.to(wide) * factor)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements as one dimension, in the order they lie in memory (dimensions by falling stride)."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+def _smallest(values: Tensor) -> Tensor:
+    return values.amin() if values.numel() else values.new_full((), torch.inf)

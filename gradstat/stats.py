@@ -1,0 +1,152 @@
+"""Tables: every field of every tensor, left on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradstat import _backends
+from gradstat._backends import BackendUnavailableError, Kernels
+from gradstat._fields import NAMES
+from gradstat._tensors import NameOf, TensorInfo, readable
+
+# The types of device whose kernels check their input themselves.
+_SELF_CHECKING = frozenset({"cpu", "cuda"})
+_INFO_CACHE_SIZE = 64
+_infos_by_signature: dict[tuple[int, int], tuple[TensorInfo, ...]] = {}
+
+
+class Part(NamedTuple):
+    """The rows of the tensors of one device.
+
+    Attributes:
+        table: ``[n, len(FIELDS)]`` float64 on that device.
+        positions: Which of the tensors given the rows belong to; None for all of them, in order.
+        infos: Shape, dtype and device of each row's tensor.
+    """
+
+    table: Tensor
+    positions: list[int] | None
+    infos: Sequence[TensorInfo]
+
+
+def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
+    """All fields of all tensors in one pass: one kernel launch per device, no host sync.
+
+    Args:
+        tensors: Tensors of floating or complex dtype, of any layout that can be measured (see the
+            documentation on inputs).
+        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+
+    Returns:
+        ``[n, len(gradstat.FIELDS)]`` float64 on the device of the first tensor, its columns named by
+        `gradstat.FIELDS`. Tensors on other devices are measured there and their rows moved, which makes the
+        host wait if they move from a GPU to the CPU. An empty list gives an empty table on the CPU.
+
+    Raises:
+        TypeError, ValueError: A tensor cannot be measured; the message names its position.
+        BackendUnavailableError: ``backend`` cannot run here.
+    """
+    listed = list(tensors) if not isinstance(tensors, list) else tensors
+    if isinstance(tensors, Tensor):
+        raise TypeError("expected a list of tensors, got a tensor; pass [tensor]")
+    if torch.compiler.is_compiling():
+        return _compiled_stats(listed, backend)
+    with torch.no_grad():
+        parts = measure_parts(listed, _position_name, backend)
+        return assemble([part.table for part in parts], [part.positions for part in parts])
+
+
+def assemble(tables: list[Tensor], positions: list[list[int] | None]) -> Tensor:
+    """One table from the parts of a call, in the order of its tensors, on the first part's device."""
+    if not tables:
+        return torch.empty(0, len(NAMES), dtype=torch.float64)
+    if len(tables) == 1:
+        return tables[0]
+    device = tables[0].device
+    joined = torch.cat([table.to(device, non_blocking=True) for table in tables])
+    order = torch.tensor([p for part in positions for p in part or ()])
+    return joined[order.argsort().to(device, non_blocking=True)]
+
+
+def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> list[Part]:
+    """Fills tables for ``tensors``, one per device; what cannot be measured raises, by name.
+
+    Ordinary tensors on one device take the direct way: the compiled operator looks at them itself. When it
+    refuses, and for the other backends, `readable` sorts out what can be read and where it lies.
+    """
+    if not tensors:
+        return []
+    refusal: Exception | None = None
+    device_type = _device_type(tensors[0])
+    if device_type in _SELF_CHECKING:
+        kernels = resolve_for(backend, device_type, name_of(0))
+        if kernels.validates:
+            try:
+                table, signature = kernels.check(tensors)
+                return [Part(table, None, _infos(tensors, signature))]
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                refusal = error
+    plain = readable(tensors, name_of)
+    groups = by_device(plain)
+    if refusal is not None and len(groups) == 1 and all(a is b for a, b in zip(plain, tensors, strict=True)):
+        raise refusal  # nothing was wrong with the tensors
+    parts = []
+    for device, positions in groups.items():
+        kernels = resolve_for(backend, device.type, name_of(positions[0]))
+        group = [plain[i] for i in positions]
+        table, _ = kernels.check(group)
+        parts.append(Part(table, positions if len(groups) > 1 else None, [TensorInfo.of(t) for t in group]))
+    return parts
+
+
+def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """Positions of the tensors on each device, devices in order of appearance."""
+    groups: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(i)
+    return groups
+
+
+def resolve_for(backend: str | None, device_type: str, name: str) -> Kernels:
+    """`_backends.resolve`, with the name of a tensor on that type of device in the error."""
+    try:
+        return _backends.resolve(backend, device_type)
+    except _backends.StaleExtensionError:
+        raise
+    except BackendUnavailableError as error:
+        raise BackendUnavailableError(f"{error} ({name!r} is on a device of type {device_type!r})") from error
+
+
+def _device_type(value: Any) -> str | None:
+    return value.device.type if isinstance(value, Tensor) else None
+
+
+def _infos(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:
+    # Equal signatures mean equal sizes, strides, dtypes and devices, so nothing is asked of the tensors.
+    if signature is None:
+        return [TensorInfo.of(tensor) for tensor in tensors]
+    key = (len(tensors), signature)
+    infos = _infos_by_signature.get(key)
+    if infos is None:
+        infos = tuple(TensorInfo.of(tensor) for tensor in tensors)
+        if len(_infos_by_signature) >= _INFO_CACHE_SIZE:
+            _infos_by_signature.clear()
+        _infos_by_signature[key] = infos
+    return infos
+
+
+def _position_name(position: int) -> str:
+    return f"tensors[{position}]"
+
+
+def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
+    # Inside torch.compile everything here but the operator runs at trace time only.
+    plain = readable(tensors, _position_name)
+    if backend is None and plain[0].device.type in _SELF_CHECKING:
+        table: Tensor = torch.ops.gradstat.stats.default(plain)
+        return table
+    return resolve_for(backend, plain[0].device.type, _position_name(0)).check(plain)[0]

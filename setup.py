@@ -1,0 +1,137 @@
+"""The compiled part: a CPU library wherever there is a C++ compiler, a CUDA one wherever there is nvcc.
+
+Both use torch's stable ABI, so one binary serves every torch >= 2.10 and every Python >= 3.10. Whether this
+machine has a GPU is never asked. Everything else about the package stands in pyproject.toml.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CUDA_ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
+COMMON = ["-O3", "-std=c++17", "-g0"]
+CXX_FLAGS = [*COMMON, "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+# gcc 12 warns about its own AVX-512 headers, and about vector types that never cross a function boundary.
+GCC_FLAGS = ["-Wno-psabi", "-Wno-maybe-uninitialized"]
+MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000"), ("USE_CUDA", None)]
+
+
+def cxx_compiler():
+    """The C++ compiler distutils would use, or None."""
+    candidates = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+def cuda_home():
+    """The CUDA toolkit to build with, or None. GRADSTAT_CUDA=0 turns it off, =1 insists."""
+    wanted = os.environ.get("GRADSTAT_CUDA", "")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")
+    if nvcc is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
+        nvcc = "/usr/local/cuda/bin/nvcc"
+    if nvcc and os.path.exists(nvcc):
+        return os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
+    if wanted == "1":
+        sys.exit("GRADSTAT_CUDA=1, but no nvcc was found: put it on PATH or set CUDA_HOME.")
+    return None
+
+
+def torch_extension(name, sources, **kwargs):
+    """An extension against torch's headers and libraries; nothing in it depends on the torch version."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    flags = [flag for path in include_paths() for flag in ("-isystem", path)]
+    libraries = ["torch", "torch_cpu", "c10", *kwargs.pop("libraries", [])]
+    link = ["-Wl,--no-as-needed"] if sys.platform.startswith("linux") else ["-undefined", "dynamic_lookup"]
+    return Extension(
+        name,
+        sources,
+        depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").iterdir())],
+        define_macros=MACROS,
+        extra_compile_args=[*CXX_FLAGS, *GCC_FLAGS, *flags, *kwargs.pop("compile_args", [])],
+        library_dirs=[*library_paths(), *kwargs.pop("library_dirs", [])],
+        libraries=libraries,
+        extra_link_args=link,
+        py_limited_api=True,
+        **kwargs,
+    )
+
+
+class BuildExtension(build_ext):
+    """Knows how to compile .cu files, compiles sources in parallel, and needs no PyInit function."""
+
+    def get_export_symbols(self, extension):
+        return extension.export_symbols
+
+    def build_extensions(self):
+        self.compiler.src_extensions.append(".cu")
+        compile_one = self.compiler._compile
+        jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
+
+        def compile_any(obj, source, extension, cc_args, extra, pp_opts):
+            if not source.endswith(".cu"):
+                compile_one(obj, source, extension, cc_args, extra, pp_opts)
+                return
+            targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
+            last = CUDA_ARCHITECTURES[-1]
+            command = [os.path.join(cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", *targets]
+            command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", "0", "-Werror", "all-warnings"]
+            command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
+            print(" ".join(command), flush=True)
+            subprocess.run(command, check=True)
+
+        def compile_all(sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,
+                        extra_postargs=None, depends=None):  # fmt: skip
+            compiler = self.compiler
+            macros, objects, extra, pp_opts, build = compiler._setup_compile(
+                output_dir, macros, include_dirs, sources, depends, extra_postargs
+            )
+            cc_args = compiler._get_cc_args(pp_opts, debug, extra_preargs)
+            with ThreadPoolExecutor(jobs) as pool:
+                tasks = [pool.submit(compile_any, obj, *build[obj], cc_args, extra, pp_opts) for obj in build]
+            for task in tasks:
+                task.result()
+            return objects
+
+        self.compiler.compile = compile_all
+        super().build_extensions()
+
+
+def extensions():
+    if cxx_compiler() is None:
+        print("gradstat: no C++ compiler found; installing the pure-Python backends only.", file=sys.stderr)
+        return []
+    found = [torch_extension("gradstat._C", ["csrc/ops.cpp", "csrc/stats_cpu.cpp"])]
+    home = cuda_home()
+    if home is not None:
+        architectures = " ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES)
+        found.append(
+            torch_extension(
+                "gradstat._C_cuda",
+                ["csrc/ops_cuda.cpp", "csrc/stats_cuda.cu", "csrc/scale_cuda.cu"],
+                compile_args=[
+                    "-isystem",
+                    os.path.join(home, "include"),
+                    f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures}"',
+                ],
+                library_dirs=[os.path.join(home, "lib64"), os.path.join(home, "lib")],
+                libraries=["cudart_static", "dl", "rt", "pthread"],
+            )
+        )
+    return found
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,51 @@
+"""Settings all tests share: Triton's interpreter where there is no GPU, poisoned allocations, seeds."""
+
+import os
+
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Decided when the kernels are first imported, hence before any test module is.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+
+DEVICES = ["cpu", *(["cuda"] if HAS_CUDA else [])]
+# Every way to compute the statistic on this machine, as (backend, device). None of them may be missing.
+BACKENDS = [("reference", "cpu"), ("native", "cpu")] + (
+    [("reference", "cuda"), ("native", "cuda"), ("triton", "cuda")] if HAS_CUDA else [("triton", "cpu")]
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("cuda") and not HAS_CUDA:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(20240229)
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda pair: "-".join(pair))
+def where(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A backend and the device to run it on."""
+    backend: tuple[str, str] = request.param
+    return backend
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def _poisoned() -> object:
+    """New memory from torch is filled with NaN, so that an output nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)

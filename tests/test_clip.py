@@ -1,0 +1,291 @@
+"""clip_grad_norm_ against torch's, over randomised cases, and where it differs on purpose."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from exact import COMPLEX, REAL, real_dtype
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as torch_clip
+
+import gradstat
+
+ORDERS = [2.0, math.inf, 1.0, 0.0, 0.5, 3.0, -1.0, -math.inf]
+
+
+def parameters_with(gradients: list[Tensor | None]) -> list[nn.Parameter]:
+    made = []
+    for gradient in gradients:
+        example = gradient if gradient is not None else torch.zeros(3)
+        parameter = nn.Parameter(torch.zeros_like(example.to_dense() if example.is_sparse else example))
+        parameter.grad = gradient
+        made.append(parameter)
+    return made
+
+
+def clones(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    return [g.clone() if g is not None else None for g in gradients]
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """A few roundings of the dtype; torch rounds the norm and the coefficient to it on the way."""
+    return 6 * torch.finfo(dtype).eps
+
+
+def assert_same_as_torch(gradients: list[Tensor | None], backend: str, max_norm: float, order: float) -> None:
+    theirs, ours = parameters_with(clones(gradients)), parameters_with(clones(gradients))
+    identities = [id(p.grad) for p in ours]
+    expected = torch_clip(theirs, max_norm, order)
+    norm = gradstat.clip_grad_norm_(ours, max_norm, order, backend=backend)
+    assert norm.dtype == expected.dtype
+    assert norm.device == expected.device
+    assert norm.shape == ()
+    assert not norm.requires_grad
+    # torch rounds every tensor's norm to that tensor's dtype on the way; gradstat rounds once, at the end.
+    slack = max(tolerance(g.dtype) for g in gradients if g is not None) if any(map(is_tensor, gradients)) else 0.0
+    torch.testing.assert_close(norm, expected, rtol=slack, atol=0, equal_nan=True)
+    assert [id(p.grad) for p in ours] == identities
+    for a, b in zip(ours, theirs, strict=True):
+        if a.grad is not None and b.grad is not None:
+            assert a.grad.stride() == b.grad.stride()
+            finest = max(slack, tolerance(a.grad.dtype))
+            torch.testing.assert_close(a.grad, b.grad, rtol=finest, atol=finest * 1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [*REAL, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("max_norm", [0.7, 1e6], ids=["clipped", "unclipped"])
+def test_every_order_and_dtype(order: float, dtype: torch.dtype, max_norm: float, where: tuple[str, str]) -> None:
+    backend, device = where
+    if dtype == torch.float16 and order in (0.5, -1.0):
+        pytest.skip("torch itself overflows float16 here")
+    gradients = [(torch.randn(n, dtype=torch.complex64 if dtype.is_complex else None) + 0.1).to(dtype) for n in (5, 300)]
+    assert_same_as_torch([g.to(device) for g in gradients], backend, max_norm, order)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_models_match_torch(data: st.DataObject) -> None:
+    gradients: list[Tensor | None] = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        shape = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=4))
+        dtype = data.draw(st.sampled_from(REAL))
+        scale = data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
+        gradient = (torch.randn(shape) * scale).to(dtype)
+        form = data.draw(st.sampled_from(["plain", "transposed", "sliced", "none"]))
+        if form == "transposed":
+            gradient = gradient.permute(list(reversed(range(gradient.dim()))))
+        elif form == "sliced" and gradient.dim():
+            gradient = torch.cat([gradient, gradient])[::2]
+        gradients.append(None if form == "none" else gradient)
+    max_norm = data.draw(st.sampled_from([0.0, 0.5, 1.0, 100.0, -1.0]))
+    for backend in ("native", "reference"):
+        assert_same_as_torch(gradients, backend, max_norm, 2.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_nonfinite_gradients_give_what_torch_gives(bad: float, where: tuple[str, str]) -> None:
+    backend, device = where
+    gradients = [torch.randn(40, device=device), torch.randn(5, 5, device=device)]
+    gradients[1][2, 3] = bad
+    assert_same_as_torch(list(gradients), backend, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_error_if_nonfinite_raises_before_anything_changes(bad: float, where: tuple[str, str]) -> None:
+    backend, device = where
+    gradients = [torch.randn(40, device=device), torch.full((3,), bad, device=device)]
+    parameters = parameters_with(clones(list(gradients)))
+    with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 for gradients from `parameters` is non-finite"):
+        gradstat.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True, backend=backend)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
+    healthy = parameters_with([gradients[0]])
+    assert gradstat.clip_grad_norm_(healthy, 0.1, error_if_nonfinite=True, backend=backend) > 0.1
+    assert gradients[0].norm() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_error_text_is_torchs() -> None:
+    for order in (2.0, "inf"):
+        messages = []
+        for clip in (torch_clip, gradstat.clip_grad_norm_):
+            with pytest.raises(RuntimeError) as caught:
+                clip(parameters_with([torch.tensor([math.inf])]), 1.0, order, error_if_nonfinite=True)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+def test_unclipped_gradients_are_not_touched(where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = parameters_with([torch.randn(5000, device=device)])
+    before = parameters[0].grad.clone()  # type: ignore[union-attr]
+    gradstat.clip_grad_norm_(parameters, 1e9, backend=backend)
+    assert torch.equal(parameters[0].grad, before)  # type: ignore[arg-type]
+
+
+def test_negative_zero_is_kept_and_zero_max_norm_gives_zeros(where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = parameters_with([torch.tensor([-0.0, 3.0, 4.0], device=device)])
+    assert gradstat.clip_grad_norm_(parameters, 1.0, backend=backend) == 5.0
+    assert math.copysign(1, parameters[0].grad[0].item()) == -1  # type: ignore[index]
+    gradstat.clip_grad_norm_(parameters, 0.0, backend=backend)
+    assert parameters[0].grad.abs().sum() == 0  # type: ignore[union-attr]
+
+
+def test_a_gradient_listed_twice_counts_and_scales_twice(where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = parameters_with([torch.randn(50000, device=device), torch.randn(7, device=device)])
+    other = parameters_with(clones([p.grad for p in parameters]))
+    expected = torch_clip([*other, other[0]], 1.0)
+    norm = gradstat.clip_grad_norm_([*parameters, parameters[0]], 1.0, backend=backend)
+    torch.testing.assert_close(norm, expected)
+    for ours, theirs in zip(parameters, other, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# On purpose unlike torch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("magnitude", [1e20, 3e38, 1e-25, 1e-40], ids=str)
+def test_extreme_float32_norms_come_out_right(magnitude: float, where: tuple[str, str]) -> None:
+    backend, device = where
+    gradient = torch.full((4,), magnitude, device=device)
+    exact = 2 * gradient[0].double().item()
+    parameters = parameters_with([gradient.clone()])
+    norm = gradstat.clip_grad_norm_(parameters, 1.0, backend=backend)
+    assert norm.item() == pytest.approx(exact if exact < 3.4e38 else math.inf, rel=1e-6)
+    if magnitude > 1:
+        assert parameters[0].grad.double().norm().item() == pytest.approx(1.0, rel=1e-4)  # type: ignore[union-attr]
+    else:
+        assert torch.equal(parameters[0].grad, gradient)  # type: ignore[arg-type]
+
+
+def test_infinite_max_norm_only_measures(where: tuple[str, str]) -> None:
+    backend, device = where
+    for bad in (1.0, math.inf, math.nan):
+        gradient = torch.tensor([3.0, 4.0, bad], device=device)
+        parameters = parameters_with([gradient.clone()])
+        version = parameters[0].grad._version  # type: ignore[union-attr]
+        norm = gradstat.clip_grad_norm_(parameters, math.inf, backend=backend)
+        torch.testing.assert_close(norm, gradient.norm(), equal_nan=True)
+        torch.testing.assert_close(parameters[0].grad, gradient, rtol=0, atol=0, equal_nan=True)
+        assert parameters[0].grad._version == version  # type: ignore[union-attr]
+
+
+def test_sparse_gradients_are_clipped(where: tuple[str, str]) -> None:
+    backend, device = where
+    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
+    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+    dense = torch.zeros(3, device=device)
+    parameters = parameters_with([sparse.clone(), dense])
+    assert gradstat.clip_grad_norm_(parameters, 1.3, backend=backend).item() == pytest.approx(13.0)
+    torch.testing.assert_close(parameters[0].grad.to_dense(), sparse.to_dense() / 10)  # type: ignore[union-attr]
+
+
+# The rest of the contract -----------------------------------------------------------------------------------
+
+
+def test_no_gradients_give_zero_on_the_cpu(where: tuple[str, str]) -> None:
+    for parameters in ([], (), [nn.Parameter(torch.zeros(3, device=where[1]))]):
+        norm = gradstat.clip_grad_norm_(parameters, 1.0, backend=where[0])
+        assert norm.item() == 0.0
+        assert norm.dtype == torch.float32
+        assert norm.device.type == "cpu"
+
+
+def test_an_empty_generator_warns_and_points_at_the_caller() -> None:
+    with pytest.warns(UserWarning, match="`parameters` is an empty generator, no gradient clipping") as caught:
+        gradstat.clip_grad_norm_((p for p in ()), 1.0)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradstat.clip_grad_norm_([], 1.0)
+
+
+def test_a_generator_is_consumed_once_and_a_single_tensor_will_do() -> None:
+    model = nn.Linear(4, 2)
+    model(torch.randn(3, 4)).sum().backward()
+    assert gradstat.clip_grad_norm_(model.parameters(), 0.5) > 0.5
+    assert gradstat.clip_grad_norm_(model.weight, "1.0", torch.tensor(2.0), foreach=True) <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("order", ["inf", "1.0", torch.tensor(2), 2])
+def test_order_and_limit_go_through_float(order: object) -> None:
+    gradients: list[Tensor | None] = [torch.tensor([3.0, -4.0])]
+    expected = torch_clip(parameters_with(clones(gradients)), 1.0, order)  # type: ignore[arg-type]
+    torch.testing.assert_close(gradstat.clip_grad_norm_(parameters_with(gradients), 1.0, order), expected)  # type: ignore[arg-type]
+
+
+def test_empty_gradients_have_no_infinity_norm_as_in_torch() -> None:
+    gradients: list[Tensor | None] = [torch.zeros(0), torch.ones(2)]
+    for clip in (torch_clip, gradstat.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match="identity"):
+            clip(parameters_with(clones(gradients)), 1.0, math.inf)
+    assert gradstat.clip_grad_norm_(parameters_with(gradients), 1.0) == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize("dtype", COMPLEX[1:], ids=str)
+def test_complex_infinity_norm_is_the_largest_modulus(dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = parameters_with([torch.tensor([3 + 4j, 1j], dtype=dtype, device=device)])
+    assert gradstat.clip_grad_norm_(parameters, 10.0, math.inf, backend=backend).item() == pytest.approx(5.0)
+
+
+def test_the_version_counter_moves_as_with_torch() -> None:
+    parameters = parameters_with([torch.randn(4)])
+    before = parameters[0].grad._version  # type: ignore[union-attr]
+    gradstat.clip_grad_norm_(parameters, 0.1)
+    assert parameters[0].grad._version > before  # type: ignore[union-attr]
+
+
+def test_norm_dtype_is_the_promotion_over_gradients(where: tuple[str, str]) -> None:
+    backend, device = where
+    for dtypes in ([torch.bfloat16], [torch.bfloat16, torch.float16], [torch.float16, torch.float64], [torch.complex64]):
+        gradients = [torch.ones(3, dtype=dtype, device=device) for dtype in dtypes]
+        norm = gradstat.clip_grad_norm_(parameters_with(list(gradients)), 1.0, backend=backend)
+        assert norm.dtype == real_dtype(gradients)
+
+
+# Bad input --------------------------------------------------------------------------------------------------
+
+
+def test_a_module_and_things_that_are_not_parameters_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"module\.parameters\(\)"):
+        gradstat.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="item 0.*tuple"):
+        gradstat.clip_grad_norm_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="item 1.*NoneType"):
+        gradstat.clip_grad_norm_([model.weight, None], 1.0)  # type: ignore[list-item]
+
+
+def test_nan_max_norm_is_refused_before_anything_changes() -> None:
+    parameters = parameters_with([torch.ones(3)])
+    with pytest.raises(ValueError, match="max_norm is NaN"):
+        gradstat.clip_grad_norm_(parameters, math.nan)
+    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_expanded_gradients_are_refused_by_name_before_anything_changes(where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = parameters_with([torch.ones(3, device=device), torch.ones(3, 1, device=device)])
+    parameters[1] = nn.Parameter(torch.zeros(3, 4, device=device))
+    parameters[1].grad = torch.ones(3, 1, device=device).expand(3, 4)
+    with pytest.raises(RuntimeError, match=r"parameters\[1\].*expanded.*clone"):
+        gradstat.clip_grad_norm_(parameters, 0.1, backend=backend)
+    assert torch.equal(parameters[0].grad, torch.ones(3, device=device))  # type: ignore[arg-type]
+    assert gradstat.clip_grad_norm_(parameters, math.inf, backend=backend).item() == pytest.approx(math.sqrt(15))
+
+
+def test_foreach_is_refused_where_torch_has_none() -> None:
+    parameter = nn.Parameter(torch.zeros(2, device="meta"))
+    parameter.grad = torch.zeros(2, device="meta")
+    with pytest.raises((RuntimeError, ValueError), match="meta"):
+        gradstat.clip_grad_norm_([parameter], 1.0, foreach=True)

@@ -1,0 +1,260 @@
+"""One suite for every backend: a table of cases, each held against an exact account of the same tensors."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from exact import COMPLEX, FLOAT8, REAL, Exact, square_root
+from torch import Tensor
+
+import gradstat
+from gradstat import _fields
+
+NORM_TOLERANCE = 1e-7  # the contract: per tensor and in total, for every input
+Case = Callable[[torch.dtype, str], list[Tensor]]
+
+
+def random(shape: int | tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    return torch.randn(shape, dtype=wide).to(dtype).to(device)
+
+
+def with_values(values: list[float], dtype: torch.dtype, device: str, size: int = 5000) -> Tensor:
+    """Random elements with special ones among them, in vector bodies and in tails."""
+    out = random(size, dtype, device)
+    for i, value in enumerate(values):
+        out[(i * 1231 + 7) % size] = value
+        out[size - 1 - i] = value
+    return out
+
+
+def full(value: float, dtype: torch.dtype, device: str, size: int = 3000) -> Tensor:
+    return torch.full((size,), value, dtype=dtype, device=device)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest value of which 3000 still have a float64 sum."""
+    return torch.finfo(dtype).max / (2**20 if dtype == torch.float64 else 1)
+
+
+def misaligned(dtype: torch.dtype, device: str) -> list[Tensor]:
+    base = random(9000, dtype, device)
+    return [base[1:], base[3:8000], base[5:6], base[7:7], base[2:2050]]
+
+
+def strided(dtype: torch.dtype, device: str) -> list[Tensor]:
+    base = random((6, 10, 14), dtype, device)
+    base[3, 2, 5] = math.nan
+    base[1, 8, 7] = math.inf
+    return [base[:, ::2], base[..., 1:], base.permute(2, 0, 1), base.transpose(0, 1)[2:], base[:, :1].expand(6, 5, 14)]
+
+
+def channels_last(dtype: torch.dtype, device: str) -> list[Tensor]:
+    x = random((4, 6, 5, 3), dtype, device).contiguous(memory_format=torch.channels_last)
+    x[2, 1, 4, 0] = math.nan
+    x[1, 5, 0, 2] = math.inf
+    return [x, x[1:3]]
+
+
+def duplicates(dtype: torch.dtype, device: str) -> list[Tensor]:
+    x = random(700, dtype, device)
+    return [x, x, random(3, dtype, device), x]
+
+
+BLOCK_EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 127, 2047, 2048, 2049, 4095, 4096, 4097, 8191, 16385]
+CASES: dict[str, Case] = {
+    "zero-size": lambda t, d: [random(0, t, d), random((3, 0, 2), t, d), random(5, t, d), random(0, t, d)],
+    "zero-dim": lambda t, d: [random((), t, d), torch.tensor(0.0, device=d).to(t)],
+    "one-element": lambda t, d: [random(1, t, d), random((1, 1), t, d), full(math.nan, t, d, 1)],
+    "block-edges": lambda t, d: [random(n, t, d) for n in BLOCK_EDGES],
+    "several-chunks": lambda t, d: [random(2 * 65536 + 321, t, d)],
+    "misaligned": misaligned,
+    "strided": strided,
+    "channels-last": channels_last,
+    "duplicates": duplicates,
+    "all-nan": lambda t, d: [full(math.nan, t, d), random(10, t, d)],
+    "all-inf": lambda t, d: [full(math.inf, t, d), full(-math.inf, t, d, 70)],
+    "all-zero": lambda t, d: [full(0.0, t, d), full(-0.0, t, d, 5000)],
+    "constant": lambda t, d: [full(0.1, t, d, 70000)],
+    "specials": lambda t, d: [with_values([math.nan, math.inf, -math.inf, 0.0, -0.0], t, d)],
+    "one-nan-last": lambda t, d: [torch.cat([random(4999, t, d), full(math.nan, t, d, 1)])],
+    "extremes": lambda t, d: [full(largest(t), t, d), full(torch.finfo(t).tiny, t, d), random(9, t, d)],
+    "subnormals": lambda t, d: [full(torch.finfo(t).smallest_normal / 4, t, d)],
+}
+
+
+def assert_rows_match(table: Tensor, tensors: list[Tensor]) -> None:
+    assert table.shape == (len(tensors), len(gradstat.FIELDS))
+    assert table.dtype == torch.float64
+    rows = table.cpu().numpy()
+    assert not np.isnan(rows).any(), "a field was left unwritten"
+    every = [Exact(tensor) for tensor in tensors]
+    for i, (row, exact) in enumerate(zip(rows, every, strict=True)):
+        got = dict(zip(gradstat.FIELDS, row, strict=True))
+        label = f"tensor {i} of shape {tuple(tensors[i].shape)}"
+        assert got["nan_count"] == exact.nan_count, label
+        assert got["inf_count"] == exact.inf_count, label
+        assert got["zero_count"] == exact.zero_count, label
+        assert got["min"] == exact.min, label
+        assert got["max"] == exact.max, label
+        assert got["first_nonfinite"] == exact.first, label
+        assert got["sum"] == pytest.approx(exact.sum, rel=0, abs=1e-6 * exact.magnitudes), label
+        assert norm_of(row) == pytest.approx(exact.l2_norm, rel=NORM_TOLERANCE), label
+    merged = _fields.merge_rows(rows.tolist())
+    total = square_root(sum((exact.squares for exact in every), Fraction(0)))
+    assert norm_of(np.array(merged)) == pytest.approx(total, rel=NORM_TOLERANCE)
+
+
+def norm_of(row: np.ndarray) -> float:
+    picked = (row[_fields.INDEX[name]] for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
+    with np.errstate(over="ignore"):
+        return float(_fields.l2_norm(np, *picked))
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_field_is_exact(case: str, dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    tensors = CASES[case](dtype, device)
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 33, 5000])
+def test_complex_elements_are_bad_if_either_part_is(dtype: torch.dtype, size: int, where: tuple[str, str]) -> None:
+    backend, device = where
+    x = random(size, dtype, device)
+    special = [complex(math.nan, 1), complex(1, math.inf), complex(math.inf, math.nan), 0j, complex(-0.0, 0.0), 1j]
+    for i, value in enumerate(special[:size]):
+        x[(997 * i) % size] = value
+    tensors = [x, random(2048, dtype, device), x[1:] if size else x]
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_every_code(dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    codes = torch.arange(256, dtype=torch.uint8).repeat(9)[3:].to(device)
+    tensors = [codes.view(dtype), torch.full((40,), 0x35, dtype=torch.uint8, device=device).view(dtype)]
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"),
+    [
+        (torch.float32, 1e30),
+        (torch.float32, 1e-30),
+        (torch.float32, 1e-41),
+        (torch.bfloat16, 1e30),
+        (torch.bfloat16, 1e-30),
+        (torch.float64, 1e200),
+        (torch.float64, 1e-200),
+        (torch.float64, 1e-310),
+        (torch.float64, 1e303),
+    ],
+    ids=str,
+)
+def test_norms_beyond_the_range_of_squares(
+    dtype: torch.dtype, magnitude: float, where: tuple[str, str]
+) -> None:
+    backend, device = where
+    x = (torch.randn(3001, dtype=torch.float64) * magnitude).to(dtype).to(device)
+    mixed = torch.cat([x[:50], random(100, dtype, device)])
+    tensors = [x, mixed, full(magnitude, dtype, device, 7)]
+    for tensor, row in zip(tensors, gradstat.stats(tensors, backend=backend).cpu().numpy(), strict=True):
+        assert norm_of(row) == pytest.approx(Exact(tensor).l2_norm, rel=NORM_TOLERANCE)
+        assert row[_fields.INDEX["inf_count"]] == 0
+
+
+def test_mixed_dtypes_and_sizes_in_one_call(where: tuple[str, str]) -> None:
+    backend, device = where
+    dtypes = [*REAL, *COMPLEX]
+    tensors = [random(17 * i % 701, dtypes[i % len(dtypes)], device) for i in range(120)]
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+def test_many_tensors(where: tuple[str, str]) -> None:
+    backend, device = where
+    count = 300 if backend == "triton" and device == "cpu" else 3000  # the interpreter is slow
+    tensors = [random(1 + i % 40, torch.float32, device) for i in range(count)]
+    tensors[count - 2][0] = math.nan
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+def test_zero_size_tensors_do_not_shift_the_others(where: tuple[str, str]) -> None:
+    """The shapes of pytorch#140066, a hundredth of their size."""
+    backend, device = where
+    tensors = [random(n, torch.float32, device) for n in (49152, 49152, 49152, 24576, 0, 0, 49152)]
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+def test_empty_list_gives_an_empty_table(where: tuple[str, str]) -> None:
+    table = gradstat.stats([], backend=where[0])
+    assert table.shape == (0, len(gradstat.FIELDS))
+
+
+def test_sparse_is_measured_by_its_coalesced_values(where: tuple[str, str]) -> None:
+    backend, device = where
+    indices = torch.tensor([[0, 2, 2, 5]])
+    values = torch.tensor([[1.0, 2.0], [3.0, math.inf], [-3.0, 1.0], [0.0, 4.0]])
+    sparse = torch.sparse_coo_tensor(indices, values, (7, 2), device=device, check_invariants=True)
+    assert not sparse.is_coalesced()
+    table = gradstat.stats([sparse], backend=backend)
+    assert_rows_match(table, [sparse.coalesce().values()])
+
+
+def test_lazy_conjugates_are_resolved(where: tuple[str, str]) -> None:
+    backend, device = where
+    x = random(300, torch.complex64, device)
+    assert_rows_match(gradstat.stats([x.conj(), x.imag, x.conj().imag], backend=backend),
+                      [x.conj().resolve_conj(), x.imag, x.conj().imag.resolve_neg()])  # fmt: skip
+
+
+def test_results_repeat_bit_for_bit(where: tuple[str, str]) -> None:
+    backend, device = where
+    tensors = [random(n, t, device) for n in (70000, 333, 5) for t in (torch.float32, torch.bfloat16)]
+    first = gradstat.stats(tensors, backend=backend)
+    for _ in range(3):
+        assert torch.equal(gradstat.stats(tensors, backend=backend), first)
+
+
+def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
+    tensors = [random(n, torch.float32, "cpu") for n in (1_500_000, 900_001, 4, 77)]
+    before = torch.get_num_threads()
+    tables = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            tables.append(gradstat.stats(tensors, backend="native"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(table, tables[0]) for table in tables)
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_native_agrees_with_the_reference_on_a_large_tensor(dtype: torch.dtype, device: str) -> None:
+    x = random(3_000_001, dtype, device)
+    native = gradstat.stats([x], backend="native").cpu().numpy()[0]
+    reference = gradstat.stats([x], backend="reference").cpu().numpy()[0]
+    assert norm_of(native) == pytest.approx(norm_of(reference), rel=NORM_TOLERANCE)
+    exactly = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "zero_count", "min", "max")]
+    assert (native[exactly] == reference[exactly]).all()
+
+
+@pytest.mark.cuda
+def test_more_than_two_billion_elements() -> None:
+    """pytorch#169930: 2**31 + 1 elements, with the last ones the interesting ones."""
+    x = torch.zeros(2**31 + 1, dtype=torch.bfloat16, device="cuda")
+    x[-1] = math.inf
+    x[-2] = 3.0
+    for backend in ("native", "triton"):
+        row = dict(zip(gradstat.FIELDS, gradstat.stats([x], backend=backend)[0].tolist(), strict=True))
+        assert row["first_nonfinite"] == 2**31
+        assert row["zero_count"] == 2**31 - 1
+        assert row["max"] == 3.0
