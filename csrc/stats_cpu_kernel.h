@@ -104,10 +104,14 @@ inline __attribute__((always_inline)) VShort narrow_half(VFloat x) {
 }
 #endif
 
-// Element types: how to load kLanes of them as float32, and one of them.
+// Element types: how to load kLanes of them as float32, twice as many in any order, and one of them.
 struct Float32 {
   using Storage = float;
   static inline __attribute__((always_inline)) VFloat load_vector(const float* p) { return load<VFloat>(p); }
+  static inline __attribute__((always_inline)) void load_two(const float* p, VFloat& a, VFloat& b) {
+    a = load<VFloat>(p);
+    b = load<VFloat>(p + kLanes);
+  }
   static inline __attribute__((always_inline)) void store_vector(float* p, VFloat x) { store(p, x); }
   static float to_float(float x) { return x; }
   static float from_float(float x) { return x; }
@@ -117,6 +121,12 @@ struct BFloat16 {
   using Storage = uint16_t;
   static inline __attribute__((always_inline)) VFloat load_vector(const uint16_t* p) {
     return bitcast<VFloat>(__builtin_convertvector(load<VShort>(p), VUint) << 16);
+  }
+  // The even and the odd elements: no widening, only a shift and a mask.
+  static inline __attribute__((always_inline)) void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
+    const VUint both = load<VUint>(p);
+    a = bitcast<VFloat>(both << 16);
+    b = bitcast<VFloat>(both & 0xffff0000u);
   }
   static inline __attribute__((always_inline)) void store_vector(uint16_t* p, VFloat x) {
     const VUint bits = bitcast<VUint>(x);
@@ -133,6 +143,10 @@ struct Float16 {
   using Storage = uint16_t;
   static inline __attribute__((always_inline)) VFloat load_vector(const uint16_t* p) {
     return widen_half(load<VShort>(p));
+  }
+  static inline __attribute__((always_inline)) void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
+    a = load_vector(p);
+    b = load_vector(p + kLanes);
   }
   static inline __attribute__((always_inline)) void store_vector(uint16_t* p, VFloat x) {
     store(p, narrow_half(x));
@@ -169,10 +183,9 @@ inline FastBlock read_fast(const typename Type::Storage* p, int64_t count) {
   VInt zeros = {};
   VLong zero_pairs = {};
   for (int64_t i = 0; i < count; i += kStep) {
-    const VFloat x0 = Type::load_vector(p + i);
-    const VFloat x1 = Type::load_vector(p + i + kLanes);
-    const VFloat x2 = Type::load_vector(p + i + 2 * kLanes);
-    const VFloat x3 = Type::load_vector(p + i + 3 * kLanes);
+    VFloat x0, x1, x2, x3;
+    Type::load_two(p + i, x0, x1);
+    Type::load_two(p + i + 2 * kLanes, x2, x3);
     sq_sum += promote_sum(fma(x1, x1, x0 * x0) + fma(x3, x3, x2 * x2));
     sum += promote_sum((x0 + x1) + (x2 + x3));
     low = vmin(vmin(vmin(x0, x1), vmin(x2, x3)), low);

@@ -91,6 +91,11 @@ class TableKernels:
         return norm
 
 
+def _require_device(device_type: str) -> None:
+    if device_type in ("cuda", "xpu") and not torch.get_device_module(device_type).is_available():
+        raise BackendUnavailableError(f"torch sees no {device_type} device")
+
+
 def _load_native(device_type: str) -> Kernels:
     if device_type == "cpu":
         _native.load_cpu()
@@ -106,8 +111,7 @@ def _load_triton(device_type: str) -> Kernels:
             "Triton compiles for GPUs only. Set TRITON_INTERPRET=1 before the first use to run its kernels "
             "through the interpreter on the CPU, for testing."
         )
-    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
-        raise BackendUnavailableError(f"torch sees no {device_type} device")
+    _require_device(device_type)
     try:
         from gradstat.kernels import scale as scale_module
         from gradstat.kernels import stats as stats_module
@@ -117,6 +121,7 @@ def _load_triton(device_type: str) -> Kernels:
 
 
 def _load_reference(device_type: str) -> Kernels:
+    _require_device(device_type)
     from gradstat import reference
 
     return TableKernels(reference.stats, reference.scale_)
@@ -263,10 +268,4 @@ def _how(name: str, device_type: str) -> str:
 
         how = "interpreted, for testing only" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled on use"
         return f"Triton {triton.__version__}, {how}"
-    if not _device_present(device_type):
-        return f"plain torch, float64 (torch sees no {device_type} device)"
     return "plain torch, float64: the specification, not fast"
-
-
-def _device_present(device_type: str) -> bool:
-    return device_type == "cpu" or torch.get_device_module(device_type).is_available()

@@ -14,10 +14,9 @@ from torch.nn import Module
 
 from gradstat import _norms
 from gradstat._backends import Kernels
-from gradstat._tensors import NameOf, check_writable, is_dense, readable
-from gradstat.stats import by_device, resolve_for
+from gradstat._tensors import check_writable, is_dense, readable
+from gradstat.stats import SELF_CHECKING, by_device, explains_refusal, resolve_for
 
-_SELF_CHECKING = frozenset({"cpu", "cuda"})
 _INF = math.inf
 
 
@@ -99,7 +98,7 @@ def _clip(
 ) -> Tensor:
     fused = norm_type == 2.0 or (norm_type == _INF and not any(g.is_complex() or not g.numel() for g in gradients))
     device_type = gradients[0].device.type
-    if fused and device_type in _SELF_CHECKING:
+    if fused and device_type in SELF_CHECKING:
         kernels = resolve_for(backend, device_type, _name(0))
         if kernels.validates:
             try:
@@ -109,8 +108,8 @@ def _clip(
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 refusal = error
             plain = readable(gradients, _name)
-            if len(by_device(plain)) == 1 and all(a is b for a, b in zip(plain, gradients, strict=True)):
-                raise refusal  # nothing was wrong with the gradients
+            if not explains_refusal(plain, gradients):
+                raise refusal
     return _clip_general(gradients, max_norm, norm_type, fused, error_if_nonfinite, backend)
 
 

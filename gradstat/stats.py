@@ -11,10 +11,11 @@ from torch import Tensor
 from gradstat import _backends
 from gradstat._backends import BackendUnavailableError, Kernels
 from gradstat._fields import NAMES
+from gradstat._native import StaleExtensionError
 from gradstat._tensors import NameOf, TensorInfo, readable
 
-# The types of device whose kernels check their input themselves.
-_SELF_CHECKING = frozenset({"cpu", "cuda"})
+# The types of device for which there are kernels that check their input themselves.
+SELF_CHECKING = frozenset({"cpu", "cuda"})
 _INFO_CACHE_SIZE = 64
 _infos_by_signature: dict[tuple[int, int], tuple[TensorInfo, ...]] = {}
 
@@ -82,7 +83,7 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
         return []
     refusal: Exception | None = None
     device_type = _device_type(tensors[0])
-    if device_type in _SELF_CHECKING:
+    if device_type in SELF_CHECKING:
         kernels = resolve_for(backend, device_type, name_of(0))
         if kernels.validates:
             try:
@@ -92,8 +93,8 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
                 refusal = error
     plain = readable(tensors, name_of)
     groups = by_device(plain)
-    if refusal is not None and len(groups) == 1 and all(a is b for a, b in zip(plain, tensors, strict=True)):
-        raise refusal  # nothing was wrong with the tensors
+    if refusal is not None and not explains_refusal(plain, tensors):
+        raise refusal
     parts = []
     for device, positions in groups.items():
         kernels = resolve_for(backend, device.type, name_of(positions[0]))
@@ -101,6 +102,11 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
         table, _ = kernels.check(group)
         parts.append(Part(table, positions if len(groups) > 1 else None, [TensorInfo.of(t) for t in group]))
     return parts
+
+
+def explains_refusal(plain: list[Tensor], tensors: Sequence[Any]) -> bool:
+    """Whether a refusal by the compiled operator came from the tensors, so that trying ``plain`` makes sense."""
+    return len(by_device(plain)) > 1 or any(a is not b for a, b in zip(plain, tensors, strict=True))
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
@@ -115,7 +121,7 @@ def resolve_for(backend: str | None, device_type: str, name: str) -> Kernels:
     """`_backends.resolve`, with the name of a tensor on that type of device in the error."""
     try:
         return _backends.resolve(backend, device_type)
-    except _backends.StaleExtensionError:
+    except StaleExtensionError:
         raise
     except BackendUnavailableError as error:
         raise BackendUnavailableError(f"{error} ({name!r} is on a device of type {device_type!r})") from error
@@ -146,7 +152,7 @@ def _position_name(position: int) -> str:
 def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
     # Inside torch.compile everything here but the operator runs at trace time only.
     plain = readable(tensors, _position_name)
-    if backend is None and plain[0].device.type in _SELF_CHECKING:
+    if backend is None and plain[0].device.type in SELF_CHECKING:
         table: Tensor = torch.ops.gradstat.stats.default(plain)
         return table
     return resolve_for(backend, plain[0].device.type, _position_name(0)).check(plain)[0]

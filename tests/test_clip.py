@@ -59,13 +59,19 @@ def assert_same_as_torch(gradients: list[Tensor | None], backend: str, max_norm:
             torch.testing.assert_close(a.grad, b.grad, rtol=finest, atol=finest * 1e-3, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [*REAL, torch.complex64, torch.complex128], ids=str)
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+# torch itself overflows float16 for the orders left out.
+ORDERS_AND_DTYPES = [
+    (order, dtype)
+    for order in ORDERS
+    for dtype in [*REAL, torch.complex64, torch.complex128]
+    if dtype != torch.float16 or order not in (0.5, -1.0)
+]
+
+
+@pytest.mark.parametrize(("order", "dtype"), ORDERS_AND_DTYPES, ids=str)
 @pytest.mark.parametrize("max_norm", [0.7, 1e6], ids=["clipped", "unclipped"])
 def test_every_order_and_dtype(order: float, dtype: torch.dtype, max_norm: float, where: tuple[str, str]) -> None:
     backend, device = where
-    if dtype == torch.float16 and order in (0.5, -1.0):
-        pytest.skip("torch itself overflows float16 here")
     gradients = [(torch.randn(n, dtype=torch.complex64 if dtype.is_complex else None) + 0.1).to(dtype) for n in (5, 300)]
     assert_same_as_torch([g.to(device) for g in gradients], backend, max_norm, order)
 

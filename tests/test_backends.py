@@ -1,0 +1,170 @@
+"""Which backend serves a call, what is said about those that cannot, and what importing gradstat costs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradstat
+from gradstat import _backends
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    # The caller's interpreter may have found gradstat through its working directory.
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+def test_native_serves_the_cpu() -> None:
+    chosen = {status.device: status.name for status in gradstat.backends() if status.chosen}
+    assert chosen["cpu"] == "native"
+    if torch.cuda.is_available():
+        assert chosen["cuda"] == "native"
+
+
+def test_every_unavailable_backend_says_why() -> None:
+    for status in gradstat.backends():
+        assert status.detail
+        if not status.available:
+            with pytest.raises(gradstat.BackendUnavailableError, match=f"backend '{status.name}' is not available"):
+                _backends.resolve(status.name, status.device)
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'fast'; known: native, triton, reference"):
+        gradstat.stats([torch.ones(2)], backend="fast")
+    with pytest.raises(ValueError, match="unknown backend"):
+        gradstat.clip_grad_norm_([parameter()], 1.0, backend="fast")
+
+
+def test_a_forced_backend_without_kernels_for_the_device_names_the_tensor() -> None:
+    with pytest.raises(gradstat.BackendUnavailableError, match=r"'native'.*no kernels for devices of type 'mps'.*'w'"):
+        from gradstat.stats import resolve_for
+
+        resolve_for("native", "mps", "w")
+
+
+def parameter() -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.ones(2))
+    made.grad = torch.ones(2)
+    return made
+
+
+def test_the_environment_forces_a_backend() -> None:
+    code = "import gradstat; print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])"
+    assert run_python(code, GRADSTAT_BACKEND="reference").stdout == "['reference']\n"
+    assert run_python(code, GRADSTAT_BACKEND="auto").stdout == "['native']\n"
+
+
+def test_an_unknown_backend_in_the_environment_is_an_error() -> None:
+    result = run_python("import gradstat, torch; gradstat.stats([torch.ones(1)])", GRADSTAT_BACKEND="fast")
+    assert result.returncode != 0
+    assert "unknown backend 'fast' in GRADSTAT_BACKEND" in result.stderr
+
+
+def test_a_forced_backend_that_cannot_run_never_falls_back() -> None:
+    code = "import gradstat, torch; gradstat.stats([torch.ones(1)])"
+    result = run_python(code, GRADSTAT_BACKEND="triton", TRITON_INTERPRET="0")
+    assert result.returncode != 0
+    assert "Triton compiles for GPUs only" in result.stderr
+
+
+def test_a_stale_build_is_an_error_even_when_nothing_is_forced() -> None:
+    code = (
+        "from gradstat import _fields; _fields.FINGERPRINT += ',kurtosis:sum'\n"
+        "import gradstat, torch\n"
+        "assert gradstat.stats([torch.ones(1)], backend='reference').shape == (1, 10)\n"
+        "gradstat.stats([torch.ones(1)])"
+    )
+    result = run_python(code)
+    assert result.returncode != 0
+    assert "StaleExtensionError" in result.stderr
+    assert "Rebuild it" in result.stderr
+
+
+def test_without_the_compiled_extension_the_reference_serves() -> None:
+    code = (
+        "from gradstat import _native; _native.library_path = lambda name: None\n"
+        "import gradstat, torch\n"
+        "print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])\n"
+        "model = torch.nn.Linear(2, 2); model(torch.ones(1, 2)).sum().backward()\n"
+        "print(gradstat.check(model).ok, float(gradstat.clip_grad_norm_(model.parameters(), 1.0)) > 1)\n"
+        "gradstat.stats([torch.ones(1)], backend='native')"
+    )
+    result = run_python(code)
+    assert result.stdout.splitlines() == ["['reference']", "True True"]
+    assert "no C++ compiler was found at installation" in result.stderr
+
+
+@pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_gives_exact_results(instructions: str) -> None:
+    chosen = [s.detail for s in gradstat.backends() if (s.name, s.device) == ("native", "cpu")][0]
+    order = ["baseline", "avx2", "avx512"]
+    best = next(name for name in order if f"{name} instructions" in chosen)
+    if order.index(instructions) > order.index(best):
+        result = run_python("import gradstat, torch; gradstat.stats([torch.ones(1)])", GRADSTAT_CPU_INSTRUCTIONS=instructions)
+        assert "is not available on this machine; available: " in result.stderr
+        return
+    env = {**os.environ, "GRADSTAT_CPU_INSTRUCTIONS": instructions}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_conformance.py", "-k", "native-cpu"]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+def test_importing_gradstat_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import gradstat\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "loaded = {name for name in sys.modules if name.startswith('torch.distributed.')} - before\n"
+        "print(sorted(new & {'triton', 'lightning', 'transformers', 'accelerate', 'matplotlib', 'kernels'}), sorted(loaded))"
+    )
+    result = run_python(code)
+    assert result.stdout == "[] []\n", result.stderr
+
+
+def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
+    """Hugging Face's `kernels` stays importable, from the repository's root as well."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("theirs = True\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.theirs)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout == "True\n", result.stderr
+
+
+LAYERS = [
+    {"_fields", "_version"},
+    {"_norms", "_tensors", "reference", "kernels"},
+    {"_native"},
+    {"_backends", "_plan"},
+    {"stats", "report"},
+    {"check", "clip"},
+    {"__init__"},
+    {"demo"},
+    {"__main__"},
+]
+
+
+def test_imports_point_down_only() -> None:
+    import ast
+
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for path in sorted((ROOT / "gradstat").rglob("*.py")):
+        relative = path.relative_to(ROOT / "gradstat")
+        own = relative.parts[0].removesuffix(".py")
+        assert own in level, f"{relative} has no place in the layers"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradstat":
+                parts = (node.module or "").split(".")
+                imported = [parts[1]] if len(parts) > 1 else [a.name if a.name in level else "__init__" for a in node.names]
+            elif isinstance(node, ast.Import):
+                imported = [a.name.split(".")[1] if "." in a.name else "__init__" for a in node.names if a.name.split(".")[0] == "gradstat"]
+            else:
+                continue
+            for other in imported:
+                assert other == own or level[other] < level[own], f"{relative} imports {other}, which is not below it"

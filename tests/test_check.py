@@ -1,0 +1,412 @@
+"""check, check_async, check_tensors and stats: what they accept, what they name, and what they refuse."""
+
+import copy
+import gc
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_conformance import assert_rows_match
+from torch import nn
+
+import gradstat
+from gradstat.stats import assemble
+
+
+def trained(model: nn.Module, features: int = 6) -> nn.Module:
+    model(torch.randn(4, features)).square().sum().backward()
+    return model
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)), nn.Linear(5, 2))
+
+
+NAMES = ("0.weight", "0.bias", "2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias", "3.weight", "3.bias")
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
+def test_every_kind_of_target_gives_the_same_numbers(backend: str) -> None:
+    if torch.cuda.is_available() and backend == "triton":
+        pytest.skip("compiled Triton does not serve CPU tensors; the conformance suite runs it on the GPU")
+    model = trained(make_model())
+    model[2][0].weight.grad[1, 2] = math.nan
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    unnamed = torch.optim.SGD([{"params": model[0].parameters()}, {"params": [*model[2:].parameters()]}], lr=0.1)
+    reports = {
+        "module": gradstat.check(model, backend=backend),
+        "optimizer": gradstat.check(optimizer, backend=backend),
+        "unnamed optimizer": gradstat.check(unnamed, backend=backend),
+        "parameters": gradstat.check(model.parameters(), backend=backend),
+        "pairs": gradstat.check(model.named_parameters(), backend=backend),
+    }
+    for kind in ("module", "optimizer", "pairs"):
+        assert reports[kind].names == NAMES
+    assert reports["parameters"].names[2] == "param2"
+    assert reports["unnamed optimizer"].names[:3] == ("group0.0", "group0.1", "group1.0")
+    for report in reports.values():
+        assert len(report) == 8
+        assert not report.ok
+        assert [stats.first_nonfinite for stats in report.nonfinite] == [(1, 2)]
+        assert report.nan_count == 1
+        assert report.numel == sum(p.numel() for p in model.parameters())
+    single = gradstat.check(model[0].weight, backend=backend)
+    assert single.names == ("parameter",)
+    assert single.total_norm == pytest.approx(model[0].weight.grad.norm().item())
+
+
+def test_total_norm_is_torchs() -> None:
+    model = trained(make_model())
+    report = gradstat.check(model)
+    assert report.ok
+    assert report.total_norm == pytest.approx(nn.utils.clip_grad_norm_(model.parameters(), math.inf).item())
+
+
+def test_missing_gradients_are_reported_and_frozen_parameters_are_not() -> None:
+    model = make_model()
+    model[3].weight.requires_grad_(False)
+    report = gradstat.check(model)
+    assert len(report) == 0
+    assert report.ok
+    assert report.missing == tuple(name for name in NAMES if name != "3.weight")
+    trained(model)
+    model[0].bias.grad = None
+    pending = gradstat.check_async(model)
+    model[0].weight.grad = None  # after the check: not missing in it
+    assert pending.result().missing == ("0.bias",)
+    with pytest.raises(KeyError, match=r"'0\.bias' has no gradient"):
+        pending.result()["0.bias"]
+
+
+def test_tied_parameters_appear_once_in_a_module_and_twice_in_a_list() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    trained(model, 3)
+    assert gradstat.check(model).names == ("0.weight", "0.bias", "1.bias")
+    assert len(gradstat.check([model[0].weight, model[1].weight])) == 2
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "parameter replaced": lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(5, 6))),
+    "parameter deleted and made again": lambda m: (delattr(m[0], "bias"), setattr(m[0], "bias", nn.Parameter(torch.zeros(5)))),
+    "parameter added": lambda m: m[2].register_parameter("extra", nn.Parameter(torch.ones(3))),
+    "parameter removed": lambda m: m[0].register_parameter("bias", None),
+    "parameter renamed": lambda m: m[0].register_parameter("offset", m[0]._parameters.pop("bias")),
+    "module replaced": lambda m: m[2].__setitem__(0, nn.Linear(5, 5, bias=False)),
+    "module added": lambda m: m.append(nn.Linear(2, 2)),
+    "module removed": lambda m: m.__delitem__(3),
+    "tied": lambda m: setattr(m[2][1], "bias", m[0].bias),
+    "converted in place": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_module_is_noticed(change: str) -> None:
+    model = trained(make_model())
+    gradstat.check(model)
+    CHANGES[change](model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    report = gradstat.check(model)
+    assert report.names == tuple(name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert report[name].l2_norm == pytest.approx(parameter.grad.norm().item(), rel=1e-6)  # type: ignore[union-attr]
+        assert report[name].shape == parameter.shape
+        assert report[name].dtype == parameter.dtype
+
+
+def test_a_model_and_its_gradients_are_not_kept_alive() -> None:
+    model = trained(make_model())
+    report = gradstat.check(model)
+    gone = [weakref.ref(model), weakref.ref(model[0]), weakref.ref(model[0].weight), weakref.ref(model[0].weight.grad)]
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 4
+    assert report.names == NAMES
+    assert "0.weight" in str(report)
+
+
+def test_a_checked_model_can_be_copied() -> None:
+    model = trained(make_model())
+    gradstat.check(model)
+    other = copy.deepcopy(model)
+    other[0].weight.grad = torch.full((5, 6), 2.0)
+    assert gradstat.check(other)["0.weight"].max == 2.0
+    assert gradstat.check(model)["0.weight"].max != 2.0
+
+
+def test_check_async_is_done_on_the_cpu_and_gives_one_report() -> None:
+    pending = gradstat.check_async(trained(make_model()))
+    assert pending.done()
+    assert pending.result() is pending.result()
+
+
+def test_a_pending_report_shows_the_gradients_as_they_were(device: str) -> None:
+    parameter = nn.Parameter(torch.zeros(4, device=device))
+    parameter.grad = torch.ones(4, device=device)
+    pending = gradstat.check_async([parameter])
+    parameter.grad.zero_()
+    assert pending.result().total_norm == 2.0
+
+
+def test_check_tensors_names_any_tensors(device: str) -> None:
+    logits, batch = torch.randn(3, 4, device=device), torch.ones(2, device=device)
+    logits[2, 1] = -math.inf
+    report = gradstat.check_tensors({"logits": logits, "batch": batch})
+    assert report.names == ("logits", "batch")
+    assert report["logits"].first_nonfinite == (2, 1)
+    assert gradstat.check_tensors([logits, batch]).names == ("tensors[0]", "tensors[1]")
+    assert gradstat.check_tensors(batch)[0].mean == 1.0
+    with pytest.raises(gradstat.NonFiniteGradientError, match="logits: 1 Inf of 12 elements, first at \\[2, 1\\]"):
+        report.raise_if_nonfinite()
+
+
+def test_first_nonfinite_of_a_permuted_tensor_is_its_own_index() -> None:
+    x = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    x[1, 2, 3, 4] = math.nan
+    y = torch.zeros(3, 4, 5).permute(2, 0, 1)
+    y[4, 1, 2] = math.inf
+    sliced = torch.zeros(4, 6)[:, ::2]
+    sliced[3, 1] = math.nan
+    report = gradstat.check_tensors([x, y, sliced])
+    assert [stats.first_nonfinite for stats in report] == [(1, 2, 3, 4), (4, 1, 2), (3, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_need_gradients_are_measured() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    (parameter**3).sum().backward(create_graph=True)
+    assert parameter.grad is not None
+    assert parameter.grad.requires_grad
+    assert gradstat.check([parameter]).max_abs == 12.0
+    assert gradstat.clip_grad_norm_([parameter], 1.0) > 1
+    assert gradstat.check([parameter]).total_norm == pytest.approx(1.0, rel=1e-4)
+    parameter.grad = None  # breaks the cycle of parameter and graph
+
+
+def test_inference_mode(device: str) -> None:
+    with torch.inference_mode():
+        x = torch.ones(9, device=device)
+        assert gradstat.check_tensors([x]).total_norm == 3.0
+        parameter = nn.Parameter(torch.zeros(9, device=device), requires_grad=False)
+        parameter.grad = x
+        assert gradstat.clip_grad_norm_([parameter], 1.0) == 3.0
+        assert x.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_threads_can_check_at_once() -> None:
+    model = trained(make_model())
+    expected = gradstat.check(model).to_numpy()
+    failures = []
+
+    def work() -> None:
+        for _ in range(50):
+            if (gradstat.check(model).to_numpy() != expected).any():
+                failures.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape_stride_and_value(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 7), max_size=4), label="shape")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]), label="dtype")
+    x = torch.randn(shape).to(dtype)
+    flat = x.reshape(-1)
+    for _ in range(data.draw(st.integers(0, 3), label="specials") if x.numel() else 0):
+        place = data.draw(st.integers(0, x.numel() - 1))
+        flat[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e4]))
+    x = flat.reshape(shape).permute(data.draw(st.permutations(range(len(shape))), label="order"))
+    for dimension in range(x.dim()):
+        x = x.narrow(dimension, min(1, x.shape[dimension]), max(0, x.shape[dimension] - 1)) if data.draw(st.booleans()) else x
+    for backend in ("native", "reference"):
+        assert_rows_match(gradstat.stats([x], backend=backend), [x])
+
+
+# DTensor ----------------------------------------------------------------------------------------------------
+
+
+def test_a_distributed_tensor_is_checked_by_its_shard_and_not_clipped(tmp_path: object) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.tensor([3.0, math.nan, 4.0])
+        parameter = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Shard(0)]))
+        parameter.grad = DTensor.from_local(local, mesh, [Shard(0)])
+        report = gradstat.check([("w", parameter)])
+        assert report["w"].l2_norm == 5.0
+        assert report["w"].first_nonfinite == (1,)
+        with pytest.raises(NotImplementedError, match="distributed tensor"):
+            gradstat.clip_grad_norm_([parameter], 1.0)
+        assert torch.equal(local[::2], torch.tensor([3.0, 4.0]))
+    finally:
+        dist.destroy_process_group()
+
+
+# Bad input --------------------------------------------------------------------------------------------------
+
+
+def parameter_with(gradient: torch.Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient), requires_grad=False)
+    parameter.grad = gradient
+    return parameter
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to remove them
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("backend", [None, "native", "reference"])
+@pytest.mark.parametrize(
+    ("gradient", "error", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), TypeError, r"'w'.*int64.*\.float\(\)"),
+        (torch.ones(2, dtype=torch.bool), TypeError, r"'w'.*bool"),
+        (quantized(), TypeError, r"'w'.*quantized.*dequantize"),
+        (torch.ones(2, device="meta"), ValueError, r"'w'.*meta.*to_empty"),
+    ],
+    ids=["integer", "bool", "quantized", "meta"],
+)
+def test_what_has_no_statistics_is_refused_by_name(
+    gradient: torch.Tensor, error: type[Exception], message: str, backend: str | None
+) -> None:
+    tensors = {"fine": torch.ones(3), "w": gradient}
+    with pytest.raises(error, match=message):
+        gradstat.check_tensors(tensors, backend=backend)
+    if error is not TypeError:
+        with pytest.raises(error, match=message):
+            gradstat.check([("fine", parameter_with(torch.ones(3))), ("w", parameter_with(gradient))], backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support")
+def test_unsupported_layouts_are_refused_with_the_remedy() -> None:
+    csr = torch.eye(3).to_sparse(layout=torch.sparse_csc)  # torch warns that these are in beta
+    with pytest.raises(ValueError, match=r"'x'.*sparse_csc.*to_sparse_coo"):
+        gradstat.check_tensors({"x": csr})
+
+
+@pytest.mark.parametrize("target", [3, None, {"a": torch.ones(2)}, "model"], ids=repr)
+def test_other_targets_are_refused(target: object) -> None:
+    with pytest.raises(TypeError, match=r"expected|neither"):
+        gradstat.check(target)
+
+
+def test_tensors_that_take_no_part_in_training_are_not_called_healthy() -> None:
+    with pytest.raises(ValueError, match="check_tensors"):
+        gradstat.check([torch.full((2,), math.nan)])
+    with pytest.raises(TypeError, match="item 1 is neither"):
+        gradstat.check([nn.Parameter(torch.ones(2)), 5])
+
+
+def test_things_that_are_not_tensors_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"'b', got an object of type list"):
+        gradstat.check_tensors({"a": torch.ones(1), "b": [1.0]})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"'tensors\[0\]', got None"):
+        gradstat.stats([None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"pass \[tensor\]"):
+        gradstat.stats(torch.ones(3))
+
+
+def test_assemble_puts_rows_of_several_devices_in_order() -> None:
+    a, b = torch.zeros(2, 3), torch.ones(3, 3)
+    joined = assemble([a, b], [[0, 3], [1, 2, 4]])
+    assert joined[:, 0].tolist() == [0, 1, 1, 0, 1]
+
+
+# On a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_several_devices_in_one_report() -> None:
+    report = gradstat.check_tensors({"a": torch.ones(4), "b": torch.ones(9, device="cuda"), "c": torch.zeros(3)})
+    assert [stats.l2_norm for stats in report] == [2.0, 3.0, 0.0]
+    assert [stats.device.type for stats in report] == ["cpu", "cuda", "cpu"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_no_call_syncs_but_check_once(backend: str) -> None:
+    model = trained_on_gpu()
+    tensors = [parameter.grad for parameter in model.parameters()]
+    gradstat.check(model, backend=backend)  # first use loads and compiles
+    gradstat.clip_grad_norm_(model.parameters(), 1.0, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradstat.stats(tensors, backend=backend)
+        gradstat.clip_grad_norm_(model.parameters(), 1.0, backend=backend)
+        pending = gradstat.check_async(model, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pending.result().ok
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("backend", "clip_launches"), [("native", 2), ("triton", None)])
+def test_launches_per_call(backend: str, clip_launches: int | None) -> None:
+    model = trained_on_gpu()
+    tensors = [parameter.grad for parameter in model.parameters()]
+    assert count_launches(lambda: gradstat.stats(tensors, backend=backend)) == 1
+    if clip_launches is not None:
+        launches = count_launches(lambda: gradstat.clip_grad_norm_(model.parameters(), 1.0, backend=backend))
+        assert launches == clip_launches
+
+
+@pytest.mark.cuda
+def test_a_check_joins_a_cuda_graph_and_follows_its_input() -> None:
+    x = torch.ones(5000, device="cuda")
+    gradstat.stats([x], backend="native")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        table = gradstat.stats([x], backend="native")
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        assert table[0, gradstat.FIELDS.index("max")].item() == value
+
+
+@pytest.mark.cuda
+def test_side_streams_see_their_own_order() -> None:
+    stream = torch.cuda.Stream()
+    x = torch.zeros(1 << 22, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for value in range(1, 20):
+            x.fill_(value)
+            report = gradstat.check_tensors([x])
+            assert report[0].min == report[0].max == value
+
+
+def trained_on_gpu() -> nn.Module:
+    model = make_model().cuda()
+    model(torch.randn(4, 6, device="cuda")).square().sum().backward()
+    return model
+
+
+def count_launches(call: Callable[[], object]) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith(("cudaLaunch", "cuLaunch")))

@@ -1,0 +1,67 @@
+"""The operators as citizens of torch: opcheck, fake tensors, torch.compile, schemas."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gradstat
+
+gradstat.backends()  # loads the libraries
+OPS = torch.ops.gradstat
+
+
+def sample(device: str) -> list[torch.Tensor]:
+    return [torch.randn(7, 3, device=device), torch.randn(40, device=device).bfloat16(), torch.zeros(0, device=device)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("stats", ()), ("measure", (1.0, 2.0)), ("clip_", (0.5, 2.0)), ("clip_", (1e9, float("inf")))]
+)
+def test_opcheck(name: str, arguments: tuple[float, ...], device: str) -> None:
+    tensors = sample(device)[:2] if float("inf") in arguments else sample(device)
+    torch.library.opcheck(getattr(OPS, name).default, (tensors, *arguments))
+
+
+def test_opcheck_scale(device: str) -> None:
+    coefficient = torch.tensor(0.5, dtype=torch.float64, device=device)
+    torch.library.opcheck(OPS.scale_.default, (sample(device), coefficient))
+
+
+def test_opcheck_check(device: str) -> None:
+    # The signature is a fact about the list, known to the host only, so `check` has no fake.
+    torch.library.opcheck(OPS.check.default, (sample(device),), test_utils=["test_schema", "test_autograd_registration"])
+
+
+def test_fakes_agree_with_the_kernels() -> None:
+    real = sample("cpu")
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(tensor) for tensor in real]
+        table, norm, coefficient = OPS.measure(fake, 1.0, 2.0)
+    for a, b in zip(OPS.measure(real, 1.0, 2.0), (table, norm, coefficient), strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_stats_compile_without_a_break(backend: str, device: str) -> None:
+    @torch.compile(fullgraph=True, backend=backend)
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return gradstat.stats([x * 2, y]) + 0.0
+
+    x, y = torch.randn(5, 3, device=device), torch.randn(9, device=device)
+    torch.testing.assert_close(f(x, y), gradstat.stats([x * 2, y]), rtol=0, atol=0)
+
+
+def test_a_bad_coefficient_is_refused(device: str) -> None:
+    with pytest.raises(RuntimeError, match="float64"):
+        OPS.scale_([torch.ones(2, device=device)], torch.tensor(1.0, device=device))
+
+
+def test_the_operators_refuse_what_they_cannot_read_in_place() -> None:
+    for tensor, why in [
+        (torch.ones(4, 4)[:, ::2], "not dense"),
+        (torch.ones(2, dtype=torch.int32), "dtype"),
+        (torch.eye(2).to_sparse(), "not strided|NotImplemented|Could not run"),
+    ]:
+        with pytest.raises(RuntimeError, match=why):
+            OPS.stats([torch.ones(1), tensor])

@@ -1,0 +1,179 @@
+"""The report: every derived value against torch, its forms, its text."""
+
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import gradstat
+from gradstat.report import TensorStats
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    made = {f"layer{i}.weight": torch.randn(4, 5) * 10.0**-i for i in range(9)}
+    made["layer3.weight"][1, 4] = math.nan
+    made["layer5.weight"][0, 0] = made["layer5.weight"][3, 1] = -math.inf
+    made["layer6.weight"][2, 2] = 0.0
+    made["empty"] = torch.zeros(0, 3)
+    made["scalar"] = torch.tensor(-2.5)
+    made["bad"] = torch.full((3,), math.nan)
+    return made
+
+
+@pytest.fixture
+def report(tensors: dict[str, torch.Tensor]) -> gradstat.Report:
+    return gradstat.check_tensors(tensors)
+
+
+def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report) -> None:
+    for stats in report:
+        x = tensors[stats.name].double()
+        finite = x[x.isfinite()]
+        assert stats.shape == x.shape
+        assert stats.dtype == torch.float32
+        assert stats.device == torch.device("cpu")
+        assert stats.numel == x.numel()
+        assert stats.nan_count == x.isnan().sum()
+        assert stats.inf_count == x.isinf().sum()
+        assert stats.zero_count == (x == 0).sum()
+        assert stats.ok == bool(x.isfinite().all())
+        assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-7)
+        expected = [math.nan] * 5
+        if len(finite):
+            expected = [v.item() for v in (finite.min(), finite.max(), finite.abs().max(), finite.mean(), finite.std(correction=0))]
+        got = [stats.min, stats.max, stats.max_abs, stats.mean, stats.std]
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-12, nan_ok=True)
+        bad = (~x.isfinite()).nonzero()
+        assert stats.first_nonfinite == (tuple(bad[0].tolist()) if len(bad) else None)
+
+
+def test_totals(tensors: dict[str, torch.Tensor], report: gradstat.Report) -> None:
+    everything = torch.cat([x.reshape(-1) for x in tensors.values()]).double()
+    finite = everything[everything.isfinite()]
+    assert not report.ok
+    assert math.isnan(report.total_norm)
+    assert report.finite_norm == pytest.approx(finite.norm().item(), rel=1e-7)
+    assert report.max_abs == finite.abs().max()
+    assert (report.nan_count, report.inf_count) == (4, 2)
+    assert report.zero_count == (everything == 0).sum()
+    assert report.numel == everything.numel()
+    assert len(report) == len(tensors)
+    assert report.names == tuple(tensors)
+
+
+def test_total_norm_is_inf_when_there_is_inf_but_no_nan() -> None:
+    assert gradstat.check_tensors([torch.tensor([1.0, math.inf])]).total_norm == math.inf
+
+
+def test_lookup(report: gradstat.Report) -> None:
+    assert "scalar" in report
+    assert "nothing" not in report
+    assert report["scalar"].min == report[10].max == -2.5
+    assert report[-1].name == "bad"
+    with pytest.raises(KeyError, match="no tensor named 'nothing'"):
+        report["nothing"]
+    with pytest.raises(IndexError):
+        report[99]
+
+
+def test_worst_first(report: gradstat.Report) -> None:
+    assert [stats.name for stats in report.nonfinite] == ["bad", "layer3.weight", "layer5.weight"]
+    assert [stats.name for stats in report.worst(4)][:3] == ["bad", "layer3.weight", "layer5.weight"]
+    assert report.worst(1, by="zero_count")[0].name == "layer6.weight"
+    norms = [stats.l2_norm for stats in report.worst(99, by="l2_norm")]
+    assert norms == sorted(norms, reverse=True)
+    assert len(norms) == len(report)
+    with pytest.raises(ValueError, match=r"cannot order by 'median'.*l2_norm"):
+        report.worst(by="median")
+
+
+def test_numpy_holds_the_same_numbers(report: gradstat.Report) -> None:
+    array = report.to_numpy()
+    assert array.dtype.names is not None
+    for record, stats in zip(array, report, strict=True):
+        for field in array.dtype.names:
+            if field != "first_nonfinite":
+                expected = getattr(stats, field)
+                assert record[field] == (pytest.approx(expected, nan_ok=True) if field != "name" else expected), field
+        assert (record["first_nonfinite"] == -1) == stats.ok
+    assert len(gradstat.check_tensors([]).to_numpy()) == 0
+
+
+def test_dict_is_json(report: gradstat.Report) -> None:
+    text = json.dumps(report.to_dict(), allow_nan=False)
+    back = json.loads(text)
+    assert back["ok"] is False
+    assert back["total_norm"] is None
+    assert back["tensors"][3]["first_nonfinite"] == [1, 4]
+    assert back["tensors"][0]["dtype"] == "float32"
+
+
+def test_scalars_are_flat_floats(report: gradstat.Report) -> None:
+    scalars = report.scalars("g/", per_tensor=["l2_norm"])
+    assert all(type(value) is float for value in scalars.values())
+    assert scalars["g/inf_count"] == 2.0
+    assert scalars["g/l2_norm/scalar"] == 2.5
+    with pytest.raises(ValueError, match="unknown column 'median'"):
+        report.scalars(per_tensor=["median"])
+
+
+def test_the_error_names_the_worst_and_carries_the_report(report: gradstat.Report) -> None:
+    with pytest.raises(gradstat.NonFiniteGradientError) as caught:
+        report.raise_if_nonfinite()
+    text = str(caught.value)
+    assert "3 of 12 tensors are not finite (4 NaN, 2 Inf)" in text
+    assert text.index("bad: 3 NaN of 3") < text.index("layer3.weight: 1 NaN of 20 elements, first at [1, 4]")
+    assert caught.value.report is report
+    assert isinstance(caught.value, RuntimeError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == text
+    gradstat.check_tensors([torch.ones(3)]).raise_if_nonfinite()
+
+
+def test_text_shows_the_bad_ones_first_then_the_extremes(report: gradstat.Report) -> None:
+    lines = str(report).splitlines()
+    assert lines[0] == "gradstat: 3 of 12 tensors are NOT FINITE: 4 NaN and 2 Inf in 184 elements"
+    assert lines[1] == "not finite, worst first:"
+    assert lines[3].split()[:5] == ["bad", "3", "3", "-", "[0]"]
+    assert any(line.startswith("largest norm") for line in lines)
+    assert all(len(line) < 110 for line in lines)
+    assert "NOT FINITE" in repr(report) or "not finite" in repr(report)
+
+
+def test_text_of_healthy_empty_and_incomplete_reports() -> None:
+    assert "all finite" in str(gradstat.check_tensors([torch.ones(3)]))
+    assert str(gradstat.check_tensors([])) == "gradstat: no tensor to check"
+    model = torch.nn.Linear(2, 2)
+    assert "no gradient (2): weight, bias" in str(gradstat.check(model))
+
+
+def test_html_is_escaped(report: gradstat.Report) -> None:
+    page = gradstat.check_tensors({"<script>": torch.tensor([math.nan])})._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert report._repr_html_().count("<tr") >= 8
+
+
+def test_reports_survive_pickling(report: gradstat.Report) -> None:
+    again = pickle.loads(pickle.dumps(report))
+    assert str(again) == str(report)
+    assert again.names == report.names
+
+
+def test_complex_runs_over_parts() -> None:
+    stats = gradstat.check_tensors([torch.tensor([3 + 4j, 0j, complex(math.nan, 1)])])[0]
+    assert isinstance(stats, TensorStats)
+    assert (stats.numel, stats.nan_count, stats.zero_count, stats.l2_norm) == (3, 1, 1, 5.0)
+    assert (stats.mean, stats.max) == (7 / 4, 4.0)
+    assert stats.std == pytest.approx(np.std([3, 4, 0, 0]))
+
+
+def test_norms_of_float64_extremes_reach_the_report() -> None:
+    report = gradstat.check_tensors([torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)])
+    assert [stats.l2_norm for stats in report] == pytest.approx([2e200, 2e-200], rel=1e-12)
+    assert report.to_numpy()["l2_norm"].tolist() == pytest.approx([2e200, 2e-200], rel=1e-12)
+    assert report.total_norm == pytest.approx(2e200)
