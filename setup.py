@@ -84,7 +84,13 @@ class BuildExtension(build_ext):
             targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
             last = CUDA_ARCHITECTURES[-1]
             command = [os.path.join(cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", *targets]
-            command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", "0", "-Werror", "all-warnings"]
+            command += [
+                f"-gencode=arch=compute_{last},code=compute_{last}",
+                "--threads",
+                "0",
+                "-Werror",
+                "all-warnings",
+            ]
             command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
             print(" ".join(command), flush=True)
             subprocess.run(command, check=True)

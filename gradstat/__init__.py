@@ -9,7 +9,6 @@ from gradstat.clip import clip_grad_norm_
 from gradstat.report import NonFiniteGradientError, Report, TensorStats
 from gradstat.stats import stats
 
-
 __all__ = [
     "FIELDS",
     "BackendStatus",

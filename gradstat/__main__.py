@@ -21,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info = commands.add_parser("info", help="what runs on this machine, and why something does not")
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")
     commands.add_parser(
-        "demo", help="train a small GPT with every step checked, then break it (--help for options)", add_help=False
+        "demo",
+        help="train a small GPT with every step checked, then break it (--help for options)",
+        add_help=False,
     )
     # The demo has options of its own, which only it knows.
     options, rest = parser.parse_known_args(arguments)

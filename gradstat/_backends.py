@@ -23,8 +23,11 @@ ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
 
 class Kernels(Protocol):
-    """What a backend does on one type of device. Tensors come as `gradstat._tensors.readable` returns
-    them, unless ``validates`` is set: then the kernels check by themselves and raise RuntimeError."""
+    """What a backend does on one type of device.
+
+    Tensors come as `gradstat._tensors.readable` returns them, unless ``validates`` is set: then the kernels
+    check by themselves and raise RuntimeError.
+    """
 
     validates: bool
 
@@ -67,9 +70,7 @@ class TableKernels:
 
     validates = False
 
-    def __init__(
-        self, stats: Callable[[list[Tensor]], Tensor], scale_: Callable[[list[Tensor], Tensor], None]
-    ) -> None:
+    def __init__(self, stats: Callable[[list[Tensor]], Tensor], scale_: Callable[[list[Tensor], Tensor], None]) -> None:
         self._stats = stats
         self._scale = scale_
 
@@ -180,8 +181,7 @@ def _load(name: str, device_type: str) -> Kernels:
     backend = next(backend for backend in REGISTRY if backend.name == name)
     if backend.forceable is not None and device_type not in backend.forceable:
         raise BackendUnavailableError(
-            f"it has no kernels for devices of type {device_type!r}, only for "
-            f"{', '.join(sorted(backend.forceable))}"
+            f"it has no kernels for devices of type {device_type!r}, only for {', '.join(sorted(backend.forceable))}"
         )
     return backend.load(device_type)
 
@@ -193,9 +193,7 @@ def requested_by_environment() -> str | None:
     if name in ("", "auto"):
         return None
     if name not in known_names():
-        raise ValueError(
-            f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(known_names())}"
-        )
+        raise ValueError(f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(known_names())}")
     return name
 
 

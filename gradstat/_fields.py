@@ -21,8 +21,9 @@ are plain sums they merge, across chunks, tensors and ranks, with no extra step.
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -121,7 +122,7 @@ def l2_norm(xp: Any, sq_sum: Any, sq_sum_large: Any, sq_sum_small: Any) -> Any:
 
 def merge_rows(rows: Iterable[Sequence[float]]) -> list[float]:
     """Merges rows given as plain sequences of floats, field by field, in the order given."""
-    operations = {"sum": lambda a, b: a + b, "min": min, "max": max}
+    operations: dict[str, Callable[[float, float], float]] = {"sum": operator.add, "min": min, "max": max}
     merged = [field.identity for field in FIELDS]
     for row in rows:
         merged = [operations[f.merge](a, b) for f, a, b in zip(FIELDS, merged, row, strict=True)]

@@ -1,5 +1,4 @@
-"""From what a user passes (module, optimizer, parameters) to named parameters, without walking a module
-tree on every step.
+"""From what a user passes (module, optimizer, parameters) to named parameters, without walking on every step.
 
 For a module the walk is done once and remembered, weakly. Before each use the dictionaries that hold its
 parameters and submodules are compared with what they held then; a module that was changed in any way is
@@ -95,7 +94,8 @@ def source_of(target: object) -> Source:
     if isinstance(target, Mapping) or not isinstance(target, Iterable):
         raise TypeError(
             f"expected a torch.nn.Module, an Optimizer, parameters or (name, parameter) pairs, got "
-            f"{type(target).__name__}" + ("; use check_tensors() for a mapping of tensors" * isinstance(target, Mapping))
+            f"{type(target).__name__}"
+            + ("; use check_tensors() for a mapping of tensors" * isinstance(target, Mapping))
         )
     return _iterable_source(target)
 

@@ -118,9 +118,7 @@ def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
     return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
 
 
-def check_tensors(
-    tensors: Mapping[str, Tensor] | Sequence[Tensor] | Tensor, *, backend: str | None = None
-) -> Report:
+def check_tensors(tensors: Mapping[str, Tensor] | Sequence[Tensor] | Tensor, *, backend: str | None = None) -> Report:
     """The same report about any tensors: activations, a batch, weights, losses. One sync, as `check`.
 
     Args:

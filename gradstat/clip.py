@@ -6,7 +6,6 @@ import math
 import types
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,9 +66,7 @@ def clip_grad_norm_(
     is_generator = isinstance(parameters, types.GeneratorType)
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if is_generator and not listed:
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=2
-        )
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=2)
     gradients = _gradients(listed)
     max_norm, norm_type = float(max_norm), float(norm_type)
     if math.isnan(max_norm):
@@ -189,7 +186,8 @@ def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device
     for tensor in tensors:
         wide = torch.complex128 if tensor.is_complex() else torch.float64
         norms.append(torch.linalg.vector_norm(tensor.to(wide), norm_type).to(device, non_blocking=True))
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def _raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
@@ -213,6 +211,3 @@ def _require_foreach(gradients: list[Tensor]) -> None:
 
 def _name(position: int) -> str:
     return f"the gradient of parameters[{position}]"
-
-
-__all__ = ["NameOf", "clip_grad_norm_"]

@@ -22,7 +22,19 @@ from gradstat._tensors import TensorInfo
 Array = npt.NDArray[np.float64]
 
 # The derived values a tensor has besides the stored fields, each with its function of a table.
-_ORDERINGS = ("severity", "l2_norm", "max_abs", "nan_count", "inf_count", "zero_count", "mean", "std", "min", "max", "numel")
+_ORDERINGS = (
+    "severity",
+    "l2_norm",
+    "max_abs",
+    "nan_count",
+    "inf_count",
+    "zero_count",
+    "mean",
+    "std",
+    "min",
+    "max",
+    "numel",
+)
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -181,7 +193,10 @@ class TensorStats:
             "nan_count": self.nan_count,
             "inf_count": self.inf_count,
             "zero_count": self.zero_count,
-            **{key: _none_if_not_finite(getattr(self, key)) for key in ("l2_norm", "min", "max", "max_abs", "mean", "std")},
+            **{
+                key: _none_if_not_finite(getattr(self, key))
+                for key in ("l2_norm", "min", "max", "max_abs", "mean", "std")
+            },
             "first_nonfinite": list(first) if first is not None else None,
         }
 
@@ -235,7 +250,7 @@ class Report:
 
     @functools.cached_property
     def _totals(self) -> list[float]:
-        reduce = {"sum": np.sum, "min": np.min, "max": np.max}
+        reduce: dict[str, Callable[[Array], Any]] = {"sum": np.sum, "min": np.min, "max": np.max}
         if not len(self._table):
             return [field.identity for field in _fields.FIELDS]
         return [float(reduce[f.merge](self._table[:, i])) for i, f in enumerate(_fields.FIELDS)]
@@ -356,8 +371,12 @@ class Report:
     # Forms -----------------------------------------------------------------------------------------------
 
     def to_numpy(self) -> npt.NDArray[np.void]:
-        """A structured array, one record per tensor: ``name``, ``numel``, the counts, ``l2_norm``, ``min``, ``max``,
-        ``max_abs``, ``mean``, ``std``, ``sum`` and the flat ``first_nonfinite`` (-1 when there is none)."""
+        """A structured array, one record per tensor.
+
+        Columns: ``name``, ``numel``, ``nan_count``, ``inf_count``, ``zero_count``, ``l2_norm``, ``min``, ``max``,
+        ``max_abs``, ``mean``, ``std``, ``sum``, and ``first_nonfinite`` as a flat index in memory order, -1 when all
+        elements are finite.
+        """
         count = len(self)
         width = max((len(name) for name in self.names), default=1) or 1
         integers = ("numel", "nan_count", "inf_count", "zero_count")
@@ -511,7 +530,9 @@ class Report:
                 + "</tr>"
                 for stats in rows
             )
-            parts.append(f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+            parts.append(
+                f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            )
         return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in self._footers()])
 
 
@@ -537,9 +558,10 @@ def _cells(stats: TensorStats) -> tuple[str, ...]:
 
 
 def _bad_words(stats: TensorStats) -> str:
-    counts = [f"{stats.nan_count} NaN"] * bool(stats.nan_count) + [f"{stats.inf_count} Inf"] * bool(stats.inf_count)
+    counts = [f"{n} {kind}" for n, kind in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n]
     where = ", ".join(map(str, stats.first_nonfinite or ()))
-    return f"{' and '.join(counts)} of {stats.numel} elements, first at [{where}] (shape {tuple(stats.shape)}, {stats.dtype})"
+    place = f"first at [{where}] (shape {tuple(stats.shape)}, {stats.dtype})"
+    return f"{' and '.join(counts)} of {stats.numel} elements, {place}"
 
 
 def _short(value: float) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gradstat import _backends
-from gradstat._backends import BackendUnavailableError, Kernels
+from gradstat._backends import Kernels
 from gradstat._fields import NAMES
-from gradstat._native import StaleExtensionError
+from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._tensors import NameOf, TensorInfo, readable
 
 # The types of device for which there are kernels that check their input themselves.

@@ -13,8 +13,7 @@ COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 def memory_order(tensor: Tensor) -> Tensor:
     """The elements as they lie in memory, for a dense tensor; in row-major order for any other."""
-    dense = tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
-    return dense
+    return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 import gradstat
 from gradstat import _backends
+from gradstat.stats import resolve_for
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,7 +19,9 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     # The caller's interpreter may have found gradstat through its working directory.
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, check=False
+    )
 
 
 def test_native_serves_the_cpu() -> None:
@@ -45,8 +48,6 @@ def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
 
 def test_a_forced_backend_without_kernels_for_the_device_names_the_tensor() -> None:
     with pytest.raises(gradstat.BackendUnavailableError, match=r"'native'.*no kernels for devices of type 'mps'.*'w'"):
-        from gradstat.stats import resolve_for
-
         resolve_for("native", "mps", "w")
 
 
@@ -104,15 +105,27 @@ def test_without_the_compiled_extension_the_reference_serves() -> None:
 
 @pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
 def test_every_instruction_set_gives_exact_results(instructions: str) -> None:
-    chosen = [s.detail for s in gradstat.backends() if (s.name, s.device) == ("native", "cpu")][0]
+    chosen = next(s.detail for s in gradstat.backends() if (s.name, s.device) == ("native", "cpu"))
     order = ["baseline", "avx2", "avx512"]
     best = next(name for name in order if f"{name} instructions" in chosen)
     if order.index(instructions) > order.index(best):
-        result = run_python("import gradstat, torch; gradstat.stats([torch.ones(1)])", GRADSTAT_CPU_INSTRUCTIONS=instructions)
+        result = run_python(
+            "import gradstat, torch; gradstat.stats([torch.ones(1)])", GRADSTAT_CPU_INSTRUCTIONS=instructions
+        )
         assert "is not available on this machine; available: " in result.stderr
         return
     env = {**os.environ, "GRADSTAT_CPU_INSTRUCTIONS": instructions}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_conformance.py", "-k", "native-cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_conformance.py",
+        "-k",
+        "native-cpu",
+    ]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
 
@@ -122,7 +135,8 @@ def test_importing_gradstat_loads_nothing_heavy() -> None:
         "import sys, torch; before = set(sys.modules); import gradstat\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "loaded = {name for name in sys.modules if name.startswith('torch.distributed.')} - before\n"
-        "print(sorted(new & {'triton', 'lightning', 'transformers', 'accelerate', 'matplotlib', 'kernels'}), sorted(loaded))"
+        "heavy = {'triton', 'lightning', 'transformers', 'accelerate', 'matplotlib', 'kernels'}\n"
+        "print(sorted(new & heavy), sorted(loaded))"
     )
     result = run_python(code)
     assert result.stdout == "[] []\n", result.stderr
@@ -161,9 +175,15 @@ def test_imports_point_down_only() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradstat":
                 parts = (node.module or "").split(".")
-                imported = [parts[1]] if len(parts) > 1 else [a.name if a.name in level else "__init__" for a in node.names]
+                imported = (
+                    [parts[1]] if len(parts) > 1 else [a.name if a.name in level else "__init__" for a in node.names]
+                )
             elif isinstance(node, ast.Import):
-                imported = [a.name.split(".")[1] if "." in a.name else "__init__" for a in node.names if a.name.split(".")[0] == "gradstat"]
+                imported = [
+                    a.name.split(".")[1] if "." in a.name else "__init__"
+                    for a in node.names
+                    if a.name.split(".")[0] == "gradstat"
+                ]
             else:
                 continue
             for other in imported:

@@ -94,7 +94,10 @@ def test_tied_parameters_appear_once_in_a_module_and_twice_in_a_list() -> None:
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "parameter replaced": lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(5, 6))),
-    "parameter deleted and made again": lambda m: (delattr(m[0], "bias"), setattr(m[0], "bias", nn.Parameter(torch.zeros(5)))),
+    "parameter deleted and made again": lambda m: (
+        delattr(m[0], "bias"),
+        setattr(m[0], "bias", nn.Parameter(torch.zeros(5))),
+    ),
     "parameter added": lambda m: m[2].register_parameter("extra", nn.Parameter(torch.ones(3))),
     "parameter removed": lambda m: m[0].register_parameter("bias", None),
     "parameter renamed": lambda m: m[0].register_parameter("offset", m[0]._parameters.pop("bias")),
@@ -124,7 +127,12 @@ def test_a_changed_module_is_noticed(change: str) -> None:
 def test_a_model_and_its_gradients_are_not_kept_alive() -> None:
     model = trained(make_model())
     report = gradstat.check(model)
-    gone = [weakref.ref(model), weakref.ref(model[0]), weakref.ref(model[0].weight), weakref.ref(model[0].weight.grad)]
+    gone = [
+        weakref.ref(model),
+        weakref.ref(model[0]),
+        weakref.ref(model[0].weight),
+        weakref.ref(model[0].weight.grad),
+    ]
     del model
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4
@@ -230,7 +238,11 @@ def test_any_shape_stride_and_value(data: st.DataObject) -> None:
         flat[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e4]))
     x = flat.reshape(shape).permute(data.draw(st.permutations(range(len(shape))), label="order"))
     for dimension in range(x.dim()):
-        x = x.narrow(dimension, min(1, x.shape[dimension]), max(0, x.shape[dimension] - 1)) if data.draw(st.booleans()) else x
+        x = (
+            x.narrow(dimension, min(1, x.shape[dimension]), max(0, x.shape[dimension] - 1))
+            if data.draw(st.booleans())
+            else x
+        )
     for backend in ("native", "reference"):
         assert_rows_match(gradstat.stats([x], backend=backend), [x])
 

@@ -72,7 +72,9 @@ ORDERS_AND_DTYPES = [
 @pytest.mark.parametrize("max_norm", [0.7, 1e6], ids=["clipped", "unclipped"])
 def test_every_order_and_dtype(order: float, dtype: torch.dtype, max_norm: float, where: tuple[str, str]) -> None:
     backend, device = where
-    gradients = [(torch.randn(n, dtype=torch.complex64 if dtype.is_complex else None) + 0.1).to(dtype) for n in (5, 300)]
+    gradients = [
+        (torch.randn(n, dtype=torch.complex64 if dtype.is_complex else None) + 0.1).to(dtype) for n in (5, 300)
+    ]
     assert_same_as_torch([g.to(device) for g in gradients], backend, max_norm, order)
 
 
@@ -253,7 +255,12 @@ def test_the_version_counter_moves_as_with_torch() -> None:
 
 def test_norm_dtype_is_the_promotion_over_gradients(where: tuple[str, str]) -> None:
     backend, device = where
-    for dtypes in ([torch.bfloat16], [torch.bfloat16, torch.float16], [torch.float16, torch.float64], [torch.complex64]):
+    for dtypes in (
+        [torch.bfloat16],
+        [torch.bfloat16, torch.float16],
+        [torch.float16, torch.float64],
+        [torch.complex64],
+    ):
         gradients = [torch.ones(3, dtype=dtype, device=device) for dtype in dtypes]
         norm = gradstat.clip_grad_norm_(parameters_with(list(gradients)), 1.0, backend=backend)
         assert norm.dtype == real_dtype(gradients)
@@ -266,9 +273,9 @@ def test_a_module_and_things_that_are_not_parameters_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"module\.parameters\(\)"):
         gradstat.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="item 0.*tuple"):
+    with pytest.raises(AttributeError, match=r"item 0.*tuple"):
         gradstat.clip_grad_norm_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="item 1.*NoneType"):
+    with pytest.raises(AttributeError, match=r"item 1.*NoneType"):
         gradstat.clip_grad_norm_([model.weight, None], 1.0)  # type: ignore[list-item]
 
 

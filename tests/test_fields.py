@@ -48,7 +48,11 @@ def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
 
     def norm(fields: list[float]) -> float:
         with np.errstate(over="ignore"):
-            return float(_fields.l2_norm(np, *(np.float64(fields[_fields.INDEX[f"sq_sum{s}"]]) for s in ("", "_large", "_small"))))
+            return float(
+                _fields.l2_norm(
+                    np, *(np.float64(fields[_fields.INDEX[f"sq_sum{s}"]]) for s in ("", "_large", "_small"))
+                )
+            )
 
     whole, merged = row(values), _fields.merge_rows([row(values[:cut]), row(values[cut:])])
     for name in ("nan_count", "inf_count", "zero_count", "min", "max"):

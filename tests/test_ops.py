@@ -11,11 +11,16 @@ OPS = torch.ops.gradstat
 
 
 def sample(device: str) -> list[torch.Tensor]:
-    return [torch.randn(7, 3, device=device), torch.randn(40, device=device).bfloat16(), torch.zeros(0, device=device)]
+    return [
+        torch.randn(7, 3, device=device),
+        torch.randn(40, device=device).bfloat16(),
+        torch.zeros(0, device=device),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("stats", ()), ("measure", (1.0, 2.0)), ("clip_", (0.5, 2.0)), ("clip_", (1e9, float("inf")))]
+    ("name", "arguments"),
+    [("stats", ()), ("measure", (1.0, 2.0)), ("clip_", (0.5, 2.0)), ("clip_", (1e9, float("inf")))],
 )
 def test_opcheck(name: str, arguments: tuple[float, ...], device: str) -> None:
     tensors = sample(device)[:2] if float("inf") in arguments else sample(device)
@@ -29,7 +34,9 @@ def test_opcheck_scale(device: str) -> None:
 
 def test_opcheck_check(device: str) -> None:
     # The signature is a fact about the list, known to the host only, so `check` has no fake.
-    torch.library.opcheck(OPS.check.default, (sample(device),), test_utils=["test_schema", "test_autograd_registration"])
+    torch.library.opcheck(
+        OPS.check.default, (sample(device),), test_utils=["test_schema", "test_autograd_registration"]
+    )
 
 
 def test_fakes_agree_with_the_kernels() -> None:

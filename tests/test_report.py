@@ -44,7 +44,16 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
         assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-7)
         expected = [math.nan] * 5
         if len(finite):
-            expected = [v.item() for v in (finite.min(), finite.max(), finite.abs().max(), finite.mean(), finite.std(correction=0))]
+            expected = [
+                v.item()
+                for v in (
+                    finite.min(),
+                    finite.max(),
+                    finite.abs().max(),
+                    finite.mean(),
+                    finite.std(correction=0),
+                )
+            ]
         got = [stats.min, stats.max, stats.max_abs, stats.mean, stats.std]
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-12, nan_ok=True)
         bad = (~x.isfinite()).nonzero()
@@ -173,7 +182,9 @@ def test_complex_runs_over_parts() -> None:
 
 
 def test_norms_of_float64_extremes_reach_the_report() -> None:
-    report = gradstat.check_tensors([torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)])
+    report = gradstat.check_tensors(
+        [torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)]
+    )
     assert [stats.l2_norm for stats in report] == pytest.approx([2e200, 2e-200], rel=1e-12)
     assert report.to_numpy()["l2_norm"].tolist() == pytest.approx([2e200, 2e-200], rel=1e-12)
     assert report.total_norm == pytest.approx(2e200)

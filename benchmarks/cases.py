@@ -1,0 +1,62 @@
+"""The inputs of the benchmarks, by name, and the calls that are compared on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import gradstat
+
+SHAPES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "300 tensors of 8x8": lambda: [(8, 8)] * 300,
+    "17 M parameters, transformer": lambda: transformer_shapes(layers=6, width=384, vocabulary=16384),
+    "one tensor of 16 M": lambda: [(1 << 24,)],
+}
+
+
+def transformer_shapes(layers: int, width: int, vocabulary: int) -> list[tuple[int, ...]]:
+    """The parameters of a GPT: embeddings, then attention, perceptron and norms of each layer."""
+    w = width
+    layer: list[tuple[int, ...]] = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,)]
+    layer += [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
+    return [(vocabulary, w), (128, w), *(layer * layers), (w,), (w,)]
+
+
+def parameters_of(case: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[nn.Parameter]:
+    """Parameters with random gradients."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for shape in SHAPES[case]():
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        parameter.grad = torch.randn(shape, generator=generator).to(dtype).to(device)
+        made.append(parameter)
+    return made
+
+
+def naive_loop(parameters: list[nn.Parameter]) -> int:
+    """What people write by hand: several reductions per gradient, each brought to the host at once."""
+    bad = 0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            bad += bool(gradient.isnan().any().item()) or bool(gradient.isinf().any().item())
+            gradient.norm().item()
+            gradient.min().item()
+            gradient.max().item()
+    return bad
+
+
+def plain_read(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The least anyone can do: read every byte once."""
+    return [parameter.grad.sum() for parameter in parameters if parameter.grad is not None]
+
+
+PROVIDERS: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "gradstat.check": lambda ps: gradstat.check(ps).ok,
+    "gradstat clip, unclipped": lambda ps: gradstat.clip_grad_norm_(ps, 1e9),
+    "torch clip, unclipped": lambda ps: nn.utils.clip_grad_norm_(ps, 1e9),
+    "naive .item() loop": naive_loop,
+    "plain read (sum)": plain_read,
+}

@@ -1,0 +1,186 @@
+"""`make gpu`: everything that needs a GPU, in one command, without the network.
+
+Builds in place with this Python and its torch, runs the whole test suite, `compute-sanitizer` on a short set,
+counts launches and syncs, times checks and clips against torch, and appends what it saw as rows under
+``benchmarks/results/<device>/gpu_session.jsonl``. Ends with a table; exits non-zero if a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "GRADSTAT_CUDA": "1"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--skip", nargs="*", default=[], choices=list(STEPS), help="steps to leave out")
+    parser.add_argument("--only", nargs="*", choices=list(STEPS), help="steps to run, all if not given")
+    options = parser.parse_args()
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(f"{sys.executable} has no torch; set PYTHON= to one that has, as in `make gpu PYTHON=python3.12`")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA device here; `make gpu-code` proves what can be proven without one")
+    outcomes: dict[str, tuple[bool, float]] = {}
+    for name, step in STEPS.items():
+        if name in options.skip or (options.only and name not in options.only):
+            continue
+        print(f"\n== {name}: {step.__doc__}", flush=True)
+        start = time.monotonic()
+        try:
+            passed = step()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            passed = False
+        outcomes[name] = (passed, time.monotonic() - start)
+    print("\n== summary")
+    for name, (passed, seconds) in outcomes.items():
+        print(f"{name:<12} {'passed' if passed else 'FAILED':<8} {seconds:7.1f} s")
+    _record_outcomes(outcomes)
+    return 0 if all(passed for passed, _ in outcomes.values()) else 1
+
+
+def _run(*command: str, **environment: str) -> bool:
+    return subprocess.run(command, cwd=ROOT, env={**ENVIRONMENT, **environment}, check=False).returncode == 0
+
+
+def build() -> bool:
+    """Compile the extension in place"""
+    return _run(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
+
+
+def test() -> bool:
+    """The whole test suite"""
+    return _run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
+
+
+def sanitize() -> bool:
+    """Compute-sanitizer: memory errors and races on a short set"""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not os.path.exists(sanitizer):
+        print("compute-sanitizer not found: memory errors and races were not looked for")
+        return False
+    short = [sys.executable, "tests/gpu_gates/short_set.py"]
+    return all(
+        # Torch's caching allocator would hide overruns between blocks of one allocation.
+        _run(sanitizer, "--tool", tool, "--error-exitcode", "9", *short, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        for tool in ("memcheck", "racecheck")
+    )
+
+
+def measure() -> bool:
+    """Launches, syncs, and times against torch in one run"""
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    import torch
+    from rows import Row, append
+    from torch import Tensor, nn
+
+    import gradstat
+
+    rows: list[Row] = []
+
+    def timed(calls: dict[str, Callable[[], object]], case: str, size: int, rounds: int = 30) -> None:
+        """Interleaved rounds; medians and quartiles of device-synchronised wall time."""
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for round_number in range(rounds + 5):
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                call()
+                torch.cuda.synchronize()
+                if round_number >= 5:
+                    samples[name].append(time.perf_counter() - start)
+        for name, seconds in samples.items():
+            low, median, high = statistics.quantiles(seconds, n=4)
+            rows.append(Row(name, case, "median time", "us", median * 1e6, size, low * 1e6, high * 1e6))
+            print(f"{case:<34} {name:<26} {median * 1e6:10.1f} us {size / median / 1e9:9.1f} GB/s")
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = (
+            torch.randn(1 << 28, device="cuda").to(dtype)
+            if dtype != torch.float64
+            else torch.randn(1 << 27, device="cuda").to(dtype)
+        )
+        size = x.numel() * x.element_size()
+        words = x.view(torch.float32)
+        timed(
+            {
+                "gradstat native": lambda x=x: gradstat.stats([x], backend="native"),
+                "gradstat triton": lambda x=x: gradstat.stats([x], backend="triton"),
+                "torch._foreach_norm": lambda x=x: torch._foreach_norm([x]),
+                "plain read (sum)": lambda w=words: w.sum(),
+            },
+            f"one tensor, {dtype}",
+            size,
+        )
+        del x, words
+
+    from cases import SHAPES, parameters_of
+
+    for case in SHAPES:
+        parameters = parameters_of(case, device="cuda")
+        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        size = sum(g.numel() * g.element_size() for g in gradients)
+        timed(
+            {
+                "gradstat.check": lambda ps=parameters: gradstat.check(ps).ok,
+                "gradstat.check triton": lambda ps=parameters: gradstat.check(ps, backend="triton").ok,
+                "gradstat clip, unclipped": lambda ps=parameters: gradstat.clip_grad_norm_(ps, 1e9),
+                "torch clip, unclipped": lambda ps=parameters: nn.utils.clip_grad_norm_(ps, 1e9),
+                "gradstat clip, clipped": lambda ps=parameters: gradstat.clip_grad_norm_(ps, 1e-3),
+                "torch clip, clipped": lambda ps=parameters: nn.utils.clip_grad_norm_(ps, 1e-3),
+            },
+            case,
+            size,
+        )
+        for backend in ("native", "triton"):
+            for name, call in (
+                ("stats", lambda gs=gradients, b=backend: gradstat.stats(gs, backend=b)),
+                ("clip", lambda ps=parameters, b=backend: gradstat.clip_grad_norm_(ps, 1e9, backend=b)),
+            ):
+                count = _launches(call)
+                rows.append(Row(f"gradstat {backend} {name}", case, "launches", "", count))
+                print(f"{case:<34} gradstat {backend} {name:<12} {count} launches")
+    print(f"rows appended to {append(rows, 'gpu_session').relative_to(ROOT)}")
+    return True
+
+
+def _launches(call: Callable[[], object]) -> int:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith(("cudaLaunch", "cuLaunch")))
+
+
+def _record_outcomes(outcomes: dict[str, tuple[bool, float]]) -> None:
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    from rows import Row, append
+
+    append(
+        (Row("make gpu", name, "passed", "", float(passed)) for name, (passed, _) in outcomes.items()),
+        "gpu_session",
+    )
+
+
+STEPS: dict[str, Callable[[], bool]] = {"build": build, "test": test, "sanitize": sanitize, "measure": measure}
+
+if __name__ == "__main__":
+    sys.exit(main())

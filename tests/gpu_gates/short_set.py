@@ -1,0 +1,52 @@
+"""A short set of calls that reaches every path of the CUDA kernels, for compute-sanitizer to watch.
+
+Needs a GPU; run by `make gpu`. Results are held against the reference, so it also fails on wrong numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import gradstat
+
+FIELDS = [
+    gradstat.FIELDS.index(name) for name in ("nan_count", "inf_count", "zero_count", "min", "max", "first_nonfinite")
+]
+
+
+def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Aligned and misaligned, empty, one element, several tiles, special values."""
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    base = torch.randn(70001, dtype=wide, device="cuda").to(dtype)
+    special = base.clone()
+    special[5] = math.nan
+    special[-1] = math.inf
+    return [base, base[1:], base[3:40], base[:0], base[:1], special, torch.zeros_like(base), base * 0 + 1e-30]
+
+
+def main() -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128]
+    groups = [tensors(dtype) for dtype in dtypes]
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(7)[1:]
+    groups += [[codes.view(torch.float8_e4m3fn), codes.view(torch.float8_e5m2)]]
+    groups += [[tensor for group in groups for tensor in group]]
+    groups += [[torch.randn(1 + i % 9, device="cuda") for i in range(2500)]]
+    for group in groups:
+        native = gradstat.stats(group, backend="native")
+        reference = gradstat.stats(group, backend="reference")
+        assert torch.equal(native[:, FIELDS], reference[:, FIELDS])
+    for group in groups[:4]:
+        clones = [tensor.clone() for tensor in group if bool(tensor.isfinite().all())]
+        parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in clones]
+        for parameter, clone in zip(parameters, clones, strict=True):
+            parameter.grad = clone
+        norm = gradstat.clip_grad_norm_(parameters, 1e9)
+        assert torch.equal(norm, gradstat.clip_grad_norm_(parameters, 0.5))
+    torch.cuda.synchronize()
+    print("short set: done")
+
+
+if __name__ == "__main__":
+    main()
