@@ -6,8 +6,9 @@ from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._version import __version__
 from gradstat.check import PendingReport, check, check_async, check_tensors
 from gradstat.clip import clip_grad_norm_
-from gradstat.report import NonFiniteGradientError, Report, TensorStats
+from gradstat.report import NonFiniteGradientError, Report
 from gradstat.stats import stats
+from gradstat.tensor_stats import TensorStats
 
 __all__ = [
     "FIELDS",

@@ -1,4 +1,4 @@
-"""A table that has reached the host, with the names put back: `Report`, `TensorStats` and the error.
+"""A table that has reached the host, with the names put back: `Report` and the error it raises.
 
 Nothing is derived before it is read. What a report holds is the table, the names and the layouts; never a
 tensor, so keeping a report keeps no gradient alive.
@@ -7,19 +7,16 @@ tensor, so keeping a report keeps no gradient alive.
 from __future__ import annotations
 
 import functools
-import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from gradstat import _fields
+from gradstat import _fields, _render
 from gradstat._tensors import TensorInfo
-
-Array = npt.NDArray[np.float64]
+from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
 # The derived values a tensor has besides the stored fields, each with its function of a table.
 _ORDERINGS = (
@@ -50,162 +47,6 @@ class NonFiniteGradientError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.report)
-
-
-class TensorStats:
-    """What is known about one tensor. All values are Python numbers, computed when read.
-
-    Counts are of elements; an element of a complex tensor is NaN if either part is, else Inf if either part
-    is, and zero if both are. ``sum``, ``l2_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` run over
-    the finite elements, for complex ones over their real and imaginary parts.
-    """
-
-    __slots__ = ("_info", "_row", "name")
-
-    def __init__(self, name: str, row: Array, info: TensorInfo) -> None:
-        self.name = name
-        self._row = row
-        self._info = info
-
-    def _field(self, field: str) -> float:
-        return float(self._row[_fields.INDEX[field]])
-
-    @property
-    def shape(self) -> torch.Size:
-        """Sizes; of the local shard for a distributed tensor, of the values for a sparse one."""
-        return self._info.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._info.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._info.device
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self._info.shape.numel()
-
-    @property
-    def nan_count(self) -> int:
-        """NaN elements."""
-        return int(self._field("nan_count"))
-
-    @property
-    def inf_count(self) -> int:
-        """Elements that are +Inf or -Inf."""
-        return int(self._field("inf_count"))
-
-    @property
-    def zero_count(self) -> int:
-        """Elements equal to zero, of either sign."""
-        return int(self._field("zero_count"))
-
-    @property
-    def nonfinite_count(self) -> int:
-        """NaN and Inf elements together."""
-        return self.nan_count + self.inf_count
-
-    @property
-    def ok(self) -> bool:
-        """Whether every element is finite."""
-        return self.nonfinite_count == 0
-
-    @property
-    def sum(self) -> float:
-        """Sum of the finite elements; infinite if it exceeds float64."""
-        return self._field("sum")
-
-    @property
-    def l2_norm(self) -> float:
-        """Square root of the sum of squares of the finite elements."""
-        return float(_l2_norm(self._row))
-
-    @property
-    def min(self) -> float:
-        """Smallest finite element; NaN when there is none."""
-        return _nan_if_infinite(self._field("min"))
-
-    @property
-    def max(self) -> float:
-        """Largest finite element; NaN when there is none."""
-        return _nan_if_infinite(self._field("max"))
-
-    @property
-    def max_abs(self) -> float:
-        """Largest magnitude of a finite element; NaN when there is none."""
-        return max(abs(self.min), abs(self.max))
-
-    @property
-    def finite_values(self) -> int:
-        """Finite elements; two for each complex one."""
-        return (self.numel - self.nonfinite_count) * (2 if self.dtype.is_complex else 1)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the finite elements; NaN when there is none."""
-        return self.sum / self.finite_values if self.finite_values else math.nan
-
-    @property
-    def std(self) -> float:
-        """Population standard deviation of the finite elements; NaN when there is none.
-
-        From the sums, as sqrt(mean of squares - squared mean): relative to the root mean square it is good to
-        about 1e-4, so the spread of nearly constant elements is lost in it.
-        """
-        if not self.finite_values:
-            return math.nan
-        rms = self.l2_norm / math.sqrt(self.finite_values)
-        return math.sqrt(max(rms - abs(self.mean), 0.0)) * math.sqrt(rms + abs(self.mean))
-
-    @property
-    def zero_fraction(self) -> float:
-        """Share of elements that are zero; NaN for a tensor without elements."""
-        return self.zero_count / self.numel if self.numel else math.nan
-
-    @property
-    def first_nonfinite(self) -> tuple[int, ...] | None:
-        """Index of the first NaN or Inf, one number per dimension; None when all are finite.
-
-        The first in memory order, which for a contiguous tensor is row-major order.
-        """
-        flat = self._field("first_nonfinite")
-        if math.isinf(flat):
-            return None
-        shape, order = self.shape, self._info.order
-        if order is None:
-            return tuple(int(i) for i in np.unravel_index(int(flat), shape))
-        in_order = np.unravel_index(int(flat), [shape[d] for d in order])
-        index = dict(zip(order, in_order, strict=True))
-        return tuple(int(index[d]) for d in range(len(shape)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything above as JSON-able values: numbers, strings, lists, None for what is not defined."""
-        first = self.first_nonfinite
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
-            "numel": self.numel,
-            "nan_count": self.nan_count,
-            "inf_count": self.inf_count,
-            "zero_count": self.zero_count,
-            **{
-                key: _none_if_not_finite(getattr(self, key))
-                for key in ("l2_norm", "min", "max", "max_abs", "mean", "std")
-            },
-            "first_nonfinite": list(first) if first is not None else None,
-        }
-
-    def __repr__(self) -> str:
-        where = f", first_nonfinite={self.first_nonfinite}" if not self.ok else ""
-        return (
-            f"TensorStats({self.name!r}, shape={tuple(self.shape)}, nan_count={self.nan_count}, "
-            f"inf_count={self.inf_count}, l2_norm={self.l2_norm:.6g}, min={self.min:.6g}, max={self.max:.6g}{where})"
-        )
 
 
 class Report:
@@ -293,7 +134,7 @@ class Report:
     @property
     def finite_norm(self) -> float:
         """L2 norm of the finite elements."""
-        return float(_l2_norm(np.array(self._totals)))
+        return float(l2_norm_of(np.array(self._totals)))
 
     @property
     def max_abs(self) -> float:
@@ -395,7 +236,7 @@ class Report:
         parts = np.where([info.dtype.is_complex for info in self._infos], 2, 1)
         finite = (out["numel"] - out["nan_count"] - out["inf_count"]) * parts
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            out["l2_norm"] = _l2_norm(self._table.T)
+            out["l2_norm"] = l2_norm_of(self._table.T)
             out["min"] = np.where(finite > 0, self._column("min"), np.nan)
             out["max"] = np.where(finite > 0, self._column("max"), np.nan)
             out["max_abs"] = np.maximum(np.abs(out["min"]), np.abs(out["max"]))
@@ -411,9 +252,9 @@ class Report:
         """Everything as JSON-able values; numbers that are not finite become None."""
         return {
             "ok": self.ok,
-            "total_norm": _none_if_not_finite(self.total_norm),
-            "finite_norm": _none_if_not_finite(self.finite_norm),
-            "max_abs": _none_if_not_finite(self.max_abs),
+            "total_norm": none_if_not_finite(self.total_norm),
+            "finite_norm": none_if_not_finite(self.finite_norm),
+            "max_abs": none_if_not_finite(self.max_abs),
             "numel": self.numel,
             "nan_count": self.nan_count,
             "inf_count": self.inf_count,
@@ -455,7 +296,7 @@ class Report:
         if self.ok:
             return
         shown = self.nonfinite[:5]
-        lines = [f"  {stats.name}: {_bad_words(stats)}" for stats in shown]
+        lines = [f"  {stats.name}: {_render.bad_words(stats)}" for stats in shown]
         if len(self.nonfinite) > len(shown):
             lines.append(f"  and {len(self.nonfinite) - len(shown)} more")
         raise NonFiniteGradientError(
@@ -468,118 +309,8 @@ class Report:
         state = "ok" if self.ok else f"{len(self.nonfinite)} not finite"
         return f"Report({len(self)} {self._what}s, {state}, total_norm={self.total_norm:.6g})"
 
-    def _headline(self) -> str:
-        if not len(self):
-            return f"gradstat: no {self._what} to check"
-        if self.ok:
-            return (
-                f"gradstat: {len(self)} {self._what}s of {self.numel:,} elements, all finite, "
-                f"norm {self.total_norm:.4g}, largest |x| {self.max_abs:.4g}"
-            )
-        return (
-            f"gradstat: {len(self.nonfinite)} of {len(self)} {self._what}s are NOT FINITE: "
-            f"{self.nan_count:,} NaN and {self.inf_count:,} Inf in {self.numel:,} elements"
-        )
-
-    def _sections(self) -> list[tuple[str, list[TensorStats]]]:
-        """What the text and the HTML show: the bad ones, then the extremes of the healthy ones."""
-        sections = []
-        if self.nonfinite:
-            sections.append(("not finite, worst first", self.nonfinite[:_SHOWN]))
-        healthy = [stats for stats in self.worst(len(self), by="l2_norm") if stats.ok]
-        if len(healthy) <= 2 * _EXTREMES:
-            sections.append(("by norm", healthy))
-        else:
-            sections.append(("largest norm", healthy[:_EXTREMES]))
-            sections.append(("smallest norm", healthy[-_EXTREMES:]))
-        return [(title, rows) for title, rows in sections if rows]
-
-    def _footers(self) -> list[str]:
-        lines = []
-        if len(self.nonfinite) > _SHOWN:
-            lines.append(f"... and {len(self.nonfinite) - _SHOWN} more that are not finite")
-        if self.missing:
-            shown = ", ".join(self.missing[:_SHOWN])
-            more = f" and {len(self.missing) - _SHOWN} more" if len(self.missing) > _SHOWN else ""
-            lines.append(f"no {self._what} ({len(self.missing)}): {shown}{more}")
-        return lines
-
     def __str__(self) -> str:
-        sections = [(title, [_cells(stats) for stats in rows]) for title, rows in self._sections()]
-        every = [_HEADER, *(cells for _, rows in sections for cells in rows)]
-        widths = [max(len(cells[c]) for cells in every) for c in range(len(_HEADER))]
-
-        def line(cells: Sequence[str]) -> str:
-            padded = [cells[0].ljust(widths[0])] + [
-                cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
-            ]
-            return "  " + "  ".join(padded).rstrip()
-
-        out = [self._headline()]
-        for title, rows in sections:
-            out += [f"{title}:", line(_HEADER), *(line(cells) for cells in rows)]
-        return "\n".join(out + self._footers())
+        return _render.text(self, self._what)
 
     def _repr_html_(self) -> str:
-        parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
-        for title, rows in self._sections():
-            head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
-            body = "".join(
-                f"<tr{'' if stats.ok else _BAD_STYLE}>"
-                + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(stats))
-                + "</tr>"
-                for stats in rows
-            )
-            parts.append(
-                f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            )
-        return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in self._footers()])
-
-
-_SHOWN = 20
-_EXTREMES = 3
-_BAD_STYLE = ' style="color:#b00020;font-weight:bold"'
-_HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "zeros")
-
-
-def _cells(stats: TensorStats) -> tuple[str, ...]:
-    first = stats.first_nonfinite
-    return (
-        stats.name,
-        "x".join(map(str, stats.shape)) or "scalar",
-        f"{stats.nan_count:,}" if stats.nan_count else "-",
-        f"{stats.inf_count:,}" if stats.inf_count else "-",
-        f"[{', '.join(map(str, first))}]" if first is not None else "-",
-        _short(stats.l2_norm),
-        _short(stats.min),
-        _short(stats.max),
-        f"{stats.zero_fraction:.1%}" if stats.zero_count else "-",
-    )
-
-
-def _bad_words(stats: TensorStats) -> str:
-    counts = [f"{n} {kind}" for n, kind in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n]
-    where = ", ".join(map(str, stats.first_nonfinite or ()))
-    place = f"first at [{where}] (shape {tuple(stats.shape)}, {stats.dtype})"
-    return f"{' and '.join(counts)} of {stats.numel} elements, {place}"
-
-
-def _short(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3g}"
-
-
-def _l2_norm(rows: Array) -> Array:
-    """L2 norms from columns stacked along the first dimension."""
-    with np.errstate(over="ignore", under="ignore"):
-        norm: Array = _fields.l2_norm(
-            np, *(rows[_fields.INDEX[name]] for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
-        )
-    return norm
-
-
-def _nan_if_infinite(value: float) -> float:
-    return math.nan if math.isinf(value) else value
-
-
-def _none_if_not_finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+        return _render.page(self, self._what)

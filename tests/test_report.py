@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradstat
-from gradstat.report import TensorStats
+from gradstat import TensorStats
 
 
 @pytest.fixture

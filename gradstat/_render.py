@@ -1,0 +1,117 @@
+"""A report as text for terminals and logs, and as HTML for notebooks: bad tensors first, then the extremes."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gradstat.tensor_stats import TensorStats
+
+if TYPE_CHECKING:  # a report prints itself through this module, which only needs to know its type
+    from gradstat.report import Report
+
+_SHOWN = 20
+_EXTREMES = 3
+_BAD_STYLE = ' style="color:#b00020;font-weight:bold"'
+_HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "zeros")
+
+
+def _headline(report: Report, what: str) -> str:
+    if not len(report):
+        return f"gradstat: no {what} to check"
+    if report.ok:
+        return (
+            f"gradstat: {len(report)} {what}s of {report.numel:,} elements, all finite, "
+            f"norm {report.total_norm:.4g}, largest |x| {report.max_abs:.4g}"
+        )
+    return (
+        f"gradstat: {len(report.nonfinite)} of {len(report)} {what}s are NOT FINITE: "
+        f"{report.nan_count:,} NaN and {report.inf_count:,} Inf in {report.numel:,} elements"
+    )
+
+
+def _sections(report: Report) -> list[tuple[str, list[TensorStats]]]:
+    """What the text and the HTML show: the bad ones, then the extremes of the healthy ones."""
+    sections = []
+    if report.nonfinite:
+        sections.append(("not finite, worst first", report.nonfinite[:_SHOWN]))
+    healthy = [stats for stats in report.worst(len(report), by="l2_norm") if stats.ok]
+    if len(healthy) <= 2 * _EXTREMES:
+        sections.append(("by norm", healthy))
+    else:
+        sections.append(("largest norm", healthy[:_EXTREMES]))
+        sections.append(("smallest norm", healthy[-_EXTREMES:]))
+    return [(title, rows) for title, rows in sections if rows]
+
+
+def _footers(report: Report, what: str) -> list[str]:
+    lines = []
+    if len(report.nonfinite) > _SHOWN:
+        lines.append(f"... and {len(report.nonfinite) - _SHOWN} more that are not finite")
+    if report.missing:
+        shown = ", ".join(report.missing[:_SHOWN])
+        more = f" and {len(report.missing) - _SHOWN} more" if len(report.missing) > _SHOWN else ""
+        lines.append(f"no {what} ({len(report.missing)}): {shown}{more}")
+    return lines
+
+
+def text(report: Report, what: str) -> str:
+    """A table for terminals and logs; ``what`` says what the tensors are."""
+    sections = [(title, [_cells(stats) for stats in rows]) for title, rows in _sections(report)]
+    every = [_HEADER, *(cells for _, rows in sections for cells in rows)]
+    widths = [max(len(cells[c]) for cells in every) for c in range(len(_HEADER))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
+        ]
+        return "  " + "  ".join(padded).rstrip()
+
+    out = [_headline(report, what)]
+    for title, rows in sections:
+        out += [f"{title}:", line(_HEADER), *(line(cells) for cells in rows)]
+    return "\n".join(out + _footers(report, what))
+
+
+def page(report: Report, what: str) -> str:
+    """The same as HTML, with names escaped."""
+    parts = [f"<p><b>{html.escape(_headline(report, what))}</b></p>"]
+    for title, rows in _sections(report):
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
+        body = "".join(
+            f"<tr{'' if stats.ok else _BAD_STYLE}>"
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(stats))
+            + "</tr>"
+            for stats in rows
+        )
+        parts.append(f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+    return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in _footers(report, what)])
+
+
+def bad_words(stats: TensorStats) -> str:
+    """How many elements of a tensor are bad and where the first one is, in words."""
+    counts = [f"{n} {kind}" for n, kind in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n]
+    where = ", ".join(map(str, stats.first_nonfinite or ()))
+    place = f"first at [{where}] (shape {tuple(stats.shape)}, {stats.dtype})"
+    return f"{' and '.join(counts)} of {stats.numel} elements, {place}"
+
+
+def _cells(stats: TensorStats) -> tuple[str, ...]:
+    first = stats.first_nonfinite
+    return (
+        stats.name,
+        "x".join(map(str, stats.shape)) or "scalar",
+        f"{stats.nan_count:,}" if stats.nan_count else "-",
+        f"{stats.inf_count:,}" if stats.inf_count else "-",
+        f"[{', '.join(map(str, first))}]" if first is not None else "-",
+        _short(stats.l2_norm),
+        _short(stats.min),
+        _short(stats.max),
+        f"{stats.zero_fraction:.1%}" if stats.zero_count else "-",
+    )
+
+
+def _short(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"

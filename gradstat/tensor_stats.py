@@ -1,0 +1,188 @@
+"""`TensorStats`: what is known about one tensor, derived from its row when read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradstat import _fields
+from gradstat._tensors import TensorInfo
+
+Array = npt.NDArray[np.float64]
+
+
+class TensorStats:
+    """What is known about one tensor. All values are Python numbers, computed when read.
+
+    Counts are of elements; an element of a complex tensor is NaN if either part is, else Inf if either part
+    is, and zero if both are. ``sum``, ``l2_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` run over
+    the finite elements, for complex ones over their real and imaginary parts.
+    """
+
+    __slots__ = ("_info", "_row", "name")
+
+    def __init__(self, name: str, row: Array, info: TensorInfo) -> None:
+        self.name = name
+        self._row = row
+        self._info = info
+
+    def _field(self, field: str) -> float:
+        return float(self._row[_fields.INDEX[field]])
+
+    @property
+    def shape(self) -> torch.Size:
+        """Sizes; of the local shard for a distributed tensor, of the values for a sparse one."""
+        return self._info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._info.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._info.device
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self._info.shape.numel()
+
+    @property
+    def nan_count(self) -> int:
+        """NaN elements."""
+        return int(self._field("nan_count"))
+
+    @property
+    def inf_count(self) -> int:
+        """Elements that are +Inf or -Inf."""
+        return int(self._field("inf_count"))
+
+    @property
+    def zero_count(self) -> int:
+        """Elements equal to zero, of either sign."""
+        return int(self._field("zero_count"))
+
+    @property
+    def nonfinite_count(self) -> int:
+        """NaN and Inf elements together."""
+        return self.nan_count + self.inf_count
+
+    @property
+    def ok(self) -> bool:
+        """Whether every element is finite."""
+        return self.nonfinite_count == 0
+
+    @property
+    def sum(self) -> float:
+        """Sum of the finite elements; infinite if it exceeds float64."""
+        return self._field("sum")
+
+    @property
+    def l2_norm(self) -> float:
+        """Square root of the sum of squares of the finite elements."""
+        return float(l2_norm_of(self._row))
+
+    @property
+    def min(self) -> float:
+        """Smallest finite element; NaN when there is none."""
+        return _nan_if_infinite(self._field("min"))
+
+    @property
+    def max(self) -> float:
+        """Largest finite element; NaN when there is none."""
+        return _nan_if_infinite(self._field("max"))
+
+    @property
+    def max_abs(self) -> float:
+        """Largest magnitude of a finite element; NaN when there is none."""
+        return max(abs(self.min), abs(self.max))
+
+    @property
+    def finite_values(self) -> int:
+        """Finite elements; two for each complex one."""
+        return (self.numel - self.nonfinite_count) * (2 if self.dtype.is_complex else 1)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the finite elements; NaN when there is none."""
+        return self.sum / self.finite_values if self.finite_values else math.nan
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation of the finite elements; NaN when there is none.
+
+        From the sums, as sqrt(mean of squares - squared mean): relative to the root mean square it is good to
+        about 1e-4, so the spread of nearly constant elements is lost in it.
+        """
+        if not self.finite_values:
+            return math.nan
+        rms = self.l2_norm / math.sqrt(self.finite_values)
+        return math.sqrt(max(rms - abs(self.mean), 0.0)) * math.sqrt(rms + abs(self.mean))
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of elements that are zero; NaN for a tensor without elements."""
+        return self.zero_count / self.numel if self.numel else math.nan
+
+    @property
+    def first_nonfinite(self) -> tuple[int, ...] | None:
+        """Index of the first NaN or Inf, one number per dimension; None when all are finite.
+
+        The first in memory order, which for a contiguous tensor is row-major order.
+        """
+        flat = self._field("first_nonfinite")
+        if math.isinf(flat):
+            return None
+        shape, order = self.shape, self._info.order
+        if order is None:
+            return tuple(int(i) for i in np.unravel_index(int(flat), shape))
+        in_order = np.unravel_index(int(flat), [shape[d] for d in order])
+        index = dict(zip(order, in_order, strict=True))
+        return tuple(int(index[d]) for d in range(len(shape)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything above as JSON-able values: numbers, strings, lists, None for what is not defined."""
+        first = self.first_nonfinite
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "numel": self.numel,
+            "nan_count": self.nan_count,
+            "inf_count": self.inf_count,
+            "zero_count": self.zero_count,
+            **{
+                key: none_if_not_finite(getattr(self, key))
+                for key in ("l2_norm", "min", "max", "max_abs", "mean", "std")
+            },
+            "first_nonfinite": list(first) if first is not None else None,
+        }
+
+    def __repr__(self) -> str:
+        where = f", first_nonfinite={self.first_nonfinite}" if not self.ok else ""
+        return (
+            f"TensorStats({self.name!r}, shape={tuple(self.shape)}, nan_count={self.nan_count}, "
+            f"inf_count={self.inf_count}, l2_norm={self.l2_norm:.6g}, min={self.min:.6g}, max={self.max:.6g}{where})"
+        )
+
+
+def l2_norm_of(rows: Array) -> Array:
+    """L2 norms from columns stacked along the first dimension."""
+    with np.errstate(over="ignore", under="ignore"):
+        norm: Array = _fields.l2_norm(
+            np, *(rows[_fields.INDEX[name]] for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
+        )
+    return norm
+
+
+def none_if_not_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _nan_if_infinite(value: float) -> float:
+    return math.nan if math.isinf(value) else value
