@@ -1,0 +1,48 @@
+"""Real text that every Python has: the sources of its standard library, as bytes."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def standard_library() -> Path:
+    """Where the standard library's sources lie."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def read(folder: Path, limit: int = 4_000_000) -> Tensor:
+    """The ``.py`` files directly in ``folder`` and in its packages, joined in order of their names.
+
+    Args:
+        folder: Where to look; tests and installed packages are passed over.
+        limit: Bytes to stop at.
+
+    Returns:
+        ``[bytes]`` uint8.
+
+    Raises:
+        FileNotFoundError: There are no sources there.
+    """
+    passed_over = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
+    text = bytearray()
+    for path in sorted(folder.rglob("*.py")):
+        if passed_over.isdisjoint(path.relative_to(folder).parts):
+            text += path.read_bytes()
+            if len(text) >= limit:
+                break
+    if len(text) < 10_000:
+        raise FileNotFoundError(
+            f"found {len(text)} bytes of Python sources under {folder}; the demo trains on the standard library's "
+            "sources, which this Python was installed without"
+        )
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+def batch(corpus: Tensor, count: int, length: int, generator: torch.Generator, device: str) -> Tensor:
+    """``[count, length]`` int64 stretches from random places of the corpus."""
+    starts = torch.randint(len(corpus) - length, (count,), generator=generator)
+    return torch.stack([corpus[i : i + length] for i in starts.tolist()]).long().to(device)

@@ -1,0 +1,100 @@
+"""The command: options, the run, the verdict, the costs, the picture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gradstat.demo import corpus, costs, heatmap
+from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
+from gradstat.demo.train import Run, train
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demo; returns 0 if the corruption was found where it was put, 1 if not, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"The demo also needs {' and '.join(missing)}: pip install 'gradstat[demo]'", file=sys.stderr)
+        return 2
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradstat demo",
+        description="Train a small byte-level GPT on the Python standard library's sources with every gradient checked "
+        "on every step, corrupt one activation, see who is named and what the checks cost.",
+    )
+    parser.add_argument("--steps", type=int, help="training steps (default 300; 40 with --quick)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), help="folder for the PNG (default %(default)s)"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU if there is one"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = options.steps or (40 if options.quick else 300)
+    if steps < 10:
+        print("--steps must be at least 10, to have healthy steps before and after the corrupted one", file=sys.stderr)
+        return 2
+    size = TINY if options.quick else MEDIUM if device == "cuda" else SMALL
+    torch.manual_seed(options.seed)
+    model = GPT(size).to(device)
+    folder = corpus.standard_library()
+    data = corpus.read(folder)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    parameters = list(model.parameters())
+    print(
+        f"A GPT of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors learns from "
+        f"{len(data):,} bytes of {folder} on {where}, torch {torch.__version__}.\n"
+        "gradstat.check and gradstat.clip_grad_norm_ run on every step."
+    )
+    corrupted_step, layer = steps * 4 // 5, size.layers // 2
+    culprit = f"blocks.{layer}.mlp.down"
+    print(f"At step {corrupted_step}, one activation saved by {culprit} will be overwritten with Inf.\n", flush=True)
+
+    run = train(model, data, steps, corrupted_step, layer, options.seed, device)
+    print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}; what it writes by now:")
+    sample = model.write(b"def ", 120).decode(errors="replace")
+    print("\n".join(f"  | {line}" for line in sample.splitlines()) + "\n")
+
+    tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
+    print(costs.table(costs.measure(model, tokens, rounds=5 if options.quick else 20), f"{where}, this very model"))
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    picture = options.output / "gradient-norms.png"
+    heatmap.draw(run, picture)
+    print(f"\npicture: {picture}")
+    return _verdict(run, f"{culprit}.weight")
+
+
+def _verdict(run: Run, expected: str) -> int:
+    named = [stats.name for stats in run.incident.nonfinite] if run.incident is not None else []
+    if named == [expected]:
+        return 0
+    print(
+        f"\nFAILED: {expected} was corrupted at step {run.corrupted_step}, but named were: {named or 'none'}",
+        file=sys.stderr,
+    )
+    return 1

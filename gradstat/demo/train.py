@@ -1,0 +1,117 @@
+"""The training run: every step checked and clipped, one step corrupted on purpose."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradstat
+from gradstat.demo import corpus as text
+from gradstat.demo.model import GPT
+
+MAX_NORM = 1.0
+# Written into the input that `mlp.down` has saved for its weight's gradient: sample, position, feature.
+CORRUPTED_ELEMENT = (0, 3, 7)
+CORRUPTED_VALUE = math.inf
+
+
+@dataclass
+class Run:
+    """What a run leaves behind.
+
+    Attributes:
+        names: The model's parameters, in order.
+        losses, norms: One number per step.
+        layer_norms: Per step, the gradient norm of every parameter (of its finite elements).
+        bad: Per step, whether each parameter's gradient was not finite.
+        corrupted_step: Which step was corrupted.
+        incident: The report of that step.
+    """
+
+    names: tuple[str, ...]
+    corrupted_step: int
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    layer_norms: list[Any] = field(default_factory=list)
+    bad: list[Any] = field(default_factory=list)
+    incident: gradstat.Report | None = None
+
+
+def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    """Makes ``module``'s saved input wrong in one element, as a flipped bit in memory would.
+
+    The output has been computed by then, so the loss stays healthy: only a gradient will show it.
+    """
+
+    def hook(_module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        inputs[0].data[CORRUPTED_ELEMENT] = CORRUPTED_VALUE
+
+    return module.register_forward_hook(hook)
+
+
+def train(
+    model: GPT, corpus: Tensor, steps: int, corrupted_step: int, corrupted_layer: int, seed: int, device: str
+) -> Run:
+    """Trains with AdamW; a step whose gradients are not finite is skipped.
+
+    Args:
+        model: On ``device``.
+        corpus: ``[bytes]`` uint8, on the CPU.
+        steps: How many.
+        corrupted_step: The step to corrupt, counted from 0.
+        corrupted_layer: The block whose ``mlp.down`` is corrupted.
+        seed: For the batches.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    from tqdm import tqdm
+
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    run = Run(tuple(name for name, _ in model.named_parameters()), corrupted_step)
+    interactive = sys.stderr.isatty()
+    progress = tqdm(range(steps), desc="training", unit="step", disable=not interactive, dynamic_ncols=True)
+    for step in progress:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 30)
+        handle = corrupt(model.blocks[corrupted_layer].mlp.down) if step == corrupted_step else None  # type: ignore[union-attr,arg-type]
+        optimizer.zero_grad()
+        loss = model.loss(text.batch(corpus, model.size.batch, model.size.context + 1, generator, device))
+        loss.backward()
+        if handle is not None:
+            handle.remove()
+
+        report = gradstat.check(model)
+        if report.ok:
+            norm = float(gradstat.clip_grad_norm_(model.parameters(), MAX_NORM))
+            optimizer.step()
+        else:
+            norm, run.incident = math.nan, report
+            progress.clear()
+            _tell(report, step, loss.item())
+
+        records = report.to_numpy()
+        run.losses.append(loss.item())
+        run.norms.append(norm)
+        run.layer_norms.append(records["l2_norm"])
+        run.bad.append(records["nan_count"] + records["inf_count"] > 0)
+        progress.set_postfix(loss=f"{run.losses[-1]:.3f}", grad_norm=f"{norm:.3f}", refresh=False)
+        if not interactive and step % max(1, steps // 6) == 0:
+            print(f"step {step:4d}  loss {run.losses[-1]:.3f}  gradient norm {norm:.3f}", flush=True)
+    return run
+
+
+def _tell(report: gradstat.Report, step: int, loss: float) -> None:
+    print(f"\nstep {step}: the loss is {loss:.3f}, nothing to see there. But:\n\n{report}\n", flush=True)
+    worst = report.nonfinite[0]
+    element = ", ".join(map(str, worst.first_nonfinite or ()))
+    print(
+        f"{worst.name} is where it is: {worst.nan_count + worst.inf_count} bad elements, the first at [{element}]; "
+        f"the other {len(report) - len(report.nonfinite)} gradients are clean.\n"
+        "The step is skipped, training goes on.\n",
+        flush=True,
+    )

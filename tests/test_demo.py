@@ -1,0 +1,67 @@
+"""The demo, quickly: it names what it corrupted, fails when it does not, draws its picture."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradstat
+from gradstat.__main__ import main
+from gradstat.demo import corpus, train
+from gradstat.demo.model import GPT, TINY
+
+
+def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from matplotlib import image
+
+    assert main(["demo", "--quick", "--steps", "25", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 29 gradients are NOT FINITE: 0 NaN and 32 Inf" in printed
+    assert "blocks.1.mlp.down.weight is where it is: 32 bad elements, the first at [0, 7]" in printed
+    for variant in ("plain step", "gradstat.check", "torch clip", "naive", "detect_anomaly"):
+        assert variant in printed
+    picture = image.imread(tmp_path / "gradient-norms.png")
+    assert picture.shape[1] >= 1000
+    assert picture.std() > 0.05
+
+
+def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "CORRUPTED_VALUE", 0.25)  # an ordinary value: nothing to find
+    assert main(["demo", "--quick", "--steps", "12", "--device", "cpu", "--output", str(tmp_path)]) == 1
+
+
+def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "3"]) == 2
+    assert "at least 10" in capsys.readouterr().err
+
+
+def test_the_model_learns_a_batch_by_heart() -> None:
+    model = GPT(TINY)
+    tokens = torch.randint(0, 256, (2, TINY.context + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    first = model.loss(tokens).item()
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.loss(tokens).backward()
+        assert gradstat.check(model).ok
+        optimizer.step()
+    assert model.loss(tokens).item() < first / 2
+
+
+def test_the_corpus_is_the_standard_librarys_sources(tmp_path: Path) -> None:
+    data = corpus.read(corpus.standard_library(), limit=200_000)
+    assert len(data) == 200_000
+    assert b"import" in bytes(data.tolist())
+    with pytest.raises(FileNotFoundError, match="found 0 bytes of Python sources"):
+        corpus.read(tmp_path)
+
+
+def test_info_lists_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for status in gradstat.backends():
+        assert status.detail in printed
+    assert main(["info", "--json"]) == 0
+    assert '"backends"' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["info", "--wrong"])
