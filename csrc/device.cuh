@@ -190,7 +190,8 @@ GRADSTAT_DEVICE uint32_t to_half_pair(float low, float high) {
 #endif
 }
 
-// The 8-bit formats round like torch's: past the largest value to NaN, or to infinity where there is one.
+// The 8-bit formats round like torch's (2.13): past the largest value to infinity where there is one, else to
+// the largest (e4m3fn) or to NaN (the two without negative zero).
 GRADSTAT_DEVICE uint8_t to_float8(float x, DType dtype) {
   const uint32_t sign = (float_to_bits(x) >> 24) & 0x80u;
   const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
@@ -203,9 +204,9 @@ GRADSTAT_DEVICE uint8_t to_float8(float x, DType dtype) {
   if (dtype == DType::kFloat8E5M2) {
     return static_cast<uint8_t>(sign | (magnitude > 0x7cu ? 0x7cu : magnitude));
   }
-  if (magnitude > (finite_only ? 0x7fu : 0x7eu)) return static_cast<uint8_t>(nan);
-  if (finite_only && magnitude == 0) return 0;  // no negative zero
-  return static_cast<uint8_t>(sign | magnitude);
+  if (!finite_only) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
+  if (magnitude > 0x7fu) return static_cast<uint8_t>(nan);
+  return static_cast<uint8_t>(magnitude == 0 ? 0 : sign | magnitude);
 }
 
 // One value of any type, read on its own -----------------------------------------------------------------

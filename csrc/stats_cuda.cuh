@@ -181,7 +181,8 @@ GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint3
   // Upper halves of these powers of two as float64.
   constexpr uint32_t kLow = static_cast<uint32_t>(1023 + Format::kSafeLow) << 20;
   constexpr uint32_t kHigh = static_cast<uint32_t>(1023 + Format::kSafeHigh) << 20;
-  return high_word(share.squares) - kLow < kHigh - kLow || zeros == elements;
+  const uint32_t high = high_word(share.squares);
+  return high - kLow < kHigh - kLow || (high == 0 && zeros == elements);
 }
 
 // Reads tiles from `tile` on, until the end of the segment or a tile in which some thread of the warp has
