@@ -21,14 +21,22 @@ GRADSTAT_DEVICE uint4 load_vector(const uint4* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
+               : "l"(address)
+               : "memory");
   return v;
 #else
   return *address;
 #endif
 }
 
-GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) { *address = v; }
+GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+#else
+  *address = v;
+#endif
+}
 
 // Packed 16-bit arithmetic ------------------------------------------------------------------------------
 

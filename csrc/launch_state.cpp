@@ -15,7 +15,6 @@ namespace {
 
 // The most blocks a launch has: three times the multiprocessors of any device known, and room.
 constexpr uint32_t kMostTickets = 4096;
-constexpr int32_t kBlocksPerMultiprocessor = 3;
 
 // Memory calls are refused while any stream of the process is captured in the default mode, although they do
 // not touch it. This thread may make them meanwhile.
@@ -61,9 +60,10 @@ StreamState& state_of(int32_t device, cudaStream_t stream) {
 // Pinned memory that no copy is reading. More is allocated rather than waited for.
 Staging& free_staging(StreamState& state, size_t bytes) {
   for (Staging& staging : state.stagings) {
-    if (staging.bytes >= bytes && cudaEventQuery(staging.copied) == cudaSuccess) return staging;
+    if (staging.bytes < bytes) continue;
+    if (cudaEventQuery(staging.copied) == cudaSuccess) return staging;
+    static_cast<void>(cudaGetLastError());  // "not ready" must not be taken for an error later
   }
-  static_cast<void>(cudaGetLastError());  // "not ready" is not an error
   Staging staging;
   staging.bytes = bytes + bytes / 2;
   check_cuda(cudaMallocHost(&staging.memory, staging.bytes), "allocating pinned memory");
@@ -73,6 +73,19 @@ Staging& free_staging(StreamState& state, size_t bytes) {
 }
 
 }  // namespace
+
+OnDevice::OnDevice(int32_t device) {
+  check_cuda(cudaGetDevice(&before_), "asking for the device");
+  if (before_ == device) {
+    before_ = -1;
+  } else {
+    check_cuda(cudaSetDevice(device), "changing the device");
+  }
+}
+
+OnDevice::~OnDevice() {
+  if (before_ >= 0) cudaSetDevice(before_);
+}
 
 void check_cuda(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;

@@ -16,6 +16,19 @@ namespace gradstat {
 // Throws std::runtime_error naming `what` if `result` is an error.
 void check_cuda(cudaError_t result, const char* what);
 
+// Makes a device current for a while. The caller has done so with torch's guard already; but this library has a
+// CUDA runtime of its own, linked in, which should not have to learn of it through the driver.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = -1;  // nothing to restore
+};
+
 bool is_capturing(cudaStream_t stream);
 
 // Number of multiprocessors of a device, asked once.

@@ -12,6 +12,7 @@ int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t) {
 void launch_scale(const std::vector<Entry>& entries, const double* coefficient, void* workspace, int32_t device,
                   void* stream_pointer) {
   if (entries.empty()) return;
+  const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const uint32_t tiles = checked_tiles(entries);
   const uint32_t blocks = blocks_for(tiles, device);

@@ -8,8 +8,6 @@
 
 namespace gradstat {
 
-constexpr int kScaleBlocksPerMultiprocessor = 4;
-
 struct ScaleArguments {
   int32_t tensors;
   Partition partition;
@@ -64,6 +62,7 @@ GRADSTAT_DEVICE uint4 scaled<ScaleFloat64>(const uint4& v, const Multiplier& by)
 template <class Type>
 GRADSTAT_DEVICE void scale_tiles(uint4* vectors, int64_t count, uint32_t begin, uint32_t end,
                                  const Multiplier& by) {
+#pragma unroll 1
   for (uint32_t tile = end; tile > begin; --tile) {
     uint4* at = vectors + static_cast<uint64_t>(tile - 1) * kTileVectors + threadIdx.x;
     const int64_t left = count - static_cast<int64_t>(tile - 1) * kTileVectors - threadIdx.x;
@@ -145,7 +144,7 @@ GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& argum
 }
 
 template <class Table>
-__global__ void __launch_bounds__(kThreads, kScaleBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     scale_kernel(const __grid_constant__ Table table, const __grid_constant__ ScaleArguments arguments) {
   __shared__ uint8_t products[256];
   scale_block(table, arguments, products);

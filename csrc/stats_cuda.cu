@@ -26,6 +26,7 @@ int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device)
 void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
                   int32_t device, void* stream_pointer) {
   if (entries.empty() && norm == nullptr) return;
+  const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const uint32_t tiles = checked_tiles(entries);
   const uint32_t blocks = blocks_for(tiles, device);

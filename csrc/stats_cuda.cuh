@@ -12,11 +12,6 @@
 
 namespace gradstat {
 
-// Three blocks of 256 threads on a multiprocessor: up to 80 registers for each thread. Because a thread asks
-// for its next 64 bytes before it works on the last, 48 KB are in flight all the time; an H200 needs about
-// 33 KB for each multiprocessor to cover 0.9 microseconds of latency.
-constexpr int kStatsBlocksPerMultiprocessor = 3;
-
 struct StatsArguments {
   int32_t tensors;
   Partition partition;
@@ -383,7 +378,7 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
 }
 
 template <class Table>
-__global__ void __launch_bounds__(kThreads, kStatsBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     stats_kernel(const __grid_constant__ Table table, const __grid_constant__ StatsArguments arguments) {
   __shared__ BlockMemory memory;
   stats_block(table, arguments, memory);
