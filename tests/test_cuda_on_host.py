@@ -272,16 +272,20 @@ def test_same_bits_in_any_order_of_blocks(library: ctypes.CDLL, dtype: torch.dty
     check(pieces, first[0])
 
 
-@pytest.mark.parametrize("scale_of", [1.0, 1e30, 1e-30, 1e-16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_within_1e_7_where_squares_leave_float32(
-    library: ctypes.CDLL, dtype: torch.dtype, scale_of: float
-) -> None:
+# Squares that are infinite, ordinary, subnormal or nothing in float32; in float64, squares that are finite
+# while their sum is not, and squares that are subnormal.
+RANGES = [(dtype, 10.0**e) for dtype in (torch.float32, torch.bfloat16) for e in (0, 30, -16, -20, -21, -22, -30)]
+RANGES += [(torch.float64, 10.0**e) for e in (0, 153, 200, -154, -157, -160, -200)]
+
+
+@pytest.mark.parametrize(("dtype", "scale_of"), RANGES)
+def test_norm_where_squares_leave_the_range(library: ctypes.CDLL, dtype: torch.dtype, scale_of: float) -> None:
     values = random_values(torch.float64, 30000, 0).mul(scale_of).to(dtype)
     pieces = [Piece(values), Piece(values.abs()), Piece(torch.full((5000,), scale_of * 1.0000001, dtype=dtype))]
     table, norm, _ = stats(library, pieces, norm_dtype=torch.float64)
     check(pieces, table)
-    assert norm.item() == pytest.approx(exact_norm(np.concatenate([p.doubles().ravel() for p in pieces])), rel=1e-7)
+    every = np.concatenate([p.doubles().ravel() for p in pieces])
+    assert norm.item() == pytest.approx(exact_norm(every), rel=1e-7, abs=0)
 
 
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
