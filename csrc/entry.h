@@ -1,4 +1,4 @@
-// One tensor as the kernels see it.
+// What the kernels are asked: one tensor as they see it, and the norm of them all.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,15 @@ struct Entry {
   bool is_pair;
 
   int64_t values() const { return is_pair ? 2 * numel : numel; }
+};
+
+// Where and how the total norm of all tensors is to be written, next to the table.
+struct NormRequest {
+  double max_norm;
+  bool infinity_norm;  // else the L2 norm
+  DType dtype;         // of the 0-d tensor at `norm`
+  void* norm;
+  double* coefficient;  // what clipping multiplies by
 };
 
 }  // namespace gradstat

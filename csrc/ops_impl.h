@@ -19,15 +19,6 @@
 
 namespace gradstat {
 
-// Where and how the total norm of all tensors is to be written, next to the table.
-struct NormRequest {
-  double max_norm;
-  bool infinity_norm;  // else the L2 norm
-  DType dtype;         // of the 0-d tensor at `norm`
-  void* norm;
-  double* coefficient;  // what clipping multiplies by
-};
-
 inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype, int32_t device_type,
                          int32_t device_index) {
   int64_t strides[2] = {1, 1};

@@ -1,0 +1,27 @@
+// The CUDA backend as the host sees it: no torch and no CUDA headers, so that the two need not meet in one
+// compiler. All of it throws std::runtime_error with CUDA's message when a call fails, and nothing here ever
+// waits for the device. The device `device` must be current, and `stream` be one of its streams.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "entry.h"
+#include "stat.h"
+
+namespace gradstat {
+
+// Bytes of device memory a launch needs for itself, aligned to 8. It may be reused as soon as the launch is
+// enqueued, for work later in the same stream.
+int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device);
+int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device);
+
+// Writes table[i] = row of entries[i], and the norm of all if asked for. One kernel.
+void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
+                  int32_t device, void* stream);
+
+// Multiplies every element by *coefficient. One kernel, which does nothing if it is exactly 1.
+void launch_scale(const std::vector<Entry>& entries, const double* coefficient, void* workspace, int32_t device,
+                  void* stream);
+
+}  // namespace gradstat

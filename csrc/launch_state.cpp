@@ -1,0 +1,187 @@
+// See launch_state.h. All state is per device and stream, found by the stream's id, which unlike its address is
+// never used twice. Device memory held here is a few kilobytes per stream and is kept until the process ends.
+#include "launch_state.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace gradstat {
+namespace {
+
+// The most blocks a launch has: three times the multiprocessors of any device known, and room.
+constexpr uint32_t kMostTickets = 4096;
+
+// Memory calls are refused while any stream of the process is captured in the default mode, although they do
+// not touch it. This thread may make them meanwhile.
+class AllowMemoryCalls {
+ public:
+  AllowMemoryCalls() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "exchanging capture mode"); }
+  ~AllowMemoryCalls() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AllowMemoryCalls(const AllowMemoryCalls&) = delete;
+  AllowMemoryCalls& operator=(const AllowMemoryCalls&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Pinned memory of which a copy may still be under way.
+struct Staging {
+  void* memory = nullptr;
+  size_t bytes = 0;
+  cudaEvent_t copied = nullptr;
+};
+
+struct StreamState {
+  std::mutex mutex;
+  uint32_t* tickets = nullptr;
+  void* device_table = nullptr;
+  size_t device_table_bytes = 0;
+  std::vector<char> last;  // what device_table holds
+  std::vector<Staging> stagings;
+};
+
+// Never destroyed: at exit CUDA may be gone before us.
+StreamState& state_of(int32_t device, cudaStream_t stream) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& states = *new std::map<std::pair<int32_t, unsigned long long>, std::unique_ptr<StreamState>>;
+  unsigned long long id = 0;
+  check_cuda(cudaStreamGetId(stream, &id), "asking for a stream's id");
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<StreamState>& state = states[{device, id}];
+  if (state == nullptr) state = std::make_unique<StreamState>();
+  return *state;
+}
+
+// Pinned memory that no copy is reading. More is allocated rather than waited for.
+Staging& free_staging(StreamState& state, size_t bytes) {
+  for (Staging& staging : state.stagings) {
+    if (staging.bytes < bytes) continue;
+    if (cudaEventQuery(staging.copied) == cudaSuccess) return staging;
+    static_cast<void>(cudaGetLastError());  // "not ready" must not be taken for an error later
+  }
+  Staging staging;
+  staging.bytes = bytes + bytes / 2;
+  check_cuda(cudaMallocHost(&staging.memory, staging.bytes), "allocating pinned memory");
+  check_cuda(cudaEventCreateWithFlags(&staging.copied, cudaEventDisableTiming), "creating an event");
+  state.stagings.push_back(staging);
+  return state.stagings.back();
+}
+
+}  // namespace
+
+OnDevice::OnDevice(int32_t device) {
+  check_cuda(cudaGetDevice(&before_), "asking for the device");
+  if (before_ == device) {
+    before_ = -1;
+  } else {
+    check_cuda(cudaSetDevice(device), "changing the device");
+  }
+}
+
+OnDevice::~OnDevice() {
+  if (before_ >= 0) cudaSetDevice(before_);
+}
+
+void check_cuda(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());
+  throw std::runtime_error(std::string("gradstat: ") + what + ": " + cudaGetErrorString(result));
+}
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a stream is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+int32_t multiprocessors(int32_t device) {
+  static std::mutex mutex;
+  static std::vector<int32_t> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known.size() <= static_cast<size_t>(device)) known.resize(device + 1, 0);
+  if (known[device] == 0) {
+    int count = 0;
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+               "asking for the number of multiprocessors");
+    known[device] = count;
+  }
+  return known[device];
+}
+
+uint32_t blocks_for(uint32_t tiles, int32_t device) {
+  const auto most = std::min<uint32_t>(
+      kMostTickets - 1, kBlocksPerMultiprocessor * static_cast<uint32_t>(multiprocessors(device)));
+  return std::max<uint32_t>(1, std::min(tiles, most));
+}
+
+uint32_t checked_tiles(const std::vector<Entry>& entries) {
+  const uint64_t tiles = count_tiles(entries);
+  if (tiles > UINT32_MAX) throw std::runtime_error("gradstat: more than 64 TB of gradients in one call");
+  return static_cast<uint32_t>(tiles);
+}
+
+uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream) {
+  if (is_capturing(stream)) {
+    check_cuda(cudaMemsetAsync(workspace, 0, count * sizeof(uint32_t), stream), "clearing tickets");
+    return static_cast<uint32_t*>(workspace);
+  }
+  StreamState& state = state_of(device, stream);
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (state.tickets == nullptr) {
+    const AllowMemoryCalls allow;
+    void* memory = nullptr;
+    check_cuda(cudaMalloc(&memory, kMostTickets * sizeof(uint32_t)), "allocating tickets");
+    check_cuda(cudaMemsetAsync(memory, 0, kMostTickets * sizeof(uint32_t), stream), "clearing tickets");
+    state.tickets = static_cast<uint32_t*>(memory);
+  }
+  return state.tickets;
+}
+
+UploadedTable upload_table(const std::vector<Entry>& entries, void* workspace, int32_t device,
+                           cudaStream_t stream) {
+  const size_t bytes = DeviceTable::bytes(entries.size());
+  const AllowMemoryCalls allow;
+  if (is_capturing(stream)) {
+    // Each replay copies from this memory again, so it is never released.
+    void* pinned = nullptr;
+    check_cuda(cudaMallocHost(&pinned, bytes), "allocating pinned memory");
+    const DeviceTable host = DeviceTable::at(pinned, entries.size());
+    fill_table(entries, const_cast<uint64_t*>(host.addresses), const_cast<uint64_t*>(host.shapes),
+               const_cast<uint32_t*>(host.first_tiles));
+    check_cuda(cudaMemcpyAsync(workspace, pinned, bytes, cudaMemcpyHostToDevice, stream), "uploading a table");
+    return {{}, DeviceTable::at(workspace, entries.size())};
+  }
+
+  StreamState& state = state_of(device, stream);
+  std::unique_lock<std::mutex> lock(state.mutex);
+  std::vector<uint64_t> words((bytes + 7) / 8);
+  const DeviceTable host = DeviceTable::at(words.data(), entries.size());
+  fill_table(entries, const_cast<uint64_t*>(host.addresses), const_cast<uint64_t*>(host.shapes),
+             const_cast<uint32_t*>(host.first_tiles));
+  if (state.last.size() != bytes || std::memcmp(state.last.data(), words.data(), bytes) != 0) {
+    state.last.clear();  // should anything below fail
+    if (state.device_table_bytes < bytes) {
+      // The old one stays allocated, for a kernel may be reading it and freeing it would wait for the device.
+      // Growing by half each time bounds all of them by three times the largest.
+      void* memory = nullptr;
+      check_cuda(cudaMalloc(&memory, bytes + bytes / 2), "allocating a table");
+      state.device_table = memory;
+      state.device_table_bytes = bytes + bytes / 2;
+    }
+    Staging& staging = free_staging(state, bytes);
+    std::memcpy(staging.memory, words.data(), bytes);
+    check_cuda(cudaMemcpyAsync(state.device_table, staging.memory, bytes, cudaMemcpyHostToDevice, stream),
+               "uploading a table");
+    check_cuda(cudaEventRecord(staging.copied, stream), "recording an event");
+    const auto* first = reinterpret_cast<const char*>(words.data());
+    state.last.assign(first, first + bytes);
+  }
+  return {std::move(lock), DeviceTable::at(state.device_table, entries.size())};
+}
+
+}  // namespace gradstat

@@ -1,0 +1,53 @@
+// The CUDA implementations of the operators whose schemas ops.cpp defines. A library of its own: it needs
+// symbols that a CPU-only torch lacks.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "cuda_launch.h"
+#include "ops_impl.h"
+
+namespace gradstat {
+namespace {
+
+void* current_stream(int32_t device) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+
+}  // namespace
+
+struct Cuda {
+  static int32_t type() {
+    static const int32_t cuda = aoti_torch_device_type_cuda();
+    return cuda;
+  }
+
+  // Workspaces come from torch's caching allocator and return to it on leaving, which is safe because it
+  // hands memory out again in the order of the stream.
+  static Tensor workspace(int64_t bytes, int32_t device) {
+    return new_tensor({bytes > 0 ? bytes : 1}, ScalarType::Byte, type(), device);
+  }
+
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
+    const int32_t device = list.device_index();
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
+    launch_stats(list.entries(), table, norm, memory.data_ptr(), device, current_stream(device));
+  }
+
+  static void scale(const std::vector<Entry>& entries, int32_t device, const double* coefficient) {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const Tensor memory = workspace(scale_workspace_bytes(entries, device), device);
+    launch_scale(entries, coefficient, memory.data_ptr(), device, current_stream(device));
+  }
+};
+
+}  // namespace gradstat
+
+// Read by gradstat/_native.py before the operators are used.
+extern "C" const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
+// What the build compiled for, as given by setup.py: "80,86,...".
+extern "C" const char* gradstat_cuda_architectures() { return GRADSTAT_CUDA_ARCHITECTURES; }
+
+STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, gradstat::Cuda); }

@@ -1,0 +1,49 @@
+// Launches the statistics kernel.
+#include "cuda_launch.h"
+#include "launch_state.h"
+#include "stats_cuda.cuh"
+
+namespace gradstat {
+namespace {
+
+// A workspace: slots and totals of the blocks, then tickets and a table for when these are not kept.
+struct Layout {
+  size_t totals, tickets, table, end;
+
+  Layout(size_t tensors, uint32_t blocks)
+      : totals((blocks + tensors) * sizeof(Row)),
+        tickets(totals + blocks * sizeof(Row)),
+        table(tickets + (blocks + 2) / 2 * 2 * sizeof(uint32_t)),
+        end(table + table_bytes(tensors)) {}
+};
+
+}  // namespace
+
+int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
+  return static_cast<int64_t>(Layout(entries.size(), blocks_for(checked_tiles(entries), device)).end);
+}
+
+void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
+                  int32_t device, void* stream_pointer) {
+  if (entries.empty() && norm == nullptr) return;
+  const OnDevice on_device(device);
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  const uint32_t tiles = checked_tiles(entries);
+  const uint32_t blocks = blocks_for(tiles, device);
+  const Layout layout(entries.size(), blocks);
+  char* memory = static_cast<char*>(workspace);
+  const StatsArguments arguments{static_cast<int32_t>(entries.size()),
+                                 Partition::of(tiles, blocks),
+                                 table,
+                                 reinterpret_cast<Row*>(memory),
+                                 reinterpret_cast<Row*>(memory + layout.totals),
+                                 tickets_for(blocks + 1, memory + layout.tickets, device, stream),
+                                 norm != nullptr,
+                                 norm != nullptr ? *norm : NormRequest{}};
+  with_table(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
+    stats_kernel<<<blocks, kThreads, 0, stream>>>(entries_table, arguments);
+    check_cuda(cudaGetLastError(), "launching the statistics kernel");
+  });
+}
+
+}  // namespace gradstat

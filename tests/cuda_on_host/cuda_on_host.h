@@ -1,0 +1,231 @@
+// Lets g++ compile the kernels' device code and runs it on the CPU: one block after another, its threads as
+// coroutines that switch only where CUDA would have them meet. Races between threads that do not meet are
+// therefore not found; wrong results, missing barriers of the kinds counted here, and tickets are.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+using std::fma;  // the overloads for double and float, as in CUDA
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct dim3 {
+  uint32_t x;
+};
+
+namespace cuda_on_host {
+
+constexpr int kWarpSize = 32;
+
+// Threads that meet: all wait until the last has come.
+struct Meeting {
+  int expected = 0, arrived = 0;
+  uint64_t generation = 0;
+};
+
+class Block {
+ public:
+  explicit Block(int threads) : threads_(threads), jumps_(threads), contexts_(threads), started_(threads) {
+    for (int i = 0; i < threads; ++i) stacks_.push_back(std::make_unique<char[]>(kStackBytes));
+    warps_.resize(threads / kWarpSize);
+    exchange_.resize(2 * threads);
+  }
+
+  // Runs body() in every thread, beginning with thread `first`.
+  template <class Body>
+  void run(const Body& body, int first) {
+    body_ = [](const void* b) { (*static_cast<const Body*>(b))(); };
+    argument_ = &body;
+    std::fill(started_.begin(), started_.end(), false);
+    alive_.assign(threads_, true);
+    left_ = threads_;
+    idle_ = 0;
+    all_ = {threads_, 0, 0};
+    for (Meeting& warp : warps_) warp = {kWarpSize, 0, 0};
+    std::fill(parity_, parity_ + kMostThreads, 0);
+    if (_setjmp(home_) == 0) enter(first);
+  }
+
+  int thread() const { return current_; }
+
+  void meet_all() { meet(all_); }
+  void meet_warp() { meet(warps_[current_ / kWarpSize]); }
+
+  // Hands a value to the other lanes of the warp and returns theirs.
+  template <class T>
+  const T* exchange(T value) {
+    static_assert(sizeof(T) <= 8);
+    const int lane = current_ % kWarpSize, warp = current_ / kWarpSize;
+    // Two sets of places in turn: a lane can be one exchange ahead of another, not two.
+    const int base = (2 * warp + (parity_[current_] ^= 1)) * kWarpSize;
+    std::memcpy(&exchange_[base + lane], &value, sizeof(T));
+    meet_warp();
+    static T values[kWarpSize];
+    for (int i = 0; i < kWarpSize; ++i) std::memcpy(&values[i], &exchange_[base + i], sizeof(T));
+    return values;
+  }
+
+ private:
+  static constexpr size_t kStackBytes = 64 * 1024;
+  static constexpr int kMostThreads = 1024;
+
+  void meet(Meeting& meeting) {
+    const uint64_t generation = meeting.generation;
+    idle_ = 0;
+    if (++meeting.arrived == meeting.expected) {
+      meeting.arrived = 0;
+      ++meeting.generation;
+      return;
+    }
+    while (meeting.generation == generation) {
+      if (++idle_ > 2 * threads_) {
+        std::fprintf(stderr, "threads of a block wait for each other at different places\n");
+        std::abort();
+      }
+      if (_setjmp(jumps_[current_]) == 0) enter(next());
+    }
+    idle_ = 0;
+  }
+
+  int next() const {
+    int thread = current_;
+    do {
+      thread = (thread + 1) % threads_;
+    } while (!alive_[thread]);
+    return thread;
+  }
+
+  [[noreturn]] void enter(int thread) {
+    current_ = thread;
+    if (started_[thread]) _longjmp(jumps_[thread], 1);
+    started_[thread] = true;
+    getcontext(&contexts_[thread]);
+    contexts_[thread].uc_stack.ss_sp = stacks_[thread].get();
+    contexts_[thread].uc_stack.ss_size = kStackBytes;
+    contexts_[thread].uc_link = nullptr;
+    makecontext(&contexts_[thread], &Block::start, 0);
+    setcontext(&contexts_[thread]);
+    std::abort();
+  }
+
+  static void start();
+
+  int threads_, current_ = 0, left_ = 0, idle_ = 0;
+  void (*body_)(const void*) = nullptr;
+  const void* argument_ = nullptr;
+  jmp_buf home_;
+  struct Jump {
+    jmp_buf buffer;
+  };
+  struct Jumps {
+    explicit Jumps(int count) : all(count) {}
+    jmp_buf& operator[](int i) { return all[i].buffer; }
+    std::vector<Jump> all;
+  } jumps_;
+  std::vector<ucontext_t> contexts_;
+  std::vector<char> started_, alive_;
+  std::vector<std::unique_ptr<char[]>> stacks_;
+  std::vector<Meeting> warps_;
+  Meeting all_;
+  std::vector<uint64_t> exchange_;
+  int parity_[kMostThreads] = {};
+};
+
+inline Block* block = nullptr;
+inline uint32_t block_number = 0, block_count = 0;
+
+inline void Block::start() {
+  Block& self = *block;
+  self.body_(self.argument_);
+  self.alive_[self.current_] = false;
+  self.idle_ = 0;
+  if (--self.left_ == 0) _longjmp(self.home_, 1);
+  self.enter(self.next());
+}
+
+// Runs kernel() for every block, in an order drawn from `seed`.
+template <class Kernel>
+void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
+  static Block runner(256);
+  if (threads != 256) std::abort();
+  block = &runner;
+  block_count = blocks;
+  std::vector<uint32_t> order(blocks);
+  for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
+  std::mt19937 random(seed);
+  std::shuffle(order.begin(), order.end(), random);
+  for (const uint32_t number : order) {
+    block_number = number;
+    runner.run(kernel, static_cast<int>(random() % 256));
+  }
+}
+
+struct ThreadIndex {
+  struct X {
+    operator uint32_t() const { return static_cast<uint32_t>(block->thread()); }
+  } x;
+};
+struct BlockIndex {
+  struct X {
+    operator uint32_t() const { return block_number; }
+  } x;
+};
+struct GridSize {
+  struct X {
+    operator uint32_t() const { return block_count; }
+  } x;
+};
+
+}  // namespace cuda_on_host
+
+inline cuda_on_host::ThreadIndex threadIdx;
+inline cuda_on_host::BlockIndex blockIdx;
+inline cuda_on_host::GridSize gridDim;
+
+inline void __syncthreads() { cuda_on_host::block->meet_all(); }
+inline void __syncwarp() { cuda_on_host::block->meet_warp(); }
+inline void __threadfence() {}
+
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, int mask) {
+  const int lane = cuda_on_host::block->thread() % cuda_on_host::kWarpSize;
+  return cuda_on_host::block->exchange(value)[lane ^ mask];
+}
+inline bool __any_sync(uint32_t, bool value) {
+  const bool* values = cuda_on_host::block->exchange(value);
+  return std::any_of(values, values + cuda_on_host::kWarpSize, [](bool v) { return v; });
+}
+inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
+  const uint32_t* values = cuda_on_host::block->exchange(value);
+  uint32_t all = 0;
+  for (int i = 0; i < cuda_on_host::kWarpSize; ++i) all |= values[i];
+  return all;
+}
+inline uint32_t atomicInc(uint32_t* address, uint32_t limit) {
+  const uint32_t old = *address;
+  *address = old >= limit ? 0 : old + 1;
+  return old;
+}
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}

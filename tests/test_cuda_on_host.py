@@ -1,0 +1,385 @@
+"""The CUDA kernels, compiled by g++ against a small emulator and held to an exact reference.
+
+What this proves is the logic of the device code: peeling, tiles, segments, tickets, the exact path and all
+arithmetic. What it cannot prove is the memory model of a real GPU, and the launchers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradstat import _fields
+
+ROOT = Path(__file__).resolve().parent.parent
+
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 5,
+    torch.float8_e4m3fnuz: 6,
+    torch.float8_e5m2fnuz: 7,
+}
+CAN_PAIR = (torch.float32, torch.float16, torch.float64)
+KINDS = [(dtype, False) for dtype in DTYPES] + [(dtype, True) for dtype in CAN_PAIR]
+EXACT = {"nan_count", "inf_count", "zero_count", "min", "max", "first_nonfinite"}
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    target = tmp_path_factory.mktemp("cuda_on_host") / "kernels.so"
+    sources = ROOT / "tests" / "cuda_on_host"
+    flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    flags += ["-Wno-maybe-uninitialized"]  # a share begins with its first vector, which g++ does not see
+    flags += ["-fno-strict-aliasing", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}", f"-I{sources}"]
+    subprocess.run(["g++", *flags, str(sources / "kernels.cpp"), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+@dataclass
+class Piece:
+    """One tensor in memory of its own, `offset` elements behind a 16-byte boundary."""
+
+    values: torch.Tensor  # one-dimensional; of pairs, twice as many
+    is_pair: bool = False
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        size = self.values.element_size() * (2 if self.is_pair else 1)
+        count = self.values.numel() * self.values.element_size()
+        self.memory = np.full(count + 64, 0xA5, dtype=np.uint8)
+        start = -self.memory.ctypes.data % 16 + self.offset * size
+        self.bytes = self.memory[start : start + count]
+        self.bytes[:] = self.values.view(torch.uint8).numpy() if count else 0
+        self.address = self.memory.ctypes.data + start
+
+    @property
+    def numel(self) -> int:
+        return self.values.numel() // (2 if self.is_pair else 1)
+
+    def now(self) -> torch.Tensor:
+        return torch.from_numpy(self.bytes.copy()).view(self.values.dtype) if self.numel else self.values
+
+    def doubles(self) -> np.ndarray:
+        values = self.values.double().numpy()
+        return values.reshape(-1, 2) if self.is_pair else values.reshape(-1, 1)
+
+
+def arrays(pieces: list[Piece]) -> list:
+    return [
+        ctypes.c_int64(len(pieces)),
+        np.array([p.address for p in pieces], dtype=np.uint64).ctypes.data_as(ctypes.c_void_p),
+        np.array([p.numel for p in pieces], dtype=np.int64).ctypes.data_as(ctypes.c_void_p),
+        np.array([DTYPES[p.values.dtype] for p in pieces], dtype=np.int32).ctypes.data_as(ctypes.c_void_p),
+        np.array([p.is_pair for p in pieces], dtype=np.uint8).ctypes.data_as(ctypes.c_void_p),
+    ]
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def stats(
+    library: ctypes.CDLL,
+    pieces: list[Piece],
+    blocks: int = 7,
+    seed: int = 0,
+    tickets: np.ndarray | None = None,
+    norm_dtype: torch.dtype | None = None,
+    max_norm: float = 1.0,
+    infinity: bool = False,
+) -> tuple[np.ndarray, torch.Tensor, float]:
+    table = np.full((len(pieces), len(_fields.FIELDS)), 1e33)
+    tickets = np.zeros(blocks + 1, dtype=np.uint32) if tickets is None else tickets
+    norm = torch.full((1,), 77.0, dtype=norm_dtype or torch.float32)
+    coefficient = np.full(1, 77.0)
+    library.run_stats(
+        *arrays(pieces),
+        blocks,
+        seed,
+        pointer(tickets),
+        pointer(table),
+        ctypes.c_void_p(norm.data_ptr() if norm_dtype is not None else None),
+        DTYPES[norm.dtype],
+        ctypes.c_double(max_norm),
+        int(infinity),
+        pointer(coefficient),
+    )
+    assert not tickets.any(), "tickets must be back at zero"
+    return table, norm[0], float(coefficient[0])
+
+
+def scale(library: ctypes.CDLL, pieces: list[Piece], coefficient: float, blocks: int = 5, seed: int = 0) -> None:
+    library.run_scale(*arrays(pieces), blocks, seed, pointer(np.array([coefficient])))
+
+
+def exact_norm(values: np.ndarray) -> float:
+    largest = np.abs(values).max(initial=0.0)
+    if largest == 0:
+        return 0.0
+    exponent = math.frexp(largest)[1] - 1
+    scaled = np.ldexp(values, -exponent)  # exact but for what cannot matter
+    try:
+        return math.ldexp(math.sqrt(math.fsum((scaled * scaled).tolist())), exponent)
+    except OverflowError:
+        return math.inf
+
+
+def check(pieces: list[Piece], table: np.ndarray) -> None:
+    for number, (piece, row) in enumerate(zip(pieces, table, strict=True)):
+        got = dict(zip(_fields.NAMES, row, strict=True))
+        values = piece.doubles()
+        nan = np.isnan(values).any(axis=1)
+        inf = np.isinf(values).any(axis=1) & ~nan
+        finite = values[~(nan | inf)]
+        expected = {
+            "nan_count": nan.sum(),
+            "inf_count": inf.sum(),
+            "zero_count": (values == 0).all(axis=1).sum(),
+            "min": finite.min(initial=math.inf),
+            "max": finite.max(initial=-math.inf),
+            "first_nonfinite": np.flatnonzero(nan | inf)[0] if (nan | inf).any() else math.inf,
+        }
+        where = f"tensor {number}: {piece.values.dtype} pair={piece.is_pair} {piece.numel}+{piece.offset}"
+        assert {name: got[name] for name in EXACT} == expected, where
+        is_wide = piece.values.dtype == torch.float64
+        flat = finite.ravel()
+        if np.abs(flat).max(initial=0.0) < 1e290:
+            slack = (1e-13 if is_wide else 2.5e-7) * math.fsum(np.abs(flat).tolist())
+            assert abs(got["sum"] - math.fsum(flat.tolist())) <= slack, where
+        with np.errstate(over="ignore"):
+            norm = float(_fields.l2_norm(np, row[None, 4], row[None, 5], row[None, 6])[0])
+        assert norm == pytest.approx(exact_norm(flat), rel=1e-13 if is_wide else 1e-7, abs=0), where
+        if not is_wide:
+            assert got["sq_sum_large"] == got["sq_sum_small"] == 0
+
+
+def random_values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float64).mul(0.7).to(dtype)
+
+
+def sizes_around_tiles(tile: int, element: int) -> list[int]:
+    per_tile, vector = tile // element, 16 // element
+    around = [per_tile + d for d in (-vector - 1, -1, 0, 1, vector, vector + 1)]
+    return [0, 1, 2, max(vector - 1, 1), vector, vector + 1, 255, 256 * vector - 1, 256 * vector + 1, *around]
+
+
+@pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
+def test_sizes_and_alignments(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
+    element = dtype.itemsize * (2 if is_pair else 1)
+    pieces = []
+    for seed, numel in enumerate(sizes_around_tiles(library.tile_bytes(), element)):
+        values = random_values(dtype, numel * (2 if is_pair else 1), seed)
+        pieces += [Piece(values, is_pair, offset) for offset in {0, 1, 16 // element - 1} if offset * element < 16]
+    for blocks in (1, 4, 1000):
+        check(pieces, stats(library, pieces, blocks, seed=blocks)[0])
+
+
+def special_values(dtype: torch.dtype) -> list[float]:
+    numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0]
+    if dtype.itemsize > 1:
+        info = torch.finfo(dtype)
+        numbers += [info.max, info.min, info.tiny, info.smallest_normal / 2, 1e-30, 1e30, 3e-7]
+    if dtype == torch.float64:
+        numbers += [1e200, -1e200, 1e-200, 1e-310, 5e-324]
+    return numbers
+
+
+@pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
+@pytest.mark.parametrize("background", ["normal", "zero", "tiny"])
+def test_special_values(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool, background: str) -> None:
+    random = np.random.default_rng(5)
+    numel = 2 * library.tile_bytes() // dtype.itemsize + 70
+    numel -= numel % 2
+    pieces = []
+    for offset, special in enumerate(special_values(dtype)):
+        values = random_values(dtype, numel, offset).double()
+        values *= {"normal": 1.0, "zero": 0.0, "tiny": 1e-25}[background]
+        places = random.choice(numel, 3, replace=False)
+        values[places] = special
+        values[[0, numel - 1][offset % 2]] = special
+        piece_offset = offset % 3 if dtype.itemsize * (2 if is_pair else 1) * (offset % 3) < 16 else 0
+        pieces.append(Piece(values.to(dtype), is_pair, piece_offset))
+    check(pieces, stats(library, pieces, blocks=9, seed=3)[0])
+
+
+@pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
+def test_nothing_but_one_value(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
+    """Also whole tensors of NaN, of zeros, and of values whose squares leave float32."""
+    count = library.tile_bytes() // dtype.itemsize // 4 + 66
+    pieces = [Piece(torch.full((count,), x, dtype=torch.float64).to(dtype), is_pair) for x in special_values(dtype)]
+    check(pieces, stats(library, pieces, blocks=3)[0])
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize <= 2])
+def test_every_bit_pattern(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Every 8-bit and 16-bit number, each alone in a vector so that none hides behind another."""
+    integers = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    every = torch.arange(2 ** (8 * dtype.itemsize)).to(integers)
+    if dtype.itemsize == 2:
+        check([Piece(every.view(dtype))], stats(library, [Piece(every.view(dtype))])[0])
+        every = every[:: 2**16 // 256]
+    lone = torch.zeros(every.numel(), 16 // dtype.itemsize, dtype=integers)
+    lone[torch.arange(every.numel()), torch.arange(every.numel()) % lone.shape[1]] = every
+    pieces = [Piece(vector.contiguous().view(dtype)) for vector in lone]
+    check(pieces, stats(library, pieces, blocks=50)[0])
+
+
+def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
+    """More than the parameters of a launch hold, and each smaller table too."""
+    random = np.random.default_rng(1)
+    pieces = []
+    for number in range(3000):
+        dtype, is_pair = KINDS[random.integers(len(KINDS))]
+        numel = int(random.integers(0, 40)) if number % 50 else int(random.integers(0, 9000))
+        pieces.append(Piece(random_values(dtype, numel * (2 if is_pair else 1), number), is_pair))
+    assert len(pieces) > library.table_capacity() > 600
+    for count, blocks in ((3000, 64), (1200, 4000), (500, 3), (100, 20)):
+        table, norm, _ = stats(library, pieces[:count], blocks, seed=count, norm_dtype=torch.float64)
+        check(pieces[:count], table)
+        every = np.concatenate([p.doubles().ravel() for p in pieces[:count]])
+        finite = every[np.isfinite(every)]
+        if finite.size == every.size:
+            assert norm.item() == pytest.approx(exact_norm(finite), rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_same_bits_in_any_order_of_blocks(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    per_tile = library.tile_bytes() // dtype.itemsize
+    pieces = [Piece(random_values(dtype, n, n)) for n in (40 * per_tile + 5, 3, 7 * per_tile, 100, 2 * per_tile)]
+    pieces[2].bytes[:8] = 0xFF  # NaN
+    first = stats(library, pieces, blocks=23, seed=0, norm_dtype=torch.float64)
+    tickets = np.zeros(24, dtype=np.uint32)
+    for seed in range(1, 6):
+        again = stats(library, pieces, 23, seed, tickets, torch.float64)
+        assert again[0].tobytes() == first[0].tobytes()
+        assert np.float64(again[1]).tobytes() == np.float64(first[1]).tobytes()
+    pieces[2] = Piece(pieces[2].now())
+    check(pieces, first[0])
+
+
+# Squares that are infinite, ordinary, subnormal or nothing in float32; in float64, squares that are finite
+# while their sum is not, and squares that are subnormal.
+RANGES = [(dtype, 10.0**e) for dtype in (torch.float32, torch.bfloat16) for e in (0, 30, -16, -20, -21, -22, -30)]
+RANGES += [(torch.float64, 10.0**e) for e in (0, 153, 200, -154, -157, -160, -200)]
+
+
+@pytest.mark.parametrize(("dtype", "scale_of"), RANGES)
+def test_norm_where_squares_leave_the_range(library: ctypes.CDLL, dtype: torch.dtype, scale_of: float) -> None:
+    values = random_values(torch.float64, 30000, 0).mul(scale_of).to(dtype)
+    pieces = [Piece(values), Piece(values.abs()), Piece(torch.full((5000,), scale_of * 1.0000001, dtype=dtype))]
+    table, norm, _ = stats(library, pieces, norm_dtype=torch.float64)
+    check(pieces, table)
+    every = np.concatenate([p.doubles().ravel() for p in pieces])
+    assert norm.item() == pytest.approx(exact_norm(every), rel=1e-7, abs=0)
+
+
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_norm_and_coefficient(library: ctypes.CDLL, norm_dtype: torch.dtype) -> None:
+    pieces = [Piece(random_values(torch.float32, n, n)) for n in (5000, 0, 12)]
+    every = np.concatenate([p.doubles().ravel() for p in pieces])
+    exact = exact_norm(every)
+    _, norm, coefficient = stats(library, pieces, norm_dtype=norm_dtype, max_norm=2.0)
+    if norm_dtype == torch.float64:
+        assert norm.item() == pytest.approx(exact, rel=1e-7)
+    else:
+        assert norm == torch.tensor(exact, dtype=torch.float64).to(norm_dtype)
+    assert coefficient == pytest.approx(2.0 / (exact + 1e-6), rel=1e-7)
+    assert stats(library, pieces, norm_dtype=norm_dtype, max_norm=1e9)[2] == 1.0
+    assert stats(library, pieces, norm_dtype=norm_dtype, max_norm=math.inf)[2] == 1.0
+    largest = stats(library, pieces, norm_dtype=norm_dtype, infinity=True)[1]
+    assert largest == torch.tensor(np.abs(every).max()).to(norm_dtype)
+    pieces.append(Piece(torch.tensor([1.0, math.inf])))
+    assert stats(library, pieces, norm_dtype=norm_dtype)[1:] == (math.inf, 0.0)
+    pieces.append(Piece(torch.tensor([math.nan])))
+    _, norm, coefficient = stats(library, pieces, norm_dtype=norm_dtype)
+    assert norm.isnan() and math.isnan(coefficient)
+
+
+@pytest.mark.parametrize("count", [0, 1, 700])
+def test_nothing_to_read(library: ctypes.CDLL, count: int) -> None:
+    pieces = [Piece(torch.zeros(0)) for _ in range(count)]
+    table, norm, coefficient = stats(library, pieces, norm_dtype=torch.float32)
+    assert (norm, coefficient) == (0.0, 1.0)
+    assert (table == [field.identity for field in _fields.FIELDS]).all()
+
+
+def test_pairs_aligned_only_to_their_parts(library: ctypes.CDLL) -> None:
+    for dtype in CAN_PAIR:
+        values = random_values(dtype, 3000, 0)
+        values[77] = math.nan
+        whole = Piece(torch.cat([values[:1], values]))
+        misaligned = Piece(values, is_pair=True)
+        misaligned.address, misaligned.bytes = whole.address + dtype.itemsize, whole.bytes[dtype.itemsize :]
+        check([misaligned], stats(library, [misaligned])[0])
+        scale(library, [misaligned], 0.5)
+        assert torch.equal(misaligned.now().nan_to_num(7), (values * 0.5).nan_to_num(7))
+
+
+def scaled_by_torch(values: torch.Tensor, coefficient: float) -> torch.Tensor:
+    if values.dtype == torch.float64:
+        return values * coefficient
+    return (values.float() * torch.tensor(coefficient, dtype=torch.float64).float()).to(values.dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.double(), b.double()
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+@pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
+def test_scale(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
+    element = dtype.itemsize * (2 if is_pair else 1)
+    for coefficient in (0.3, 1e-4, 7.0, math.nan):
+        pieces = []
+        for seed, numel in enumerate(sizes_around_tiles(library.tile_bytes(), element)[:: 1 if is_pair else 2]):
+            values = random_values(dtype, numel * (2 if is_pair else 1), seed)
+            pieces.append(Piece(values, is_pair, seed % max(16 // element, 1)))
+        for blocks in (1, 6):
+            before = [piece.now() for piece in pieces]
+            scale(library, pieces, coefficient, blocks, seed=blocks)
+            for piece, values in zip(pieces, before, strict=True):
+                assert same(piece.now(), scaled_by_torch(values, coefficient))
+                inside = len(piece.bytes)
+                assert (piece.memory == 0xA5).sum() >= len(piece.memory) - inside, "wrote outside"
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize <= 2])
+@pytest.mark.parametrize("coefficient", [0.25, 0.7301, 3e-5, 300.0, math.inf])
+def test_scale_rounds_like_torch(library: ctypes.CDLL, dtype: torch.dtype, coefficient: float) -> None:
+    integers = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    values = torch.arange(2 ** (8 * dtype.itemsize)).to(integers).view(dtype)
+    piece = Piece(values)
+    scale(library, [piece], coefficient)
+    assert same(piece.now(), scaled_by_torch(values, coefficient))
+
+
+def test_scale_mixes_types_and_leaves_everything_alone_at_one(library: ctypes.CDLL) -> None:
+    random = np.random.default_rng(2)
+    pieces = []
+    for number in range(2000):
+        dtype, is_pair = KINDS[random.integers(len(KINDS))]
+        values = random_values(dtype, int(random.integers(0, 60)) * (2 if is_pair else 1), number)
+        if values.numel():
+            values[0] = math.nan
+        pieces.append(Piece(values, is_pair))
+    memory = [piece.memory.copy() for piece in pieces]
+    scale(library, pieces, 1.0)
+    assert all((piece.memory == before).all() for piece, before in zip(pieces, memory, strict=True))
+    scale(library, pieces, 0.77, blocks=33)
+    for piece in pieces:
+        assert same(piece.now(), scaled_by_torch(piece.values, 0.77))
