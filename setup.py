@@ -39,7 +39,12 @@ def cuda_home():
     if nvcc is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
         nvcc = "/usr/local/cuda/bin/nvcc"
     if nvcc and os.path.exists(nvcc):
-        return os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
+        # nvcc may be a wrapper somewhere on PATH; a dry run names the toolkit it belongs to.
+        dry_run = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+        described = subprocess.run(dry_run, capture_output=True, text=True, check=True).stderr
+        return os.path.realpath(
+            next(line[7:] for line in described.splitlines() if line.startswith("#$ TOP=")).strip('" ')
+        )
     if wanted == "1":
         sys.exit("GRADSTAT_CUDA=1, but no nvcc was found: put it on PATH or set CUDA_HOME.")
     return None
@@ -123,7 +128,7 @@ def extensions():
         found.append(
             torch_extension(
                 "gradstat._C_cuda",
-                ["csrc/ops_cuda.cpp", "csrc/stats_cuda.cu", "csrc/scale_cuda.cu"],
+                ["csrc/ops_cuda.cpp", "csrc/launch_state.cpp", "csrc/stats_cuda.cu", "csrc/scale_cuda.cu"],
                 compile_args=[
                     "-isystem",
                     os.path.join(home, "include"),

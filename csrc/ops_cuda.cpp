@@ -46,8 +46,8 @@ struct Cuda {
 }  // namespace gradstat
 
 // Read by gradstat/_native.py before the operators are used.
-extern "C" const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
-// What the build compiled for, as given by setup.py: "80,86,...".
-extern "C" const char* gradstat_cuda_architectures() { return GRADSTAT_CUDA_ARCHITECTURES; }
+extern "C" GRADSTAT_EXPORT const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
+// What the build compiled for, as given by setup.py: "sm_80 sm_86 ...".
+extern "C" GRADSTAT_EXPORT const char* gradstat_cuda_architectures() { return GRADSTAT_CUDA_ARCHITECTURES; }
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, gradstat::Cuda); }

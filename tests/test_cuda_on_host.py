@@ -307,7 +307,8 @@ def test_norm_and_coefficient(library: ctypes.CDLL, norm_dtype: torch.dtype) -> 
     assert stats(library, pieces, norm_dtype=norm_dtype)[1:] == (math.inf, 0.0)
     pieces.append(Piece(torch.tensor([math.nan])))
     _, norm, coefficient = stats(library, pieces, norm_dtype=norm_dtype)
-    assert norm.isnan() and math.isnan(coefficient)
+    assert norm.isnan()
+    assert math.isnan(coefficient)
 
 
 @pytest.mark.parametrize("count", [0, 1, 700])

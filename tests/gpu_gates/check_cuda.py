@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
+# The ones setup.py builds for.
+ARCHITECTURES = re.findall(r'"(\d+)"', re.findall(r"CUDA_ARCHITECTURES = (.*)", (ROOT / "setup.py").read_text())[0])
 
 # 16-byte instructions a kernel must have. Statistics: eight formats, each with four loads ahead of the loop,
 # four in it and four for a partial tile. Scaling: five formats of four loads and four stores.
@@ -134,11 +135,11 @@ def main() -> int:
     failures = 0
     sources = [ROOT / "csrc" / "stats_cuda.cu", ROOT / "csrc" / "scale_cuda.cu"]
     jobs = [(source, architecture) for source in sources for architecture in arguments.architectures]
-    print(f"{'kernel':16} {'sm':>4} {'regs':>5} {'smem':>6} {'threads/SM':>11} {'LDG.128':>8} {'STG.128':>8}  hot loops")
+    print(
+        f"{'kernel':16} {'sm':>4} {'regs':>5} {'smem':>6} {'threads/SM':>11} {'LDG.128':>8} {'STG.128':>8}  hot loops"
+    )
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        results = pool.map(
-            lambda job: compile_and_read(arguments.nvcc, nvdisasm, job[0], job[1], Path(folder)), jobs
-        )
+        results = pool.map(lambda job: compile_and_read(arguments.nvcc, nvdisasm, job[0], job[1], Path(folder)), jobs)
         for (_, architecture), kernels in zip(jobs, results, strict=True):
             for kernel in kernels:
                 registers = (kernel.registers + 7) // 8 * 8
