@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -53,10 +54,23 @@ def plain_read(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad.sum() for parameter in parameters if parameter.grad is not None]
 
 
-PROVIDERS: dict[str, Callable[[list[nn.Parameter]], object]] = {
-    "gradstat.check": lambda ps: gradstat.check(ps).ok,
-    "gradstat clip, unclipped": lambda ps: gradstat.clip_grad_norm_(ps, 1e9),
-    "torch clip, unclipped": lambda ps: nn.utils.clip_grad_norm_(ps, 1e9),
-    "naive .item() loop": naive_loop,
-    "plain read (sum)": plain_read,
+# Each gets the parameters and the norm of their gradients. Clipping to that very norm multiplies every gradient
+# by a number so close to one that it stays what it is, round after round.
+PROVIDERS: dict[str, Callable[[list[nn.Parameter], float], object]] = {
+    "gradstat.check": lambda ps, norm: gradstat.check(ps).ok,
+    "gradstat clip, unclipped": lambda ps, norm: gradstat.clip_grad_norm_(ps, 2 * norm),
+    "torch clip, unclipped": lambda ps, norm: nn.utils.clip_grad_norm_(ps, 2 * norm),
+    "gradstat clip, clipped": lambda ps, norm: gradstat.clip_grad_norm_(ps, norm),
+    "torch clip, clipped": lambda ps, norm: nn.utils.clip_grad_norm_(ps, norm),
+    "naive .item() loop": lambda ps, norm: naive_loop(ps),
+    "plain read (sum)": lambda ps, norm: plain_read(ps),
 }
+
+
+def checked_norm(parameters: list[nn.Parameter]) -> float:
+    """The norm of the gradients, held against float64, so that no wrong answer is ever called fast."""
+    squares = sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)
+    exact, norm = math.sqrt(float(squares)), gradstat.check(parameters).total_norm
+    if not math.isclose(norm, exact, rel_tol=1e-7):
+        raise AssertionError(f"wrong norm: {norm}, not {exact}")
+    return norm

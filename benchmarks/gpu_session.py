@@ -11,11 +11,11 @@ import argparse
 import importlib.util
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,37 +82,24 @@ def sanitize() -> bool:
 
 def measure() -> bool:
     """Launches, syncs, and times against torch in one run"""
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    sys.path.insert(0, str(ROOT))
     import torch
+    from cases import PROVIDERS, SHAPES, checked_norm, parameters_of
     from rows import Row, append
-    from torch import Tensor, nn
+    from timing import interleaved
+    from torch import Tensor
 
     import gradstat
 
     rows: list[Row] = []
 
-    def timed(calls: dict[str, Callable[[], object]], case: str, size: int, rounds: int = 30) -> None:
-        """Interleaved rounds; medians and quartiles of device-synchronised wall time."""
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for round_number in range(rounds + 5):
-            for name, call in calls.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                call()
-                torch.cuda.synchronize()
-                if round_number >= 5:
-                    samples[name].append(time.perf_counter() - start)
-        for name, seconds in samples.items():
-            low, median, high = statistics.quantiles(seconds, n=4)
+    def timed(calls: dict[str, Callable[[], object]], case: str, size: int) -> None:
+        for name, (low, median, high) in interleaved(calls, rounds=30, warmup=5).items():
             rows.append(Row(name, case, "median time", "us", median * 1e6, size, low * 1e6, high * 1e6))
             print(f"{case:<34} {name:<26} {median * 1e6:10.1f} us {size / median / 1e9:9.1f} GB/s")
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        x = (
-            torch.randn(1 << 28, device="cuda").to(dtype)
-            if dtype != torch.float64
-            else torch.randn(1 << 27, device="cuda").to(dtype)
-        )
+        x = torch.randn(1 << 28, device="cuda").to(dtype)
         size = x.numel() * x.element_size()
         words = x.view(torch.float32)
         timed(
@@ -127,20 +114,15 @@ def measure() -> bool:
         )
         del x, words
 
-    from cases import SHAPES, parameters_of
-
     for case in SHAPES:
         parameters = parameters_of(case, device="cuda")
+        norm = checked_norm(parameters)
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
         size = sum(g.numel() * g.element_size() for g in gradients)
         timed(
             {
-                "gradstat.check": lambda ps=parameters: gradstat.check(ps).ok,
+                **{name: partial(call, parameters, norm) for name, call in PROVIDERS.items()},
                 "gradstat.check triton": lambda ps=parameters: gradstat.check(ps, backend="triton").ok,
-                "gradstat clip, unclipped": lambda ps=parameters: gradstat.clip_grad_norm_(ps, 1e9),
-                "torch clip, unclipped": lambda ps=parameters: nn.utils.clip_grad_norm_(ps, 1e9),
-                "gradstat clip, clipped": lambda ps=parameters: gradstat.clip_grad_norm_(ps, 1e-3),
-                "torch clip, clipped": lambda ps=parameters: nn.utils.clip_grad_norm_(ps, 1e-3),
             },
             case,
             size,
@@ -171,7 +153,7 @@ def _launches(call: Callable[[], object]) -> int:
 
 
 def _record_outcomes(outcomes: dict[str, tuple[bool, float]]) -> None:
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    sys.path.insert(0, str(ROOT))
     from rows import Row, append
 
     append(

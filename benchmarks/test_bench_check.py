@@ -1,18 +1,12 @@
-"""`make bench`: what a check and a clip cost next to torch's clip, the naive loop and a plain read.
-
-Before anything is timed the report is held against float64, so that no wrong answer is ever called fast.
-"""
+"""The comparisons of `quick.py` through pytest-benchmark: ``pytest benchmarks/``, with its options and statistics."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from cases import PROVIDERS, SHAPES, parameters_of
-
-import gradstat
+from cases import PROVIDERS, SHAPES, checked_norm, parameters_of
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -22,12 +16,10 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_bench(benchmark: Any, provider: str, case: str, device: str) -> None:
     parameters = parameters_of(case, device=device)
-    report = gradstat.check(parameters)
-    squares = sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)
-    assert report.total_norm == pytest.approx(math.sqrt(float(squares)), rel=1e-7)
+    norm = checked_norm(parameters)
 
     def call() -> object:
-        result = PROVIDERS[provider](parameters)
+        result = PROVIDERS[provider](parameters, norm)
         if device == "cuda":
             torch.cuda.synchronize()
         return result

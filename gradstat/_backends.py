@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -204,6 +205,9 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
     Args:
         requested: A backend's name, or None for GRADSTAT_BACKEND and else the first that loads.
 
+    Warns:
+        UserWarning: Only the reference is left, although there are faster kernels for such devices; says why.
+
     Raises:
         ValueError: No backend has that name.
         BackendUnavailableError: The backend asked for cannot run; it is never replaced by another.
@@ -220,15 +224,22 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
             raise
         except BackendUnavailableError as error:
             raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
+    reasons = []
     for backend in REGISTRY:
         if backend.automatic is None or device_type in backend.automatic:
             try:
-                return _load(backend.name, device_type)
+                kernels = _load(backend.name, device_type)
             except _native.StaleExtensionError:
                 raise
-            except BackendUnavailableError:
+            except BackendUnavailableError as error:
+                reasons.append(f"{backend.name}: {error}")
                 continue
-    raise BackendUnavailableError(f"no backend serves devices of type {device_type!r}")
+            if backend.name == "reference" and reasons:
+                warnings.warn(
+                    f"gradstat runs its slow reference on {device_type} tensors. {' '.join(reasons)}", stacklevel=2
+                )
+            return kernels
+    raise BackendUnavailableError(f"no backend serves devices of type {device_type!r}: {' '.join(reasons)}")
 
 
 def backends() -> list[BackendStatus]:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+
+_PLAIN_TYPES = {Tensor, Parameter}
 
 
 class Source(NamedTuple):
@@ -115,31 +117,36 @@ def _optimizer_source(optimizer: Optimizer) -> Source:
 
 
 def _iterable_source(target: Iterable[Any]) -> Source:
+    listed = list(target)
+    if set(map(type, listed)) <= _PLAIN_TYPES:
+        return Source(listed, lambda: [f"param{i}" for i in range(len(listed))])
     parameters: list[Tensor] = []
-    names: list[str | None] = []
-    for position, item in enumerate(target):
-        if isinstance(item, Tensor):
-            parameters.append(item)
-            names.append(None)
-        elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
-            parameters.append(item[1])
-            names.append(item[0])
-        else:
+    names: list[str] = []
+    for position, item in enumerate(listed):
+        name, parameter = item if isinstance(item, tuple) and len(item) == 2 else (f"param{position}", item)
+        if not isinstance(name, str) or not isinstance(parameter, Tensor):
             raise TypeError(
                 f"item {position} is neither a parameter nor a (name, parameter) pair but {type(item).__name__}; "
                 "pass model, model.parameters() or model.named_parameters()"
             )
-    if parameters and not any(p.requires_grad or p.grad is not None for p in parameters):
+        names.append(name)
+        parameters.append(parameter)
+    return Source(parameters, lambda: names)
+
+
+def gradients_of(source: Source) -> tuple[list[Tensor], list[int] | None]:
+    """The gradients there are, and the positions of their parameters, or None when every one has one.
+
+    Raises:
+        ValueError: No parameter has a gradient or will ever have one.
+    """
+    parameters = source.parameters
+    gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    if len(gradients) == len(parameters):
+        return gradients, None
+    if not gradients and not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
             f"none of the {len(parameters)} tensors requires a gradient or has one; check() reads the .grad of "
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
-    return Source(parameters, lambda: [name if name is not None else f"param{i}" for i, name in enumerate(names)])
-
-
-def gradients_of(source: Source) -> tuple[list[Tensor], list[int] | None]:
-    """The gradients there are, and the positions of their parameters, or None when every one has one."""
-    gradients = [gradient for parameter in source.parameters if (gradient := parameter.grad) is not None]
-    if len(gradients) == len(source.parameters):
-        return gradients, None
-    return gradients, [i for i, parameter in enumerate(source.parameters) if parameter.grad is not None]
+    return gradients, [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
