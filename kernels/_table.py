@@ -19,6 +19,10 @@ import torch
 
 VECTOR_BYTES = 16
 
+FUSE = True
+"""Whether a multiplication and an addition may become one operation, one rounding fewer. Stated because
+Triton's default differs between its versions, and with it would the last bits of a result."""
+
 CHUNK_VECTORS = 4096
 """Vectors per chunk, 64 KB: long enough to hide a program's start, short enough to share evenly."""
 

@@ -201,7 +201,8 @@ def _read_exact(
 ):
     """Adds the values [begin, end) from an aligned pointer, whatever they are, to rare and lanes.
 
-    WHOLE promises that begin is 0 and that end is a multiple of VECTOR, which keeps the 16-byte loads.
+    Each lane takes VECTOR values at a time. WHOLE promises that begin is 0 and end a multiple of VECTOR,
+    which keeps the 16-byte loads.
     first_index is the index of the element at the pointer: negative if that lies before the tensor.
     """
     nans, infs, sq_sum_large, sq_sum_small, first = rare
@@ -226,7 +227,7 @@ def _read_exact(
             valid = (start + element * WIDTH >= begin) & (start + element * WIDTH < end)
         x = _widen(tl.load(pointer + (start + value), mask=mask, other=0), kind)
         if PAIR:
-            real, imaginary = tl.split(tl.reshape(x, (LANES, VECTOR // 2, 2)))
+            real, imaginary = tl.split(tl.reshape(x, (LANES, VECTOR // WIDTH, 2)))
             is_nan = (real != real) | (imaginary != imaginary)
             is_bad = is_nan | (tl.abs(real) == INF) | (tl.abs(imaginary) == INF)
             is_zero = (real == 0) & (imaginary == 0)
@@ -270,6 +271,8 @@ def _read_chunk(
     VECTOR: tl.constexpr = 16 // BYTES
     WIDTH: tl.constexpr = 2 if PAIR else 1
     REAL: tl.constexpr = tl.float64 if ELEMENT == tl.float64 else tl.float32
+    # Sixteen bytes a lane would take too many registers once each of them is a float64.
+    EXACT: tl.constexpr = 8 if VECTOR == 16 else VECTOR
     STEP_VECTORS: tl.constexpr = UNROLL * LANES
     begin = address % 16 // BYTES
     end = begin + values
@@ -318,7 +321,7 @@ def _read_chunk(
         else:
             first_index = (vector * VECTOR - begin) // WIDTH
             count = vectors.to(tl.int32) * VECTOR
-            rare, lanes = _read_exact(pointer, 0, count, first_index, kind, rare, lanes, VECTOR, PAIR, True)
+            rare, lanes = _read_exact(pointer, 0, count, first_index, kind, rare, lanes, EXACT, PAIR, True)
         vector += vectors
 
     # Partial vectors: before the first whole one, in the first chunk, and after the last, in the last.
@@ -336,8 +339,9 @@ def _read_chunk(
             edge_end = tl.minimum(end - at * VECTOR, VECTOR).to(tl.int32)
             # Positions before the tensor make the division inexact, but pairs never straddle a vector.
             first_index = (at * VECTOR - begin) // WIDTH
+            # Less than a vector: one element for each lane.
             rare, lanes = _read_exact(
-                pointer, edge_begin, edge_end, first_index, kind, rare, lanes, VECTOR, PAIR, False
+                pointer, edge_begin, edge_end, first_index, kind, rare, lanes, WIDTH, PAIR, False
             )
 
     tl.store(row + NAN_COUNT * row_stride, rare[0].to(tl.float64))
@@ -492,6 +496,13 @@ def stats(tensors: list[torch.Tensor]) -> torch.Tensor:
         rows, tickets = _scratch_for(table, device)
         out = torch.empty((table.tensors, len(_fields.FIELDS)), dtype=torch.float64, device=device)
         stats_kernel[(table.chunks,)](
-            table.buffer, rows, tickets, out, table.tensors, table.chunks, num_warps=WARPS
+            table.buffer,
+            rows,
+            tickets,
+            out,
+            table.tensors,
+            table.chunks,
+            num_warps=WARPS,
+            enable_fp_fusion=_table.FUSE,
         )
     return out
