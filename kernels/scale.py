@@ -1,4 +1,4 @@
-"""In-place multiplication of many tensors by one device scalar, in one Triton launch: the second half of clipping.
+"""In-place multiplication of many tensors by one device scalar in one Triton launch: clipping's second half.
 
 The coefficient stays on the device; when it is exactly 1 the programs leave before touching a gradient. The
 chunks are visited in reverse, because what the statistics read last is most likely still in the cache.
@@ -29,14 +29,12 @@ FLOAT32 = tl.constexpr(_table.FLOAT32)
 BFLOAT16 = tl.constexpr(_table.BFLOAT16)
 FLOAT16 = tl.constexpr(_table.FLOAT16)
 
-_UNSUPPORTED = frozenset(
-    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-)
+_UNSUPPORTED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 
 @triton.jit
 def _scaled(x, coefficient):
-    """x times coefficient, rounded once to x's type: in float64 for float64, in float32 for what is narrower."""
+    """x times coefficient: in float64 for float64, otherwise in float32 and rounded back."""
     if x.dtype == tl.float64:
         product = x * coefficient
     else:
@@ -76,12 +74,13 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     # Partial vectors: before the first whole one, in the first chunk, and after the last, in the last.
     tail = end // VECTOR
     is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
+    head_end = tl.where((chunk == 0) & (begin > 0), VECTOR, 0)
+    tail_begin = tl.where(is_last & ((tail > 0) | (begin == 0)), tail * VECTOR, end)
     edge = tl.arange(0, 2 * VECTOR)
-    is_tail = edge >= VECTOR
-    position = tl.where(is_tail, tail * VECTOR + edge - VECTOR, edge)
-    in_head = (edge < VECTOR) & (chunk == 0) & (begin > 0)
-    in_tail = is_tail & is_last & ((tail > 0) | (begin == 0))
-    mask = (in_head | in_tail) & (position >= begin) & (position < end)
+    position = tl.where(edge < VECTOR, edge, tail * VECTOR + edge - VECTOR)
+    lower = tl.where(edge < VECTOR, begin, tail_begin)
+    upper = tl.where(edge < VECTOR, tl.minimum(head_end, end), end)
+    mask = (position >= lower) & (position < upper)
     target = aligned.to(tl.pointer_type(ELEMENT)) + position
     tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
 

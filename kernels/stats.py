@@ -116,8 +116,8 @@ def _widen(x, kind):
 
 @triton.jit
 def _neighbours(x):
-    """The elements at even and at odd positions."""
-    return tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+    """The elements of each row at even and at odd positions."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
@@ -129,7 +129,8 @@ def _read_tile(pointer, steps, kind, VECTOR: tl.constexpr, PAIR: tl.constexpr, R
     high = tl.full((LANES,), -INF, REAL)
     zeros = tl.zeros((LANES,), tl.int32)
     STEP: tl.constexpr = UNROLL * LANES * VECTOR
-    offsets = tl.arange(0, STEP)
+    # A vector in each row: the shape that makes adjacent threads load adjacent vectors.
+    offsets = tl.arange(0, UNROLL * LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for step in range(steps):
         even, odd = _neighbours(_widen(tl.load(pointer + step * STEP + offsets), kind))
         squares = even * even + odd * odd

@@ -19,13 +19,16 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from gradstat import _fields  # noqa: E402
-from gradstat.kernels import _table  # noqa: E402
-from gradstat.kernels.scale import scale_, scale_kernel  # noqa: E402
-from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel  # noqa: E402
+from gradstat import _fields
+from gradstat.kernels import _table
+from gradstat.kernels.scale import scale_, scale_kernel
+from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
 
 # The interpreter computes with numpy, which warns of the overflows that the fast loop provokes on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
@@ -143,8 +146,10 @@ def test_misaligned(dtype: torch.dtype) -> None:
 @by_dtype(FLOAT8)
 def test_every_float8_code(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    one_by_one = list(codes.view(dtype).split(1))
-    check([codes.view(dtype), *one_by_one])
+    check([codes.view(dtype), *codes.view(dtype).split(8)])
+    # The fast loop reads no tile that holds special values for good, hence a step of the finite ones.
+    finite = codes[codes.view(dtype).float().isfinite()]
+    check([finite.repeat(2 * STEP_BYTES // len(finite)).view(dtype)])
 
 
 def test_special_values_anywhere() -> None:
@@ -165,7 +170,9 @@ def test_only_special_values(dtype: torch.dtype) -> None:
     fills = [math.nan, math.inf, -math.inf, 0.0, -0.0]
     if dtype.is_complex:
         fills += [complex(0, math.nan), complex(math.inf, math.nan), complex(1, -math.inf), complex(0, 2)]
-    tensors = [torch.full((count,), fill, dtype=torch.complex128 if dtype.is_complex else dtype) for fill in fills]
+    tensors = [
+        torch.full((count,), fill, dtype=torch.complex128 if dtype.is_complex else dtype) for fill in fills
+    ]
     check([tensor.to(dtype).to(DEVICE) for tensor in tensors])
 
 
@@ -301,7 +308,12 @@ def scaled(tensor: torch.Tensor, value: float) -> torch.Tensor:
         return torch.view_as_complex(scaled(torch.view_as_real(tensor), value))
     if tensor.dtype == torch.float64:
         return tensor * value
-    return (tensor.float() * torch.tensor(value, dtype=torch.float32, device=DEVICE)).to(tensor.dtype)
+    product = tensor.float() * torch.tensor(value, dtype=torch.float32, device=DEVICE)
+    if tensor.dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        # Triton's interpreter drops the low half where a GPU rounds to nearest even; that the compiled
+        # kernel rounds is checked by gpu_gates/check_triton.py.
+        return (product.view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return product.to(tensor.dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
