@@ -1,0 +1,157 @@
+"""In-place multiplication of many tensors by one device scalar in one Triton launch: clipping's second half.
+
+The coefficient stays on the device; when it is exactly 1 the programs leave before touching a gradient. The
+chunks are visited in reverse, because what the statistics read last is most likely still in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gradstat.kernels import _table
+
+WARPS = 4
+LANES = tl.constexpr(32 * WARPS)
+UNROLL = tl.constexpr(4)
+CHUNK_VECTORS = tl.constexpr(_table.CHUNK_VECTORS)
+
+ENTRY_COLUMNS = tl.constexpr(len(_table.ENTRY_COLUMNS))
+ADDRESS = tl.constexpr(_table.ENTRY_COLUMNS.index("address"))
+VALUES = tl.constexpr(_table.ENTRY_COLUMNS.index("values"))
+KIND = tl.constexpr(_table.ENTRY_COLUMNS.index("kind"))
+SHIFT = tl.constexpr(_table.ENTRY_COLUMNS.index("shift"))
+FIRST_CHUNK = tl.constexpr(_table.ENTRY_COLUMNS.index("first_chunk"))
+
+PAIR = tl.constexpr(_table.PAIR)
+FLOAT32 = tl.constexpr(_table.FLOAT32)
+BFLOAT16 = tl.constexpr(_table.BFLOAT16)
+FLOAT16 = tl.constexpr(_table.FLOAT16)
+
+_UNSUPPORTED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
+@triton.jit
+def _scaled(x, coefficient):
+    """x times coefficient: in float64 for float64, otherwise in float32 and rounded back."""
+    if x.dtype == tl.float64:
+        product = x * coefficient
+    else:
+        product = (x.to(tl.float32) * coefficient.to(tl.float32)).to(x.dtype)
+    return product
+
+
+@triton.jit
+def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl.constexpr):
+    """Scales one chunk; positions are counted as in _read_chunk of stats.py."""
+    BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    STEP_VECTORS: tl.constexpr = UNROLL * LANES
+    begin = address % 16 // BYTES
+    end = begin + values
+    aligned = address - address % 16
+
+    # Whole vectors of this chunk: in whole steps, then lane by lane.
+    first_vector = tl.maximum(chunk * chunk_vectors, (begin + VECTOR - 1) // VECTOR)
+    last_vector = tl.minimum((chunk + 1) * chunk_vectors, end // VECTOR)
+    vectors = tl.maximum(last_vector - first_vector, 0)
+    pointer = tl.multiple_of((aligned + first_vector * 16).to(tl.pointer_type(ELEMENT)), 16)
+    step_values = tl.arange(0, STEP_VECTORS * VECTOR)
+    steps = vectors // STEP_VECTORS
+    for step in range(steps):
+        target = pointer + step * (STEP_VECTORS * VECTOR) + step_values
+        tl.store(target, _scaled(tl.load(target), coefficient))
+
+    lane = tl.arange(0, LANES)[:, None]
+    value = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(steps * STEP_VECTORS, vectors, LANES):
+        # Decided lane by lane, so that the compiler sees that a vector is accessed as a whole.
+        mask = (start + lane < vectors) & (value >= 0)
+        target = pointer + start * VECTOR + value
+        tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
+
+    # Partial vectors: before the first whole one, in the first chunk, and after the last, in the last.
+    tail = end // VECTOR
+    is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
+    head_end = tl.where((chunk == 0) & (begin > 0), VECTOR, 0)
+    tail_begin = tl.where(is_last & ((tail > 0) | (begin == 0)), tail * VECTOR, end)
+    edge = tl.arange(0, 2 * VECTOR)
+    position = tl.where(edge < VECTOR, edge, tail * VECTOR + edge - VECTOR)
+    lower = tl.where(edge < VECTOR, begin, tail_begin)
+    upper = tl.where(edge < VECTOR, tl.minimum(head_end, end), end)
+    mask = (position >= lower) & (position < upper)
+    target = aligned.to(tl.pointer_type(ELEMENT)) + position
+    tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=["coefficient"])
+def scale_kernel(table, coefficient, tensors, chunks):
+    """One chunk for each program, the last first."""
+    factor = tl.load(coefficient)
+    if factor != 1.0:
+        program = chunks - 1 - tl.program_id(0)
+        tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_COLUMNS).to(tl.pointer_type(tl.int32))
+        entry = table + tl.load(tensor_of_chunk + program).to(tl.int64) * ENTRY_COLUMNS
+        address = tl.load(entry + ADDRESS)
+        values = tl.load(entry + VALUES)
+        # The parts of complex elements scale like any reals.
+        real = tl.load(entry + KIND) % PAIR
+        chunk_vectors = CHUNK_VECTORS << tl.load(entry + SHIFT)
+        chunk = program - tl.load(entry + FIRST_CHUNK)
+        if real == BFLOAT16:
+            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.bfloat16)
+        elif real == FLOAT32:
+            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float32)
+        elif real == FLOAT16:
+            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float16)
+        else:
+            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float64)
+
+
+def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Divides the list so that no address occurs twice in a part: two programs must not write one element."""
+    rounds: list[list[torch.Tensor]] = []
+    times_seen: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        address = tensor.data_ptr()
+        times = times_seen.get(address, 0)
+        times_seen[address] = times + 1
+        if times == len(rounds):
+            rounds.append([])
+        rounds[times].append(tensor)
+    return rounds
+
+
+def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
+    """Multiplies all tensors in place, in one launch and without waiting for the device.
+
+    A tensor that occurs k times is multiplied k times, which takes k launches.
+
+    Args:
+        tensors: As for ``stats``. Tensors that share memory must be the same tensor.
+        coefficient: float64, 0-d, on the tensors' device.
+
+    Raises:
+        NotImplementedError: a tensor's dtype is an 8-bit float. No tensor has been changed.
+    """
+    assert tensors, "expected at least one tensor"
+    assert coefficient.dtype == torch.float64 and coefficient.numel() == 1
+    unsupported = _UNSUPPORTED.intersection(tensor.dtype for tensor in tensors)
+    if unsupported:
+        names = ", ".join(sorted(str(dtype) for dtype in unsupported))
+        raise NotImplementedError(f"the Triton kernels cannot scale {names}; convert to a wider type first")
+    device = tensors[0].device
+    with _table.on_device(device):
+        for part in _rounds(tensors):
+            table = _table.table_of(part)
+            scale_kernel[(table.chunks,)](
+                table.buffer,
+                coefficient,
+                table.tensors,
+                table.chunks,
+                num_warps=WARPS,
+                enable_fp_fusion=_table.FUSE,
+            )

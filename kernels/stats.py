@@ -1,0 +1,509 @@
+"""Gradient statistics in one Triton launch for any list of tensors.
+
+Method. Each program reads one chunk of one tensor (see _table.py). Its whole 16-byte vectors are read fast,
+in tiles: the squares and values of one vector are summed as a balanced tree in float32, so that at most
+three roundings reach any term (norm error at most 9e-8 for any input), and each vector is promoted to
+float64 once, which consumer GPUs afford where promoting every element they do not. Nothing in that loop
+looks for NaN, Inf, overflow or underflow: each of them shows in the tile's sum of squares, which then leaves
+[SAFE_LOW, SAFE_HIGH], and the tile is read again exactly, every element in float64. What does not fill a
+step, and the partial vectors at a tensor's ends, are always read exactly.
+
+The program that finishes a tensor last merges the rows of its chunks, in an order that does not depend on
+which program that is: equal input gives equal bits.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import triton
+import triton.language as tl
+
+from gradstat import _fields
+from gradstat.kernels import _table
+
+WARPS = 4
+
+# Lanes are vectors of 16 bytes, one for each thread. A step of the fast loop reads UNROLL of them per
+# thread, so that enough bytes are in flight; a tile is what is checked, and if need be read again, at once.
+LANES = tl.constexpr(32 * WARPS)
+UNROLL = tl.constexpr(4)
+STEPS_PER_TILE = tl.constexpr(8)
+CHUNK_VECTORS = tl.constexpr(_table.CHUNK_VECTORS)
+
+# A tile's sum of squares is trusted in this range. Below it, float32 squares that vanished (each under
+# 2**-126, at most 2**16 of them) could matter; above it, one may have overflowed. For float64 likewise: no
+# element beyond LARGE, none that mattered below SMALL.
+SAFE_LOW = tl.constexpr(2.0**-80)
+SAFE_HIGH = tl.constexpr(2.0**120)
+SAFE_LOW_DOUBLE = tl.constexpr(2.0**-900)
+SAFE_HIGH_DOUBLE = tl.constexpr(2.0**970)
+
+LARGE = tl.constexpr(_fields.LARGE)
+SMALL = tl.constexpr(_fields.SMALL)
+LARGE_SCALE = tl.constexpr(_fields.LARGE_SCALE)
+SMALL_SCALE = tl.constexpr(_fields.SMALL_SCALE)
+
+FIELD_COUNT = tl.constexpr(len(_fields.FIELDS))
+MERGES = tl.constexpr(tuple(field.merge_code for field in _fields.FIELDS))
+NAN_COUNT = tl.constexpr(_fields.column("nan_count"))
+INF_COUNT = tl.constexpr(_fields.column("inf_count"))
+ZERO_COUNT = tl.constexpr(_fields.column("zero_count"))
+SUM = tl.constexpr(_fields.column("sum"))
+SQ_SUM = tl.constexpr(_fields.column("sq_sum"))
+SQ_SUM_LARGE = tl.constexpr(_fields.column("sq_sum_large"))
+SQ_SUM_SMALL = tl.constexpr(_fields.column("sq_sum_small"))
+MIN = tl.constexpr(_fields.column("min"))
+MAX = tl.constexpr(_fields.column("max"))
+FIRST_NONFINITE = tl.constexpr(_fields.column("first_nonfinite"))
+
+# Rows of chunks merged at a time.
+MERGED_ROWS = tl.constexpr(512)
+
+ENTRY_COLUMNS = tl.constexpr(len(_table.ENTRY_COLUMNS))
+ADDRESS = tl.constexpr(_table.ENTRY_COLUMNS.index("address"))
+VALUES = tl.constexpr(_table.ENTRY_COLUMNS.index("values"))
+KIND = tl.constexpr(_table.ENTRY_COLUMNS.index("kind"))
+SHIFT = tl.constexpr(_table.ENTRY_COLUMNS.index("shift"))
+FIRST_CHUNK = tl.constexpr(_table.ENTRY_COLUMNS.index("first_chunk"))
+
+FLOAT32 = tl.constexpr(_table.FLOAT32)
+BFLOAT16 = tl.constexpr(_table.BFLOAT16)
+FLOAT16 = tl.constexpr(_table.FLOAT16)
+FLOAT64 = tl.constexpr(_table.FLOAT64)
+FLOAT8_E4M3FN = tl.constexpr(_table.FLOAT8_E4M3FN)
+FLOAT8_E5M2 = tl.constexpr(_table.FLOAT8_E5M2)
+FLOAT8_E4M3FNUZ = tl.constexpr(_table.FLOAT8_E4M3FNUZ)
+FLOAT32_PAIR = tl.constexpr(_table.FLOAT32 + _table.PAIR)
+FLOAT16_PAIR = tl.constexpr(_table.FLOAT16 + _table.PAIR)
+FLOAT64_PAIR = tl.constexpr(_table.FLOAT64 + _table.PAIR)
+
+INF = tl.constexpr(float("inf"))
+NO_INDEX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _decode_float8(x, kind):
+    """Bytes as float32: float8_to_float of csrc/stat.h."""
+    four_three = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E4M3FNUZ)
+    ordinary = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E5M2)
+    # 2**(127 - bias), with the biases 7, 15, 8 and 16: moves the exponent, and makes subnormals normal.
+    scale = tl.where(four_three, 2.0**120, 2.0**112) * tl.where(ordinary, 1.0, 0.5)
+    # Codes that are not numbers: for the fnuz types 0x80 alone, otherwise the largest magnitudes.
+    highest = tl.where(ordinary, tl.where(four_three, 0x7E, 0x7B), 0x7F)
+    nan_code = tl.where(ordinary, 0x100, 0x80)
+    inf_magnitude = tl.where(kind == FLOAT8_E5M2, 0x7C, 0x100)
+    bits = x.to(tl.int32)
+    magnitude = bits & 0x7F
+    value = (magnitude << tl.where(four_three, 20, 21)).to(tl.float32, bitcast=True) * scale
+    special = tl.where(magnitude == inf_magnitude, INF, float("nan"))
+    value = tl.where((magnitude > highest) | (bits == nan_code), special, value)
+    return tl.where(bits >= 0x80, -value, value)
+
+
+@triton.jit
+def _widen(x, kind):
+    """Elements as float32, or as float64 if that is what they are."""
+    if x.dtype == tl.uint8:
+        wide = _decode_float8(x, kind)
+    elif x.dtype == tl.float64:
+        wide = x
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _neighbours(x):
+    """The elements of each row at even and at odd positions."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _read_tile(pointer, steps, kind, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: tl.constexpr):
+    """Sums of squares and values, minima, maxima and counts of zeros, lane by lane, of whole steps."""
+    sq_sum = tl.zeros((LANES,), tl.float64)
+    total = tl.zeros((LANES,), tl.float64)
+    low = tl.full((LANES,), INF, REAL)
+    high = tl.full((LANES,), -INF, REAL)
+    zeros = tl.zeros((LANES,), tl.int32)
+    STEP: tl.constexpr = UNROLL * LANES * VECTOR
+    # A vector in each row: the shape that makes adjacent threads load adjacent vectors.
+    offsets = tl.arange(0, UNROLL * LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for step in range(steps):
+        even, odd = _neighbours(_widen(tl.load(pointer + step * STEP + offsets), kind))
+        squares = even * even + odd * odd
+        values = even + odd
+        minima = tl.minimum(even, odd)
+        maxima = tl.maximum(even, odd)
+        if PAIR:
+            counts = ((even == 0) & (odd == 0)).to(tl.int32)
+        else:
+            counts = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
+        # Float32 sums at most three levels deep: the squares of 2-byte types are exact in float32, so that
+        # three roundings remain for their eight, and for the four of float32, whose squares are rounded.
+        for level in tl.static_range(1, 4):
+            if 2**level < VECTOR:
+                if level == 3:
+                    squares = squares.to(tl.float64)
+                    values = values.to(tl.float64)
+                a, b = _neighbours(squares)
+                squares = a + b
+                a, b = _neighbours(values)
+                values = a + b
+                a, b = _neighbours(minima)
+                minima = tl.minimum(a, b)
+                a, b = _neighbours(maxima)
+                maxima = tl.maximum(a, b)
+                a, b = _neighbours(counts)
+                counts = a + b
+        sq_sum += tl.sum(tl.reshape(squares.to(tl.float64), (UNROLL, LANES)), axis=0)
+        total += tl.sum(tl.reshape(values.to(tl.float64), (UNROLL, LANES)), axis=0)
+        low = tl.minimum(low, tl.min(tl.reshape(minima, (UNROLL, LANES)), axis=0))
+        high = tl.maximum(high, tl.max(tl.reshape(maxima, (UNROLL, LANES)), axis=0))
+        zeros += tl.sum(tl.reshape(counts, (UNROLL, LANES)), axis=0)
+    return sq_sum, total, low, high, zeros
+
+
+@triton.jit
+def _lift_finite(x, good, squares, total, low, high):
+    """lift_finite of csrc/stat.h, lane by lane, for those of x, [LANES, n], that are good."""
+    sq_sum, sq_sum_large, sq_sum_small = squares
+    wide = tl.where(good, x, 0.0).to(tl.float64)
+    total += tl.sum(wide, axis=1)
+    if x.dtype == tl.float64:
+        magnitude = tl.abs(wide)
+        is_large = magnitude > LARGE
+        is_small = magnitude < SMALL
+        scaled = tl.where(is_large, wide * LARGE_SCALE, 0.0)
+        sq_sum_large += tl.sum(scaled * scaled, axis=1)
+        scaled = tl.where(is_small, wide * SMALL_SCALE, 0.0)
+        sq_sum_small += tl.sum(scaled * scaled, axis=1)
+        wide = tl.where(is_large | is_small, 0.0, wide)
+    sq_sum += tl.sum(wide * wide, axis=1)
+    low = tl.minimum(low, tl.min(tl.where(good, x, INF), axis=1))
+    high = tl.maximum(high, tl.max(tl.where(good, x, -INF), axis=1))
+    return (sq_sum, sq_sum_large, sq_sum_small), total, low, high
+
+
+@triton.jit
+def _read_exact(
+    pointer,
+    begin,
+    end,
+    first_index,
+    kind,
+    rare,
+    lanes,
+    VECTOR: tl.constexpr,
+    PAIR: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Adds the values [begin, end) from an aligned pointer, whatever they are, to rare and lanes.
+
+    Each lane takes VECTOR values at a time. WHOLE promises that begin is 0 and end a multiple of VECTOR,
+    which keeps the 16-byte loads.
+    first_index is the index of the element at the pointer: negative if that lies before the tensor.
+    """
+    nans, infs, sq_sum_large, sq_sum_small, first = rare
+    sq_sum, total, low, high, zeros = lanes
+    WIDTH: tl.constexpr = 2 if PAIR else 1
+    lane = tl.arange(0, LANES)[:, None]
+    value = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
+    element = lane * (VECTOR // WIDTH) + tl.arange(0, VECTOR // WIDTH)[None, :]
+    lane_nans = tl.zeros((LANES,), tl.int32)
+    lane_infs = tl.zeros((LANES,), tl.int32)
+    lane_first = tl.full((LANES,), NO_INDEX, tl.int32)
+    lane_large = tl.zeros((LANES,), tl.float64)
+    lane_small = tl.zeros((LANES,), tl.float64)
+    for start in range(0, end, LANES * VECTOR):
+        if WHOLE:
+            # Decided lane by lane, so that the compiler sees that a vector is loaded as a whole.
+            is_inside = start + lane * VECTOR < end
+            mask = is_inside & (value >= 0)
+            valid = is_inside & (element >= 0)
+        else:
+            mask = (start + value >= begin) & (start + value < end)
+            valid = (start + element * WIDTH >= begin) & (start + element * WIDTH < end)
+        x = _widen(tl.load(pointer + (start + value), mask=mask, other=0), kind)
+        if PAIR:
+            real, imaginary = tl.split(tl.reshape(x, (LANES, VECTOR // WIDTH, 2)))
+            is_nan = (real != real) | (imaginary != imaginary)
+            is_bad = is_nan | (tl.abs(real) == INF) | (tl.abs(imaginary) == INF)
+            is_zero = (real == 0) & (imaginary == 0)
+        else:
+            is_nan = x != x
+            is_bad = is_nan | (tl.abs(x) == INF)
+            is_zero = x == 0
+        # What the mask excludes was loaded as 0, which is not bad but must not count as a zero either.
+        good = valid & (is_bad == 0)
+        lane_nans += tl.sum(is_nan.to(tl.int32), axis=1)
+        lane_infs += tl.sum((is_bad & (is_nan == 0)).to(tl.int32), axis=1)
+        index = tl.where(is_bad, start // WIDTH + element, NO_INDEX)
+        lane_first = tl.minimum(lane_first, tl.min(index, axis=1))
+        zeros += tl.sum((is_zero & valid).to(tl.int32), axis=1)
+        squares = (sq_sum, lane_large, lane_small)
+        if PAIR:
+            squares, total, low, high = _lift_finite(real, good, squares, total, low, high)
+            squares, total, low, high = _lift_finite(imaginary, good, squares, total, low, high)
+        else:
+            squares, total, low, high = _lift_finite(x, good, squares, total, low, high)
+        sq_sum, lane_large, lane_small = squares
+    nans += tl.sum(lane_nans)
+    infs += tl.sum(lane_infs)
+    if low.dtype == tl.float64:
+        sq_sum_large += tl.sum(lane_large)
+        sq_sum_small += tl.sum(lane_small)
+    local = tl.min(lane_first)
+    first = tl.where(local == NO_INDEX, first, tl.minimum(first, (first_index + local).to(tl.float64)))
+    return (nans, infs, sq_sum_large, sq_sum_small, first), (sq_sum, total, low, high, zeros)
+
+
+@triton.jit
+def _read_chunk(
+    address, values, chunk, chunk_vectors, row, row_stride, kind, ELEMENT: tl.constexpr, PAIR: tl.constexpr
+):
+    """Reads one chunk of one tensor and stores its row, whose columns are row_stride apart.
+
+    Positions are counted, in values or in vectors, from the address rounded down to a vector.
+    """
+    BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    WIDTH: tl.constexpr = 2 if PAIR else 1
+    REAL: tl.constexpr = tl.float64 if ELEMENT == tl.float64 else tl.float32
+    # Sixteen bytes a lane would take too many registers once each of them is a float64.
+    EXACT: tl.constexpr = 8 if VECTOR == 16 else VECTOR
+    STEP_VECTORS: tl.constexpr = UNROLL * LANES
+    begin = address % 16 // BYTES
+    end = begin + values
+    aligned = address - address % 16
+
+    # Whole vectors of this chunk.
+    vector = tl.maximum(chunk * chunk_vectors, (begin + VECTOR - 1) // VECTOR)
+    last_vector = tl.minimum((chunk + 1) * chunk_vectors, end // VECTOR)
+
+    zero = tl.to_tensor(0.0).to(tl.float64)
+    none = tl.to_tensor(0)
+    rare = (none, none, zero, zero, zero + INF)
+    lanes = (
+        tl.zeros((LANES,), tl.float64),
+        tl.zeros((LANES,), tl.float64),
+        tl.full((LANES,), INF, REAL),
+        tl.full((LANES,), -INF, REAL),
+        tl.zeros((LANES,), tl.int32),
+    )
+
+    while vector < last_vector:
+        # A tile: at most STEPS_PER_TILE steps; what is left of the chunk after its last step is read exactly.
+        pointer = tl.multiple_of((aligned + vector * 16).to(tl.pointer_type(ELEMENT)), 16)
+        steps = tl.minimum((last_vector - vector) // STEP_VECTORS, STEPS_PER_TILE).to(tl.int32)
+        vectors = (steps * STEP_VECTORS).to(tl.int64)
+        if steps == 0:
+            vectors = last_vector - vector
+        is_trusted = steps > 0
+        tile = _read_tile(pointer, steps, kind, VECTOR, PAIR, REAL)
+        if is_trusted:
+            squares = tl.sum(tile[0])
+            if REAL == tl.float64:
+                is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
+            else:
+                is_trusted = (squares >= SAFE_LOW) & (squares <= SAFE_HIGH)
+            if squares == 0:
+                is_trusted = tl.sum(tile[4]) * WIDTH == vectors * VECTOR
+        if is_trusted:
+            lanes = (
+                lanes[0] + tile[0],
+                lanes[1] + tile[1],
+                tl.minimum(lanes[2], tile[2]),
+                tl.maximum(lanes[3], tile[3]),
+                lanes[4] + tile[4],
+            )
+        else:
+            first_index = (vector * VECTOR - begin) // WIDTH
+            count = vectors.to(tl.int32) * VECTOR
+            rare, lanes = _read_exact(pointer, 0, count, first_index, kind, rare, lanes, EXACT, PAIR, True)
+        vector += vectors
+
+    # Partial vectors: before the first whole one, in the first chunk, and after the last, in the last.
+    tail = end // VECTOR
+    is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
+    for edge in range(2):
+        is_tail = edge == 1
+        is_needed = (is_tail & is_last & (end % VECTOR != 0) & ((tail > 0) | (begin == 0))) | (
+            (edge == 0) & (chunk == 0) & (begin > 0)
+        )
+        if is_needed:
+            at = tl.where(is_tail, tail, 0)
+            pointer = tl.multiple_of((aligned + at * 16).to(tl.pointer_type(ELEMENT)), 16)
+            edge_begin = tl.where(is_tail, 0, begin).to(tl.int32)
+            edge_end = tl.minimum(end - at * VECTOR, VECTOR).to(tl.int32)
+            # Positions before the tensor make the division inexact, but pairs never straddle a vector.
+            first_index = (at * VECTOR - begin) // WIDTH
+            # Less than a vector: one element for each lane.
+            rare, lanes = _read_exact(
+                pointer, edge_begin, edge_end, first_index, kind, rare, lanes, WIDTH, PAIR, False
+            )
+
+    tl.store(row + NAN_COUNT * row_stride, rare[0].to(tl.float64))
+    tl.store(row + INF_COUNT * row_stride, rare[1].to(tl.float64))
+    tl.store(row + SQ_SUM_LARGE * row_stride, rare[2])
+    tl.store(row + SQ_SUM_SMALL * row_stride, rare[3])
+    tl.store(row + FIRST_NONFINITE * row_stride, rare[4])
+    tl.store(row + SQ_SUM * row_stride, tl.sum(lanes[0]))
+    tl.store(row + SUM * row_stride, tl.sum(lanes[1]))
+    tl.store(row + MIN * row_stride, tl.min(lanes[2]).to(tl.float64))
+    tl.store(row + MAX * row_stride, tl.max(lanes[3]).to(tl.float64))
+    tl.store(row + ZERO_COUNT * row_stride, tl.sum(lanes[4]).to(tl.float64))
+
+
+@triton.jit
+def _merge_column(column, count, MERGE: tl.constexpr):
+    """The merge of count adjacent values, by its code: 0 sum, 1 min, 2 max."""
+    IDENTITY: tl.constexpr = 0.0 if MERGE == 0 else (INF if MERGE == 1 else -INF)
+    index = tl.arange(0, MERGED_ROWS)
+    merged = tl.full((MERGED_ROWS,), IDENTITY, tl.float64)
+    for start in range(0, count, MERGED_ROWS):
+        # Written by other programs: read behind the first-level cache, which is not coherent.
+        part = tl.load(column + start + index, mask=start + index < count, other=IDENTITY, cache_modifier=".cg")
+        if MERGE == 0:
+            merged += part
+        elif MERGE == 1:
+            merged = tl.minimum(merged, part)
+        else:
+            merged = tl.maximum(merged, part)
+    if MERGE == 0:
+        result = tl.sum(merged)
+    elif MERGE == 1:
+        result = tl.min(merged)
+    else:
+        result = tl.max(merged)
+    return result
+
+
+@triton.jit
+def _merge_rows(rows, stride, count, out):
+    """Merges count rows into out; the rows' columns are stride apart."""
+    for column in tl.static_range(FIELD_COUNT):
+        tl.store(out + column, _merge_column(rows + column * stride.to(tl.int64), count, MERGES[column]))
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks"])
+def stats_kernel(table, rows, tickets, out, tensors, chunks):
+    """One chunk for each program.
+
+    rows holds the chunks' rows, [fields, chunks]; tickets an int32 0 for each tensor, which is 0 again
+    afterwards; out the table, [tensors, fields].
+    """
+    program = tl.program_id(0)
+    tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_COLUMNS).to(tl.pointer_type(tl.int32))
+    tensor = tl.load(tensor_of_chunk + program).to(tl.int64)
+    entry = table + tensor * ENTRY_COLUMNS
+    address = tl.load(entry + ADDRESS)
+    values = tl.load(entry + VALUES)
+    kind = tl.load(entry + KIND).to(tl.int32)
+    chunk_vectors = CHUNK_VECTORS << tl.load(entry + SHIFT)
+    first_chunk = tl.load(entry + FIRST_CHUNK)
+    chunk = program - first_chunk
+
+    bytes_of_value = tl.where(
+        (kind == FLOAT64) | (kind == FLOAT64_PAIR),
+        8,
+        tl.where(
+            (kind == FLOAT32) | (kind == FLOAT32_PAIR),
+            4,
+            tl.where((kind == FLOAT16) | (kind == FLOAT16_PAIR) | (kind == BFLOAT16), 2, 1),
+        ),
+    )
+    vectors = (address % 16 + values * bytes_of_value + 15) // 16
+    count = tl.maximum((vectors + chunk_vectors - 1) // chunk_vectors, 1).to(tl.int32)
+    row_of_tensor = out + tensor * FIELD_COUNT
+    # The row of a tensor's only chunk is that of the tensor.
+    row = row_of_tensor
+    row_stride = tl.to_tensor(1).to(tl.int64)
+    if count > 1:
+        row = rows + program
+        row_stride = chunks.to(tl.int64)
+
+    if kind == BFLOAT16:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.bfloat16, False)
+    elif kind == FLOAT32:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, False)
+    elif kind == FLOAT16:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, False)
+    elif kind == FLOAT64:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, False)
+    elif kind == FLOAT32_PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, True)
+    elif kind == FLOAT16_PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, True)
+    elif kind == FLOAT64_PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, True)
+    else:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.uint8, False)
+
+    if count > 1:
+        # The row's stores come before the ticket, for every thread of this program and then for the others.
+        tl.debug_barrier()
+        done = tl.atomic_add(tickets + tensor, 1, sem="acq_rel", scope="gpu")
+        if done == count - 1:
+            _merge_rows(rows + first_chunk, chunks, count, row_of_tensor)
+            tl.store(tickets + tensor, 0)
+
+
+_scratch: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_lock = threading.Lock()
+
+
+def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for the chunks and zeroed tickets for the tensors of a launch.
+
+    Both are kept per stream, whose order separates the launches that use them; every launch leaves the
+    tickets at zero. A captured graph may be replayed on another stream, so it gets its own.
+    """
+    if not table.is_split:
+        # Never read, but a pointer has to be given.
+        return table.buffer, table.buffer
+    captured = _table.is_capturing(device)
+    key = (device, 0 if captured else _table.stream_of(device))
+    length = table.chunks * len(_fields.FIELDS)
+    with _lock:
+        kept = None if captured else _scratch.get(key)
+        if kept is not None and kept[0].numel() >= length and kept[1].numel() >= table.tensors:
+            return kept
+        # Half as much again, lest lists that grow a little each time allocate each time.
+        growth = 1 if captured else 1.5
+        rows = torch.empty(int(length * growth), dtype=torch.float64, device=device)
+        tickets = torch.zeros(int(table.tensors * growth), dtype=torch.int32, device=device)
+        if not captured:
+            _scratch[key] = (rows, tickets)
+    return rows, tickets
+
+
+def stats(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Statistics of every tensor, in one launch and without waiting for the device.
+
+    Args:
+        tensors: At least one; all on one device, strided and dense in memory in any order of dimensions, of
+            a dtype in ``_table.KINDS``, without pending conjugation or negation.
+
+    Returns:
+        float64, ``[len(tensors), len(FIELDS)]``, on the tensors' device: a row for each tensor.
+    """
+    assert tensors, "expected at least one tensor"
+    device = tensors[0].device
+    with _table.on_device(device):
+        table = _table.table_of(tensors)
+        rows, tickets = _scratch_for(table, device)
+        out = torch.empty((table.tensors, len(_fields.FIELDS)), dtype=torch.float64, device=device)
+        stats_kernel[(table.chunks,)](
+            table.buffer,
+            rows,
+            tickets,
+            out,
+            table.tensors,
+            table.chunks,
+            num_warps=WARPS,
+            enable_fp_fusion=_table.FUSE,
+        )
+    return out

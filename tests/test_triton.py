@@ -1,0 +1,385 @@
+"""The Triton kernels against exact sums and torch's own multiplication.
+
+Without a GPU the kernels run in Triton's interpreter, which is slow: sizes here stay near the places where
+something changes, the ends of vectors, steps and chunks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read by Triton when a kernel is defined, hence before the imports below.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+
+from gradstat import _fields
+from gradstat.kernels import _table
+from gradstat.kernels.scale import scale_, scale_kernel
+from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
+
+# The interpreter computes with numpy, which warns of the overflows that the fast loop provokes on purpose.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+REALS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+COMPLEX = [torch.complex64, torch.complex128, torch.complex32]
+VECTOR_BYTES = _table.VECTOR_BYTES
+STEP_BYTES = UNROLL.value * LANES.value * VECTOR_BYTES
+CHUNK_BYTES = _table.CHUNK_VECTORS * VECTOR_BYTES
+NORM_ERROR = 1e-7
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def by_dtype(dtypes: list[torch.dtype]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("dtype", dtypes, ids=name_of)
+
+
+def random_tensor(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal values with some zeros, on the device."""
+    generator = torch.Generator().manual_seed(seed)
+    width = 2 if dtype.is_complex else 1
+    values = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    values[torch.rand(count, generator=generator) < 0.1] = 0
+    if dtype.is_complex:
+        return torch.view_as_complex(values).to(dtype).to(DEVICE)
+    return values[:, 0].to(dtype).to(DEVICE)
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+def reference(tensor: torch.Tensor) -> dict[str, float]:
+    """The fields, and the norm as ``norm``, from exact sums over the elements in memory order."""
+    flat = in_memory_order(tensor).cpu()
+    if flat.is_complex():
+        pairs = torch.view_as_real(flat.to(torch.complex128)).numpy()
+    else:
+        pairs = flat.to(torch.float64).numpy()[:, None]
+    is_nan = np.isnan(pairs).any(axis=1)
+    is_bad = ~np.isfinite(pairs).all(axis=1)
+    finite = pairs[~is_bad].reshape(-1)
+    largest = float(np.abs(finite).max(initial=0.0))
+    scale = 2.0 ** -math.frexp(largest)[1] if largest > 2.0**-1000 else 2.0**1000
+    norm = math.sqrt(math.fsum((finite * scale) ** 2)) / scale
+    return {
+        "nan_count": is_nan.sum(),
+        "inf_count": (is_bad & ~is_nan).sum(),
+        "zero_count": (pairs == 0).all(axis=1).sum(),
+        "sum": math.fsum(finite),
+        "min": finite.min(initial=math.inf),
+        "max": finite.max(initial=-math.inf),
+        "first_nonfinite": np.flatnonzero(is_bad)[0] if is_bad.any() else math.inf,
+        "norm": norm,
+        "sum of magnitudes": math.fsum(np.abs(finite) / 2**60) * 2.0**60,
+    }
+
+
+def norm_of(row: torch.Tensor) -> float:
+    sums = [row[_fields.column(name)] for name in ("sq_sum", "sq_sum_large", "sq_sum_small")]
+    return float(_fields.l2_norm(torch, *sums))
+
+
+def check_row(row: torch.Tensor, tensor: torch.Tensor) -> None:
+    want = reference(tensor)
+    got = dict(zip(_fields.NAMES, row.tolist(), strict=True))
+    for name in ("nan_count", "inf_count", "zero_count", "min", "max", "first_nonfinite"):
+        assert got[name] == want[name], name
+    assert norm_of(row.cpu()) == pytest.approx(want["norm"], rel=NORM_ERROR, abs=0)
+    # Rounding errors of a sum are relative to the magnitudes that were added.
+    assert abs(got["sum"] - want["sum"]) <= 2e-7 * want["sum of magnitudes"]
+
+
+def check(tensors: list[torch.Tensor]) -> torch.Tensor:
+    table = stats(tensors)
+    assert table.shape == (len(tensors), len(_fields.FIELDS))
+    assert table.dtype == torch.float64
+    for row, tensor in zip(table, tensors, strict=True):
+        check_row(row, tensor)
+    return table
+
+
+def sizes(dtype: torch.dtype) -> list[int]:
+    """Around a vector, a step, a chunk and a few chunks."""
+    counts = [0, 1]
+    for size in (VECTOR_BYTES, STEP_BYTES, CHUNK_BYTES, 3 * CHUNK_BYTES):
+        counts += [size // dtype.itemsize + extra for extra in (-1, 0, 1)]
+    return counts
+
+
+@by_dtype(REALS + COMPLEX + FLOAT8)
+def test_sizes(dtype: torch.dtype) -> None:
+    check([random_tensor(count, dtype, seed=count) for count in sizes(dtype)])
+
+
+def test_a_tile_is_a_chunk() -> None:
+    """The sizes above then cover the tile's end too."""
+    assert STEPS_PER_TILE.value * STEP_BYTES == CHUNK_BYTES
+
+
+@by_dtype(REALS + COMPLEX + FLOAT8)
+def test_misaligned(dtype: torch.dtype) -> None:
+    """Views that begin and end inside a vector, some of them inside the same one."""
+    per_step = STEP_BYTES // dtype.itemsize
+    x = random_tensor(2 * per_step, dtype)
+    views = [x[1:], x[3:], x[3:-1], x[1:2], x[1:3], x[5 : per_step + 6], x[1:1]]
+    table = stats(views)
+    for row, view in zip(table, views, strict=True):
+        check_row(row, view)
+
+
+@by_dtype(FLOAT8)
+def test_every_float8_code(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    check([codes.view(dtype), *codes.view(dtype).split(8)])
+    # The fast loop reads no tile that holds special values for good, hence a step of the finite ones.
+    finite = codes[codes.view(dtype).float().isfinite()]
+    check([finite.repeat(2 * STEP_BYTES // len(finite)).view(dtype)])
+
+
+def test_special_values_anywhere() -> None:
+    """One NaN or Inf in the head, the fast loop, its remainder and the tail of a misaligned view."""
+    count = 2 * CHUNK_BYTES // 2 + 77
+    tensors = []
+    for position in (0, 6, 4000, CHUNK_BYTES // 2 + 5, count - 40, count - 1):
+        for value in (math.nan, -math.inf):
+            x = random_tensor(count + 1, torch.bfloat16, seed=position)[1:]
+            x[position] = value
+            tensors.append(x)
+    check(tensors)
+
+
+@by_dtype(REALS + COMPLEX)
+def test_only_special_values(dtype: torch.dtype) -> None:
+    count = STEP_BYTES // dtype.itemsize + 3
+    fills = [math.nan, math.inf, -math.inf, 0.0, -0.0]
+    if dtype.is_complex:
+        fills += [complex(0, math.nan), complex(math.inf, math.nan), complex(1, -math.inf), complex(0, 2)]
+    tensors = [
+        torch.full((count,), fill, dtype=torch.complex128 if dtype.is_complex else dtype) for fill in fills
+    ]
+    check([tensor.to(dtype).to(DEVICE) for tensor in tensors])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"),
+    [
+        (torch.float32, 1e30),
+        (torch.float32, 1e-30),
+        (torch.float32, 1e-44),
+        (torch.float32, 1e-22),
+        (torch.float32, 1e-19),
+        (torch.float32, 3e17),
+        (torch.bfloat16, 1e30),
+        (torch.bfloat16, 1e-30),
+        (torch.bfloat16, 1e-22),
+        (torch.float16, 6e4),
+        (torch.float16, 6e-8),
+        (torch.float64, 1e200),
+        (torch.float64, 1e-200),
+        (torch.float64, 1e-160),
+        (torch.float64, 1e300),
+        (torch.float64, 5e-324),
+        (torch.float64, 2.0**486),
+        (torch.float64, 2.0**-511),
+        (torch.complex64, 1e30),
+        (torch.complex128, 1e-200),
+        (torch.complex128, 1e200),
+    ],
+)
+def test_extreme_magnitudes(dtype: torch.dtype, magnitude: float) -> None:
+    """All elements extreme, and one extreme element among ordinary ones."""
+    count = STEP_BYTES // dtype.itemsize + 5
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    factors = (1 + torch.arange(count, dtype=torch.float64) % 7 / 7).to(wide)
+    uniform = (factors * magnitude).to(dtype).to(DEVICE)
+    mixed = random_tensor(count, dtype)
+    mixed[17] = uniform[3]
+    check([uniform, mixed])
+
+
+def test_worst_rounding() -> None:
+    """Elements whose squares and sums all round the same way still keep the norm within its error."""
+    count = STEP_BYTES // 4
+    for bits in (0x3F800001, 0x3FB504F3, 0x3F9837F1, 0x3FFFFFFF):
+        check([torch.full((count,), bits, dtype=torch.int32, device=DEVICE).view(torch.float32)])
+
+
+def test_memory_order() -> None:
+    """Transposed and channels-last tensors are read as they lie, and indices count along memory."""
+    images = random_tensor(2 * 3 * 5 * 7, torch.float32).view(2, 3, 5, 7).to(memory_format=torch.channels_last)
+    images[1, 2, 0, 0] = math.nan
+    matrix = random_tensor(35, torch.float32).view(5, 7).t()
+    matrix[1, 0] = math.inf
+    table = check([images, matrix, torch.tensor(3.0, device=DEVICE)])
+    assert table[1, _fields.column("first_nonfinite")] == 1
+
+
+def many_tensors(count: int) -> list[torch.Tensor]:
+    dtypes = REALS + COMPLEX + FLOAT8
+    return [random_tensor(i * 37 % 211, dtypes[i % len(dtypes)], seed=i) for i in range(count)]
+
+
+def test_many_tensors() -> None:
+    check(many_tensors(300))
+
+
+def test_repeatable() -> None:
+    """Equal bits call after call, whatever the tensors' neighbours; shared scratch is left as it was found."""
+    x = random_tensor(4 * CHUNK_BYTES // 4 + 11, torch.float32)
+    y = random_tensor(2 * CHUNK_BYTES // 2 + 3, torch.bfloat16)
+    first = stats([x, y])
+    for tensors in ([x, y], [x, y]):
+        assert torch.equal(stats(tensors).view(torch.int64), first.view(torch.int64))
+    assert torch.equal(stats([y, random_tensor(5, torch.float16), x])[[2, 0]], first)
+
+
+def test_chunks_double_for_huge_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_table, "MAX_CHUNKS", 2)
+    x = random_tensor(5 * CHUNK_BYTES // 4 + 9, torch.float32)[1:]
+    x[-3] = math.nan
+    table = _table.table_of([x])
+    assert table.chunks == 2
+    check([x])
+    expected = x * 0.5
+    scale_([x], torch.tensor(0.5, dtype=torch.float64, device=DEVICE))
+    assert torch.equal(x.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_tables_are_kept() -> None:
+    x = random_tensor(100, torch.float32)
+    assert _table.table_of([x]) is _table.table_of([x])
+    assert _table.table_of([x]) is not _table.table_of([x[:50]])
+    assert _table.table_of([x]) is not _table.table_of([x.view(torch.bfloat16)])
+
+
+def test_misaligned_elements_are_refused() -> None:
+    raw = torch.zeros(40, dtype=torch.uint8)
+    x = torch.frombuffer(memoryview(raw.numpy())[1:33], dtype=torch.float32).to(DEVICE)
+    if x.data_ptr() % 4 == 0:
+        pytest.skip("copying to the device aligned the tensor")
+    with pytest.raises(ValueError, match="clone"):
+        stats([x])
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter compiles nothing")
+def test_compiled_once() -> None:
+    """Neither number, size nor type of the tensors makes another kernel."""
+    half = torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64, device=DEVICE)
+    for tensors in ([random_tensor(1, torch.float32)], many_tensors(16), many_tensors(33)):
+        stats(tensors)
+        scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
+        scale_(scalable, half[0])
+        scale_(scalable, half[1])
+    for kernel in (stats_kernel, scale_kernel):
+        assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
+
+
+def test_nothing_is_specialized() -> None:
+    """What makes one compiled kernel serve every list: no run-time number takes part in Triton's cache key."""
+    from triton.runtime import JITFunction
+
+    for kernel in (stats_kernel, scale_kernel):
+        compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        numbers = [p for p in compiled.params if p.name in ("tensors", "chunks")]
+        assert len(numbers) == 2
+        assert all(parameter.do_not_specialize for parameter in numbers)
+
+
+def coefficient_of(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=DEVICE)
+
+
+def scaled(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """What scale_ promises: float32 arithmetic for types narrower than float64."""
+    if tensor.is_complex():
+        return torch.view_as_complex(scaled(torch.view_as_real(tensor), value))
+    if tensor.dtype == torch.float64:
+        return tensor * value
+    product = tensor.float() * torch.tensor(value, dtype=torch.float32, device=DEVICE)
+    if tensor.dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        # Triton's interpreter drops the low half where a GPU rounds to nearest even; that the compiled
+        # kernel rounds is checked by gpu_gates/check_triton.py.
+        return (product.view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return product.to(tensor.dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    both_nan = a.isnan() & b.isnan()
+    a, b = a.masked_fill(both_nan, 0), b.masked_fill(both_nan, 0)
+    return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
+
+
+@by_dtype(REALS + COMPLEX)
+def test_scale(dtype: torch.dtype) -> None:
+    for value in (0.3712345678901234, -2.0, 0.0):
+        storage = [random_tensor(count + 4, dtype, seed=count) for count in sizes(dtype)]
+        before = [x.clone() for x in storage]
+        scale_([x[1:-3] for x in storage], coefficient_of(value))
+        for x, old in zip(storage, before, strict=True):
+            assert same_bits(x[1:-3], scaled(old[1:-3], value))
+            # Nothing outside the view is written.
+            assert same_bits(x[:1], old[:1])
+            assert same_bits(x[-3:], old[-3:])
+
+
+def test_scale_many() -> None:
+    tensors = [tensor for tensor in many_tensors(300) if tensor.dtype not in FLOAT8]
+    before = [tensor.clone() for tensor in tensors]
+    scale_(tensors, coefficient_of(0.7))
+    assert all(same_bits(x, scaled(old, 0.7)) for x, old in zip(tensors, before, strict=True))
+
+
+def test_scale_by_one_touches_nothing() -> None:
+    """Not even the payload of a NaN, which a multiplication could change."""
+    signalling = torch.tensor([0x7F800001, 0x3F800000], dtype=torch.int32, device=DEVICE)
+    before = signalling.clone()
+    scale_([signalling.view(torch.float32)], coefficient_of(1.0))
+    assert torch.equal(signalling, before)
+
+
+def test_scale_by_nan() -> None:
+    tensors = [random_tensor(100, dtype) for dtype in REALS]
+    scale_(tensors, coefficient_of(math.nan))
+    assert all(tensor.isnan().all() for tensor in tensors)
+
+
+def test_scale_overflows_to_infinity() -> None:
+    x = torch.full((40,), 6e4, dtype=torch.float16, device=DEVICE)
+    scale_([x], coefficient_of(-2.0))
+    assert torch.equal(x, torch.full_like(x, -math.inf))
+
+
+def test_scale_as_often_as_listed() -> None:
+    x, y, z = (torch.ones(10, device=DEVICE) for _ in range(3))
+    scale_([x, y, x, x, z, y, x[:0]], coefficient_of(0.5))
+    assert [t[0].item() for t in (x, y, z)] == [0.125, 0.25, 0.5]
+
+
+def test_scale_of_empty_tensors() -> None:
+    scale_([torch.empty(0, device=DEVICE)], coefficient_of(0.5))
+
+
+@by_dtype(FLOAT8)
+def test_scale_refuses_float8(dtype: torch.dtype) -> None:
+    x = torch.ones(4, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=name_of(dtype)):
+        scale_([x, torch.zeros(4, device=DEVICE).to(dtype)], coefficient_of(0.5))
+    assert torch.equal(x, torch.ones_like(x))
