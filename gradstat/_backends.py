@@ -115,8 +115,8 @@ def _load_triton(device_type: str) -> Kernels:
         )
     _require_device(device_type)
     try:
-        from gradstat.kernels import scale as scale_module
-        from gradstat.kernels import stats as stats_module
+        import gradstat.kernels.scale as scale_module
+        import gradstat.kernels.stats as stats_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
     return TableKernels(stats_module.stats, scale_module.scale_)

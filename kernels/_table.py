@@ -88,7 +88,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes ``device`` current, as a Triton launch requires; nothing to do for the CPU's interpreter."""
     if device.type == "cpu":
         return nullcontext()
-    return torch.get_device_module(device).device(device)
+    guard: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return guard
 
 
 def stream_of(device: torch.device) -> int:

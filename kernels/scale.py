@@ -34,7 +34,7 @@ _UNSUPPORTED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e
 
 @triton.jit
 def _scaled(x, coefficient):
-    """x times coefficient: in float64 for float64, otherwise in float32 and rounded back."""
+    """X times coefficient: in float64 for float64, otherwise in float32 and rounded back."""
     if x.dtype == tl.float64:
         product = x * coefficient
     else:
@@ -138,7 +138,8 @@ def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
         NotImplementedError: a tensor's dtype is an 8-bit float. No tensor has been changed.
     """
     assert tensors, "expected at least one tensor"
-    assert coefficient.dtype == torch.float64 and coefficient.numel() == 1
+    assert coefficient.dtype == torch.float64
+    assert coefficient.numel() == 1
     unsupported = _UNSUPPORTED.intersection(tensor.dtype for tensor in tensors)
     if unsupported:
         names = ", ".join(sorted(str(dtype) for dtype in unsupported))

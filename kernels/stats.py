@@ -107,6 +107,9 @@ def _widen(x, kind):
     """Elements as float32, or as float64 if that is what they are."""
     if x.dtype == tl.uint8:
         wide = _decode_float8(x, kind)
+    elif x.dtype == tl.bfloat16:
+        # By its bits: Triton's interpreter loses subnormals in the conversion.
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.float64:
         wide = x
     else:
@@ -271,7 +274,7 @@ def _read_chunk(
     BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     WIDTH: tl.constexpr = 2 if PAIR else 1
-    REAL: tl.constexpr = tl.float64 if ELEMENT == tl.float64 else tl.float32
+    REAL: tl.constexpr = tl.float64 if tl.float64 == ELEMENT else tl.float32
     # Sixteen bytes a lane would take too many registers once each of them is a float64.
     EXACT: tl.constexpr = 8 if VECTOR == 16 else VECTOR
     STEP_VECTORS: tl.constexpr = UNROLL * LANES
@@ -305,7 +308,7 @@ def _read_chunk(
         tile = _read_tile(pointer, steps, kind, VECTOR, PAIR, REAL)
         if is_trusted:
             squares = tl.sum(tile[0])
-            if REAL == tl.float64:
+            if tl.float64 == REAL:
                 is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
             else:
                 is_trusted = (squares >= SAFE_LOW) & (squares <= SAFE_HIGH)
@@ -341,9 +344,7 @@ def _read_chunk(
             # Positions before the tensor make the division inexact, but pairs never straddle a vector.
             first_index = (at * VECTOR - begin) // WIDTH
             # Less than a vector: one element for each lane.
-            rare, lanes = _read_exact(
-                pointer, edge_begin, edge_end, first_index, kind, rare, lanes, WIDTH, PAIR, False
-            )
+            rare, lanes = _read_exact(pointer, edge_begin, edge_end, first_index, kind, rare, lanes, WIDTH, PAIR, False)
 
     tl.store(row + NAN_COUNT * row_stride, rare[0].to(tl.float64))
     tl.store(row + INF_COUNT * row_stride, rare[1].to(tl.float64))

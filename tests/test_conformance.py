@@ -192,7 +192,7 @@ def test_mixed_dtypes_and_sizes_in_one_call(where: tuple[str, str]) -> None:
 
 def test_many_tensors(where: tuple[str, str]) -> None:
     backend, device = where
-    count = 300 if backend == "triton" and device == "cpu" else 3000  # the interpreter is slow
+    count = 120 if backend == "triton" and device == "cpu" else 3000  # the interpreter is slow
     tensors = [random(1 + i % 40, torch.float32, device) for i in range(count)]
     tensors[count - 2][0] = math.nan
     assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)

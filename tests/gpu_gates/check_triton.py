@@ -83,9 +83,7 @@ GATES = (
 def compiled(gate: Gate, architecture: int) -> Any:
     # As the launcher finds them: torch's allocations are aligned, the coefficient may be any element.
     aligned = [
-        (i,)
-        for i, (name, kind) in enumerate(gate.arguments.items())
-        if kind[0] == "*" and name != "coefficient"
+        (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "coefficient"
     ]
     source = ASTSource(
         gate.kernel, gate.arguments, constexprs={}, attrs={i: [["tt.divisibility", 16]] for i in aligned}
@@ -167,9 +165,7 @@ def check(gate: Gate, architecture: int) -> list[str]:
     unroll = int(stats.UNROLL.value if gate.kernel is stats.stats_kernel else scale.UNROLL.value)
     if len(loads) < gate.branches * unroll:
         problems.append(f"expected {gate.branches * unroll} loads in the main loops, found {len(loads)}")
-    narrow = sorted(
-        {a for a in loads if not WIDE_LOAD.match(a)} | {a for a in stores if not WIDE_STORE.match(a)}
-    )
+    narrow = sorted({a for a in loads if not WIDE_LOAD.match(a)} | {a for a in stores if not WIDE_STORE.match(a)})
     if narrow:
         problems.append(f"accesses less than 16 bytes in a main loop: {', '.join(narrow)}")
     if gate.kernel is scale.scale_kernel:
