@@ -7,7 +7,7 @@ import torch
 
 import gradstat
 from gradstat.__main__ import main
-from gradstat.demo import corpus, train
+from gradstat.demo import corpus, run, train
 from gradstat.demo.model import GPT, TINY
 
 
@@ -33,6 +33,47 @@ def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: py
 def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", "3"]) == 2
     assert "at least 10" in capsys.readouterr().err
+    assert main(["demo", "--steps", "0"]) == 2
+
+
+def test_options_that_cannot_work_are_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    assert main(["demo", "--quick", "--output", str(in_the_way)]) == 2
+    captured = capsys.readouterr()
+    assert f"cannot make the folder {in_the_way}" in captured.err
+    assert "step" not in captured.out
+    if not torch.cuda.is_available():
+        assert main(["demo", "--quick", "--device", "cuda"]) == 2
+        assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_sample_cannot_reach_the_terminal_as_escapes() -> None:
+    assert run._printable(b"def\x1b[2J\tx\xe9\nend") == ["def?[2J x?", "end"]
+
+
+def test_only_the_corrupted_step_counts_as_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The wrong step goes bad, the announced one stays healthy.
+    monkeypatch.setattr(train, "CORRUPTED_VALUE", 0.25)
+    model = GPT(TINY)
+    calls = iter(range(100))
+
+    def spoil_the_second_step(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan") if next(calls) == 1 else gradient
+
+    model.blocks[1].mlp.down.weight.register_hook(spoil_the_second_step)
+    data = corpus.read(corpus.standard_library(), limit=50_000)
+    result = train.train(model, data, 6, corrupted_step=4, corrupted_layer=1, seed=0, device="cpu")
+    assert [step for step, bad in enumerate(result.bad) if bad.any()] == [1]
+    assert result.incident is None
+
+
+def test_unreadable_sources_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "b.py").write_bytes(b"# \xff\n" * 5_000)
+    assert len(corpus.read(tmp_path)) == 20_000
 
 
 def test_the_model_learns_a_batch_by_heart() -> None:

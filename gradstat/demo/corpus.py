@@ -31,7 +31,10 @@ def read(folder: Path, limit: int = 4_000_000) -> Tensor:
     text = bytearray()
     for path in sorted(folder.rglob("*.py")):
         if passed_over.isdisjoint(path.relative_to(folder).parts):
-            text += path.read_bytes()
+            try:
+                text += path.read_bytes()
+            except OSError:  # a dangling link, or a file this user may not read
+                continue
             if len(text) >= limit:
                 break
     if len(text) < 10_000:

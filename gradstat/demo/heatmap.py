@@ -8,6 +8,8 @@ import numpy as np
 
 from gradstat.demo.train import Run
 
+_BAD, _LOSS, _NORM = "#ff2d55", "#1f6feb", "#8a8a8a"
+
 
 def layers_of(names: tuple[str, ...]) -> dict[str, list[int]]:
     """Positions of the parameters of each module, modules in order."""
@@ -19,52 +21,65 @@ def layers_of(names: tuple[str, ...]) -> dict[str, list[int]]:
 
 def draw(run: Run, path: Path) -> None:
     """Writes a PNG of ``run`` to ``path``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    # Figure and canvas without pyplot: no display is needed, and a caller's own backend stays as it is.
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     layers = layers_of(run.names)
     squares = np.square(np.array(run.layer_norms))
     norms = np.array([np.sqrt(squares[:, at].sum(1)) for at in layers.values()])
     bad = np.array([np.array(run.bad)[:, at].any(1) for at in layers.values()])
-    colors = plt.get_cmap("viridis").with_extremes(bad="#ff2d55")
-    with np.errstate(divide="ignore"):
-        shown = np.ma.masked_array(np.log10(np.maximum(norms, 1e-12)), mask=bad)
+    shown = np.ma.masked_array(np.log10(np.maximum(norms, 1e-12)), mask=bad)
     low, high = np.percentile(shown.compressed(), [1, 99.5])
-
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(14, 8.4), height_ratios=[1, 3.4], sharex=True, layout="constrained", dpi=100
-    )
     steps = np.arange(len(run.losses))
-    top.plot(steps, run.losses, color="#1f6feb", linewidth=1.6)
-    top.set_ylabel("loss", color="#1f6feb")
-    twin = top.twinx()
-    twin.semilogy(steps, run.norms, color="#8a8a8a", linewidth=1.0)
-    twin.set_ylabel("gradient norm", color="#6a6a6a")
-    top.set_title("A small GPT learning Python, every gradient checked on every step", loc="left", fontsize=14)
-    for axes in (top, twin):
-        axes.spines["top"].set_visible(False)
-    top.axvline(run.corrupted_step, color="#ff2d55", linewidth=1, linestyle="--")
 
+    figure = Figure(figsize=(14, 1.9 + 0.245 * len(layers)), layout="constrained", dpi=100)
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, height_ratios=[1, 0.135 * len(layers)], sharex=True)
+    top.set_title("A small GPT learning Python, every gradient checked on every step", loc="left", fontsize=14)
+    top.semilogy(steps, run.norms, color=_NORM, linewidth=1.1, label="gradient norm")
+    top.semilogy(steps, run.losses, color=_LOSS, linewidth=1.8, label="loss")
+    top.axvline(run.corrupted_step, color=_BAD, linewidth=1.2, linestyle="--", label="corrupted step")
+    top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    top.yaxis.set_major_formatter("{x:g}")
+    top.yaxis.set_minor_formatter(NullFormatter())
+    top.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    top.spines[["top", "right"]].set_visible(False)
+    top.legend(loc="upper right", ncols=3, frameon=False, fontsize=10)
+
+    colors = colormaps["viridis"].with_extremes(bad=_BAD)
     image = bottom.imshow(shown, aspect="auto", cmap=colors, vmin=low, vmax=high, interpolation="nearest")
-    bottom.set_yticks(range(len(layers)), list(layers), fontsize=8.5)
+    bottom.set_yticks(range(len(layers)), list(layers), fontsize=9.5)
+    bottom.tick_params(axis="y", length=0)
     bottom.set_xlabel("step")
-    figure.colorbar(image, ax=bottom, label="gradient norm, log10", pad=0.01, fraction=0.03)
-    for row, step in zip(*np.nonzero(bad), strict=True):
-        # One cell is a few pixels wide: a ring makes it findable.
-        bottom.plot(step, row, "o", markersize=13, markerfacecolor="none", markeredgecolor="#ff2d55", markeredgewidth=2)
+    owners = [name.rpartition(".")[0].split(".")[:2] for name in layers]
+    for row in range(1, len(owners)):
+        if owners[row] != owners[row - 1]:  # a thin line between the blocks
+            bottom.axhline(row - 0.5, color="white", linewidth=1.5)
+    figure.colorbar(image, ax=bottom, label="log10 of the gradient norm", pad=0.01, fraction=0.03, extend="both")
+
+    # One cell is a few pixels wide: a ring makes it findable.
+    rows, columns = np.nonzero(bad)
+    ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgecolor": _BAD, "markeredgewidth": 2}
+    bottom.plot(columns, rows, linestyle="none", **ring)
+    if len(rows):
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        left = columns[0] > len(steps) / 2
         bottom.annotate(
-            f"not finite: {list(layers)[row]}, step {step}",
-            (step, row),
-            xytext=(-14, 0),
+            f"not finite: {list(layers)[rows[0]]}, step {columns[0]}{more}",
+            (columns[0], rows[0]),
+            xytext=(-14 if left else 14, 0),
             textcoords="offset points",
-            ha="right",
+            ha="right" if left else "left",
             va="center",
             color="white",
-            fontsize=10,
+            fontsize=11,
             fontweight="bold",
-            bbox={"boxstyle": "round,pad=0.3", "facecolor": "#ff2d55", "edgecolor": "none"},
+            bbox={"boxstyle": "round,pad=0.3", "facecolor": _BAD, "edgecolor": "none"},
         )
+    cell = Line2D([], [], linestyle="none", marker="s", markersize=10, color=_BAD, label="not finite (NaN or Inf)")
+    bottom.legend(handles=[cell], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=10, borderpad=0)
     figure.savefig(path)
-    plt.close(figure)

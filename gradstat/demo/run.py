@@ -54,9 +54,17 @@ def _run(options: argparse.Namespace) -> int:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    steps = options.steps or (40 if options.quick else 300)
+    elif device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch sees no CUDA device; leave the option out to use the CPU", file=sys.stderr)
+        return 2
+    steps = (40 if options.quick else 300) if options.steps is None else options.steps
     if steps < 10:
         print("--steps must be at least 10, to have healthy steps before and after the corrupted one", file=sys.stderr)
+        return 2
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)  # now, not after a minute of training
+    except OSError as error:
+        print(f"--output: cannot make the folder {options.output}: {error.strerror}", file=sys.stderr)
         return 2
     size = TINY if options.quick else MEDIUM if device == "cuda" else SMALL
     torch.manual_seed(options.seed)
@@ -76,17 +84,20 @@ def _run(options: argparse.Namespace) -> int:
 
     run = train(model, data, steps, corrupted_step, layer, options.seed, device)
     print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}; what it writes by now:")
-    sample = model.write(b"def ", 120).decode(errors="replace")
-    print("\n".join(f"  | {line}" for line in sample.splitlines()) + "\n")
+    print("\n".join(f"  | {line}" for line in _printable(model.write(b"def ", 120))) + "\n")
 
     tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
     print(costs.table(costs.measure(model, tokens, rounds=5 if options.quick else 20), f"{where}, this very model"))
 
-    options.output.mkdir(parents=True, exist_ok=True)
     picture = options.output / "gradient-norms.png"
     heatmap.draw(run, picture)
     print(f"\npicture: {picture}")
     return _verdict(run, f"{culprit}.weight")
+
+
+def _printable(sample: bytes) -> list[str]:
+    """Lines of plain ASCII: sampled bytes may be anything, terminal escapes included."""
+    return ["".join(chr(b) if 32 <= b < 127 else "?" for b in line) for line in sample.expandtabs(4).split(b"\n")]
 
 
 def _verdict(run: Run, expected: str) -> int:

@@ -90,7 +90,9 @@ def train(
             norm = float(gradstat.clip_grad_norm_(model.parameters(), MAX_NORM))
             optimizer.step()
         else:
-            norm, run.incident = math.nan, report
+            norm = math.nan
+            if step == corrupted_step:  # a step that went bad by itself proves nothing about this one
+                run.incident = report
             progress.clear()
             _tell(report, step, loss.item())
 
