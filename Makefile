@@ -9,6 +9,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
 
+export GRADSTAT_WERROR := 1
+
 .DEFAULT_GOAL := help
 .PHONY: demo test lint format bench wheel gpu gpu-code fields clean help
 

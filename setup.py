@@ -17,9 +17,12 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CUDA_ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
 COMMON = ["-O3", "-std=c++17", "-g0"]
-CXX_FLAGS = [*COMMON, "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+CXX_FLAGS = [*COMMON, "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # gcc 12 warns about its own AVX-512 headers, and about vector types that never cross a function boundary.
-GCC_FLAGS = ["-Wno-psabi", "-Wno-maybe-uninitialized"]
+CXX_FLAGS += ["-Wno-unknown-warning-option", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+# Warnings are errors for those who work on gradstat, not for those who install it with a newer compiler.
+STRICT = os.environ.get("GRADSTAT_WERROR") == "1"
+CXX_FLAGS += ["-Werror"] if STRICT else []
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000"), ("USE_CUDA", None)]
 
 
@@ -62,7 +65,7 @@ def torch_extension(name, sources, **kwargs):
         sources,
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").iterdir())],
         define_macros=MACROS,
-        extra_compile_args=[*CXX_FLAGS, *GCC_FLAGS, *flags, *kwargs.pop("compile_args", [])],
+        extra_compile_args=[*CXX_FLAGS, *flags, *kwargs.pop("compile_args", [])],
         library_dirs=[*library_paths(), *kwargs.pop("library_dirs", [])],
         libraries=libraries,
         extra_link_args=link,
@@ -89,13 +92,8 @@ class BuildExtension(build_ext):
             targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
             last = CUDA_ARCHITECTURES[-1]
             command = [os.path.join(cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", *targets]
-            command += [
-                f"-gencode=arch=compute_{last},code=compute_{last}",
-                "--threads",
-                "0",
-                "-Werror",
-                "all-warnings",
-            ]
+            command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", "0"]
+            command += ["-Werror", "all-warnings"] if STRICT else []
             command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
             print(" ".join(command), flush=True)
             subprocess.run(command, check=True)

@@ -82,9 +82,10 @@ def sanitize() -> bool:
 
 def measure() -> bool:
     """Launches, syncs, and times against torch in one run"""
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
     from cases import PROVIDERS, SHAPES, checked_norm, parameters_of
+    from launches import count_launches
     from rows import Row, append
     from timing import interleaved
     from torch import Tensor
@@ -132,24 +133,11 @@ def measure() -> bool:
                 ("stats", lambda gs=gradients, b=backend: gradstat.stats(gs, backend=b)),
                 ("clip", lambda ps=parameters, b=backend: gradstat.clip_grad_norm_(ps, 1e9, backend=b)),
             ):
-                count = _launches(call)
+                count = count_launches(call)
                 rows.append(Row(f"gradstat {backend} {name}", case, "launches", "", count))
                 print(f"{case:<34} gradstat {backend} {name:<12} {count} launches")
     print(f"rows appended to {append(rows, 'gpu_session').relative_to(ROOT)}")
     return True
-
-
-def _launches(call: Callable[[], object]) -> int:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.count for event in profiler.key_averages() if event.key.startswith(("cudaLaunch", "cuLaunch")))
 
 
 def _record_outcomes(outcomes: dict[str, tuple[bool, float]]) -> None:

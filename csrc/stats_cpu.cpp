@@ -151,7 +151,8 @@ struct Kernels {
 Kernels choose_kernels() {
   std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale}};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+  // Every processor with AVX2 has F16C, about which not every compiler can ask.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     supported.push_back({"avx2", avx2::read, avx2::scale});
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {

@@ -54,7 +54,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     listed = list(tensors) if not isinstance(tensors, list) else tensors
     if isinstance(tensors, Tensor):
         raise TypeError("expected a list of tensors, got a tensor; pass [tensor]")
-    if torch.compiler.is_compiling():
+    if listed and torch.compiler.is_compiling():
         return _compiled_stats(listed, backend)
     with torch.no_grad():
         parts = measure_parts(listed, _position_name, backend)

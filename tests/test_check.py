@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launches import count_launches
 from test_conformance import assert_rows_match
 from torch import nn
 
@@ -410,15 +411,3 @@ def trained_on_gpu() -> nn.Module:
     model = make_model().cuda()
     model(torch.randn(4, 6, device="cuda")).square().sum().backward()
     return model
-
-
-def count_launches(call: Callable[[], object]) -> int:
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.count for event in profiler.key_averages() if event.key.startswith(("cudaLaunch", "cuLaunch")))

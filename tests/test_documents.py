@@ -1,0 +1,48 @@
+"""What the documents claim: figures come from rows, examples run, links lead somewhere."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def load_script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_rendered_from_the_recorded_rows() -> None:
+    render = load_script(ROOT / "benchmarks" / "render.py")
+    for document in render.DOCUMENTS:
+        text = document.read_text()
+        assert render.MARKED.search(text), f"{document.name} has lost its markers"
+        assert render.rendered(text) == text, "run `python benchmarks/render.py --write`"
+
+
+def test_the_first_example_of_the_readme_runs_as_printed() -> None:
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"model": model, "optimizer": optimizer, "loss": model(torch.randn(3, 4)).sum()}
+    exec(example, names)
+    assert names["report"].ok  # type: ignore[attr-defined]
+    assert names["norm"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_names_of_files_exist(document: Path) -> None:
+    text = document.read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (document.parent / target).exists(), target
+    for name in re.findall(r"`((?:csrc|gradstat|kernels|tests|benchmarks|docs)/[\w./]*\w)`", text):
+        assert (ROOT / name).exists(), name
