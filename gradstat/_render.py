@@ -23,11 +23,11 @@ def _headline(report: Report, what: str) -> str:
         return f"gradstat: no {what} to check"
     if report.ok:
         return (
-            f"gradstat: {len(report)} {what}s of {report.numel:,} elements, all finite, "
-            f"norm {report.total_norm:.4g}, largest |x| {report.max_abs:.4g}"
+            f"gradstat: {len(report)} {what}{'s' * (len(report) != 1)} of {report.numel:,} elements, all finite, "
+            f"norm {report.total_norm:.4g}, largest |x| {_short(report.max_abs)}"
         )
     return (
-        f"gradstat: {len(report.nonfinite)} of {len(report)} {what}s are NOT FINITE: "
+        f"gradstat: {len(report.nonfinite)} of {len(report)} {what}{'s' * (len(report) != 1)} NOT FINITE: "
         f"{report.nan_count:,} NaN and {report.inf_count:,} Inf in {report.numel:,} elements"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,11 +118,11 @@ def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
     return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
 
 
-def check_tensors(tensors: Mapping[str, Tensor] | Sequence[Tensor] | Tensor, *, backend: str | None = None) -> Report:
+def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, backend: str | None = None) -> Report:
     """The same report about any tensors: activations, a batch, weights, losses. One sync, as `check`.
 
     Args:
-        tensors: Tensors by name, or a sequence of tensors (named by position), or one tensor.
+        tensors: Tensors by name, or several (named by position), or one tensor.
         backend: As in `check`.
 
     Raises:
@@ -131,6 +131,8 @@ def check_tensors(tensors: Mapping[str, Tensor] | Sequence[Tensor] | Tensor, *, 
     if isinstance(tensors, Mapping):
         names, listed = list(tensors), list(tensors.values())
     else:
+        if not isinstance(tensors, Iterable):
+            raise TypeError(f"expected tensors, by name or in a sequence, or one tensor, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [f"tensors[{i}]" for i in range(len(listed))]
     with torch.no_grad():

@@ -61,8 +61,8 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor.
     """
-    if isinstance(parameters, Module):
-        raise TypeError("expected parameters, got a module; pass module.parameters()")
+    if isinstance(parameters, Module) or not isinstance(parameters, Iterable):
+        raise TypeError(f"expected parameters, got {type(parameters).__name__}; pass module.parameters()")
     is_generator = isinstance(parameters, types.GeneratorType)
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if is_generator and not listed:

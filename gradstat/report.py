@@ -300,7 +300,7 @@ class Report:
         if len(self.nonfinite) > len(shown):
             lines.append(f"  and {len(self.nonfinite) - len(shown)} more")
         raise NonFiniteGradientError(
-            f"{len(self.nonfinite)} of {len(self)} {self._what}s are not finite "
+            f"{len(self.nonfinite)} of {len(self)} {self._what}{'s' * (len(self) != 1)} not finite "
             f"({self.nan_count} NaN, {self.inf_count} Inf):\n" + "\n".join(lines),
             self,
         )

@@ -273,6 +273,8 @@ def test_a_module_and_things_that_are_not_parameters_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"module\.parameters\(\)"):
         gradstat.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected parameters, got NoneType"):
+        gradstat.clip_grad_norm_(None, 1.0)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match=r"item 0.*tuple"):
         gradstat.clip_grad_norm_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match=r"item 1.*NoneType"):
