@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradstat
+from gradstat.demo.costs import naive_loop
 
 SHAPES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "300 tensors of 8x8": lambda: [(8, 8)] * 300,
@@ -34,19 +35,6 @@ def parameters_of(case: str, dtype: torch.dtype = torch.float32, device: str = "
         parameter.grad = torch.randn(shape, generator=generator).to(dtype).to(device)
         made.append(parameter)
     return made
-
-
-def naive_loop(parameters: list[nn.Parameter]) -> int:
-    """What people write by hand: several reductions per gradient, each brought to the host at once."""
-    bad = 0
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            bad += bool(gradient.isnan().any().item()) or bool(gradient.isinf().any().item())
-            gradient.norm().item()
-            gradient.min().item()
-            gradient.max().item()
-    return bad
 
 
 def plain_read(parameters: list[nn.Parameter]) -> list[Tensor]:

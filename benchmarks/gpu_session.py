@@ -85,7 +85,7 @@ def measure() -> bool:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
     from cases import PROVIDERS, SHAPES, checked_norm, parameters_of
-    from launches import count_launches
+    from gpu_counts import count
     from rows import Row, append
     from timing import interleaved
     from torch import Tensor
@@ -130,12 +130,14 @@ def measure() -> bool:
         )
         for backend in ("native", "triton"):
             for name, call in (
-                ("stats", lambda gs=gradients, b=backend: gradstat.stats(gs, backend=b)),
-                ("clip", lambda ps=parameters, b=backend: gradstat.clip_grad_norm_(ps, 1e9, backend=b)),
+                ("stats", partial(gradstat.stats, gradients, backend=backend)),
+                ("check", partial(gradstat.check, parameters, backend=backend)),
+                ("clip", partial(gradstat.clip_grad_norm_, parameters, 2 * norm, backend=backend)),
             ):
-                count = count_launches(call)
-                rows.append(Row(f"gradstat {backend} {name}", case, "launches", "", count))
-                print(f"{case:<34} gradstat {backend} {name:<12} {count} launches")
+                counts = count(call)
+                provider = f"gradstat {backend} {name}"
+                rows += [Row(provider, case, metric, "", value) for metric, value in counts._asdict().items()]
+                print(f"{case:<34} {provider:<26} {counts.launches} launches, {counts.syncs} syncs")
     print(f"rows appended to {append(rows, 'gpu_session').relative_to(ROOT)}")
     return True
 

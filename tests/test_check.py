@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gpu_counts import Counts, count
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import count_launches
 from test_conformance import assert_rows_match
 from torch import nn
 
@@ -374,14 +374,18 @@ def test_no_call_syncs_but_check_once(backend: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("backend", "clip_launches"), [("native", 2), ("triton", None)])
-def test_launches_per_call(backend: str, clip_launches: int | None) -> None:
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_launches_and_syncs_of_every_call(backend: str) -> None:
     model = trained_on_gpu()
     tensors = [parameter.grad for parameter in model.parameters()]
-    assert count_launches(lambda: gradstat.stats(tensors, backend=backend)) == 1
-    if clip_launches is not None:
-        launches = count_launches(lambda: gradstat.clip_grad_norm_(model.parameters(), 1.0, backend=backend))
-        assert launches == clip_launches
+    assert count(lambda: gradstat.stats(tensors, backend=backend)) == Counts(launches=1, syncs=0)
+    assert count(lambda: gradstat.check_async(model, backend=backend)) == Counts(launches=1, syncs=0)
+    assert count(lambda: gradstat.check(model, backend=backend)) == Counts(launches=1, syncs=1)
+    for max_norm in (1e-3, 1e9):
+        counts = count(lambda m=max_norm: gradstat.clip_grad_norm_(model.parameters(), m, backend=backend))  # type: ignore[misc]
+        assert counts.syncs == 0
+        if backend == "native":
+            assert counts.launches == 2
 
 
 @pytest.mark.cuda
