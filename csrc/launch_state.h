@@ -11,6 +11,12 @@
 #include "entry.h"
 #include "tile_table.h"
 
+// The one piece of syntax that only nvcc knows, so that everything else also compiles as plain C++, where
+// tests/cuda_on_host gives it another meaning.
+#if !defined(GRADSTAT_LAUNCH)
+#define GRADSTAT_LAUNCH(kernel, blocks, stream, ...) kernel<<<blocks, kThreads, 0, stream>>>(__VA_ARGS__)
+#endif
+
 namespace gradstat {
 
 // Throws std::runtime_error naming `what` if `result` is an error.

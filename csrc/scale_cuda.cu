@@ -19,7 +19,7 @@ void launch_scale(const std::vector<Entry>& entries, const double* coefficient, 
   const ScaleArguments arguments{static_cast<int32_t>(entries.size()), Partition::of(tiles, blocks),
                                  coefficient};
   with_table(entries, workspace, device, stream, [&](const auto& table) {
-    scale_kernel<<<blocks, kThreads, 0, stream>>>(table, arguments);
+    GRADSTAT_LAUNCH(scale_kernel, blocks, stream, table, arguments);
     check_cuda(cudaGetLastError(), "launching the scale kernel");
   });
 }

@@ -41,7 +41,7 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
                                  norm != nullptr,
                                  norm != nullptr ? *norm : NormRequest{}};
   with_table(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
-    stats_kernel<<<blocks, kThreads, 0, stream>>>(entries_table, arguments);
+    GRADSTAT_LAUNCH(stats_kernel, blocks, stream, entries_table, arguments);
     check_cuda(cudaGetLastError(), "launching the statistics kernel");
   });
 }

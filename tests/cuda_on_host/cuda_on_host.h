@@ -5,6 +5,7 @@
 
 #include <setjmp.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -35,6 +36,7 @@ struct dim3 {
 namespace cuda_on_host {
 
 constexpr int kWarpSize = 32;
+constexpr unsigned kMostSeconds = 60;  // for one launch
 
 // Threads that meet: all wait until the last has come.
 struct Meeting {
@@ -167,6 +169,7 @@ template <class Kernel>
 void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   static Block runner(256);
   if (threads != 256) std::abort();
+  alarm(kMostSeconds);  // a kernel that never ends ends the process, rather than hanging the tests
   block = &runner;
   block_count = blocks;
   std::vector<uint32_t> order(blocks);
@@ -177,6 +180,7 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
     block_number = number;
     runner.run(kernel, static_cast<int>(random() % 256));
   }
+  alarm(0);
 }
 
 struct ThreadIndex {
