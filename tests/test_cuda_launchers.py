@@ -140,11 +140,14 @@ def test_a_table_is_uploaded_only_when_it_changed(library: ctypes.CDLL) -> None:
     stream.scale(many, coefficient)
     assert spent(library, before) == {"launches": 4}
     after = stream.stats(many)
+    others = stream.stats(tensors(2000, 50, 9))  # as many and as large, elsewhere in memory
+    assert spent(library, before) == {"pinned_allocations": 1, "copies": 1, "launches": 6}
     originals = [t.copy() for t in many]
     stream.synchronize()
     for result in (first, *again):
         result.assert_right(originals)
     after.assert_right(doubled)
+    others.assert_right()
 
 
 def test_tables_under_way_are_not_overwritten(library: ctypes.CDLL) -> None:
