@@ -5,12 +5,9 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gradstat.tensor_stats import TensorStats
-
-if TYPE_CHECKING:  # a report prints itself through this module, which only needs to know its type
-    from gradstat.report import Report
 
 _SHOWN = 20
 _EXTREMES = 3
@@ -18,7 +15,30 @@ _BAD_STYLE = ' style="color:#b00020;font-weight:bold"'
 _HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "zeros")
 
 
-def _headline(report: Report, what: str) -> str:
+class Summary(Protocol):
+    """What has to be known about a report to show it; `gradstat.report.Report` says what each means."""
+
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def nan_count(self) -> int: ...
+    @property
+    def inf_count(self) -> int: ...
+    @property
+    def total_norm(self) -> float: ...
+    @property
+    def max_abs(self) -> float: ...
+    @property
+    def missing(self) -> tuple[str, ...]: ...
+    @property
+    def nonfinite(self) -> list[TensorStats]: ...
+    def worst(self, n: int, by: str) -> list[TensorStats]: ...
+    def __len__(self) -> int: ...
+
+
+def _headline(report: Summary, what: str) -> str:
     if not len(report):
         return f"gradstat: no {what} to check"
     if report.ok:
@@ -32,7 +52,7 @@ def _headline(report: Report, what: str) -> str:
     )
 
 
-def _sections(report: Report) -> list[tuple[str, list[TensorStats]]]:
+def _sections(report: Summary) -> list[tuple[str, list[TensorStats]]]:
     """What the text and the HTML show: the bad ones, then the extremes of the healthy ones."""
     sections = []
     if report.nonfinite:
@@ -46,7 +66,7 @@ def _sections(report: Report) -> list[tuple[str, list[TensorStats]]]:
     return [(title, rows) for title, rows in sections if rows]
 
 
-def _footers(report: Report, what: str) -> list[str]:
+def _footers(report: Summary, what: str) -> list[str]:
     lines = []
     if len(report.nonfinite) > _SHOWN:
         lines.append(f"... and {len(report.nonfinite) - _SHOWN} more that are not finite")
@@ -57,7 +77,7 @@ def _footers(report: Report, what: str) -> list[str]:
     return lines
 
 
-def text(report: Report, what: str) -> str:
+def text(report: Summary, what: str) -> str:
     """A table for terminals and logs; ``what`` says what the tensors are."""
     sections = [(title, [_cells(stats) for stats in rows]) for title, rows in _sections(report)]
     every = [_HEADER, *(cells for _, rows in sections for cells in rows)]
@@ -75,7 +95,7 @@ def text(report: Report, what: str) -> str:
     return "\n".join(out + _footers(report, what))
 
 
-def page(report: Report, what: str) -> str:
+def page(report: Summary, what: str) -> str:
     """The same as HTML, with names escaped."""
     parts = [f"<p><b>{html.escape(_headline(report, what))}</b></p>"]
     for title, rows in _sections(report):
