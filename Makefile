@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
+CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
 export GRADSTAT_WERROR := 1
 
@@ -24,12 +25,12 @@ lint: $(VENV)/.installed ## Check style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh tests/cuda_on_host/*
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh tests/cuda_on_host/*
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 bench: $(VENV)/.built ## Time checks and clipping against torch on this machine
 	$(BIN)/python benchmarks/quick.py
