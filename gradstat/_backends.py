@@ -123,6 +123,8 @@ def _load_triton(device_type: str) -> Kernels:
 
 
 def _load_reference(device_type: str) -> Kernels:
+    if device_type == "mps":
+        raise BackendUnavailableError("tables are float64, which mps devices do not have; check copies on the CPU")
     _require_device(device_type)
     from gradstat import reference
 

@@ -52,6 +52,11 @@ def test_a_forced_backend_without_kernels_for_the_device_names_the_tensor() -> N
         resolve_for("native", "mps", "w")
 
 
+def test_a_device_without_float64_is_refused_with_the_remedy() -> None:
+    with pytest.raises(gradstat.BackendUnavailableError, match=r"no backend serves.*'mps'.*copies on the CPU"):
+        _backends.resolve(None, "mps")
+
+
 def parameter() -> torch.nn.Parameter:
     made = torch.nn.Parameter(torch.ones(2))
     made.grad = torch.ones(2)
