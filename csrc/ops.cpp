@@ -19,8 +19,10 @@ struct Cpu {
     *norm->coefficient = clip_coefficient(value, norm->max_norm);
   }
 
+  static bool is_known_to_be_one(const double* coefficient) { return *coefficient == 1.0; }
+
   static void scale(const std::vector<Entry>& entries, int32_t, const double* coefficient) {
-    if (*coefficient != 1.0) scale_cpu(entries, *coefficient);
+    scale_cpu(entries, *coefficient);
   }
 };
 

@@ -26,7 +26,7 @@ struct Cuda {
   // Workspaces come from torch's caching allocator and return to it on leaving, which is safe because it
   // hands memory out again in the order of the stream.
   static Tensor workspace(int64_t bytes, int32_t device) {
-    return new_tensor({bytes > 0 ? bytes : 1}, ScalarType::Byte, type(), device);
+    return new_tensor({bytes > 0 ? bytes : 1}, aoti_torch_dtype_uint8(), type(), device);
   }
 
   static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
@@ -35,6 +35,9 @@ struct Cuda {
     const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
     launch_stats(list.entries(), table, norm, memory.data_ptr(), device, current_stream(device));
   }
+
+  // The kernel looks at the coefficient itself.
+  static bool is_known_to_be_one(const double*) { return false; }
 
   static void scale(const std::vector<Entry>& entries, int32_t device, const double* coefficient) {
     const torch::stable::accelerator::DeviceGuard guard(device);

@@ -1,6 +1,7 @@
 // The operators, written once for every kind of device. A `Device` provides
 //   static int32_t type();
 //   static void measure(const TensorList&, Row* table, const NormRequest* norm);
+//   static bool is_known_to_be_one(const double* coefficient);   without waiting for the device
 //   static void scale(const std::vector<Entry>&, int32_t device_index, const double* coefficient);
 // and gets the schemas of ops.cpp in return. All pointers are to the device's memory.
 #pragma once
@@ -19,14 +20,14 @@
 
 namespace gradstat {
 
-inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype, int32_t device_type,
+inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t torch_dtype, int32_t device_type,
                          int32_t device_index) {
   int64_t strides[2] = {1, 1};
   if (sizes.size() == 2) strides[0] = *(sizes.begin() + 1);
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
-                                                         strides, static_cast<int32_t>(dtype), device_type,
-                                                         device_index, &handle));
+                                                         strides, torch_dtype, device_type, device_index,
+                                                         &handle));
   return Tensor(handle);
 }
 
@@ -53,7 +54,7 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
 template <class Device>
 struct Ops {
   static Tensor new_table(const TensorList& list) {
-    return new_tensor({list.size(), kFields}, ScalarType::Double, Device::type(), list.device_index());
+    return new_tensor({list.size(), kFields}, aoti_torch_dtype_float64(), Device::type(), list.device_index());
   }
 
   static Tensor stats(const std::vector<Tensor>& tensors) { return std::get<0>(check(tensors)); }
@@ -76,10 +77,9 @@ struct Ops {
                     norm_type);
     const int32_t index = list.device_index();
     Tensor table = new_table(list);
-    const DType dtype =
-        scalar_type_of(list.norm_dtype()) == ScalarType::Float ? DType::kFloat32 : list.norm_dtype();
-    Tensor norm = new_tensor({}, scalar_type_of(dtype), Device::type(), index);
-    Tensor coefficient = new_tensor({}, ScalarType::Double, Device::type(), index);
+    const DType dtype = list.norm_dtype();
+    Tensor norm = new_tensor({}, torch_code_of(dtype), Device::type(), index);
+    Tensor coefficient = new_tensor({}, aoti_torch_dtype_float64(), Device::type(), index);
     const NormRequest request{max_norm, norm_type == kInf, dtype, norm.data_ptr(),
                               static_cast<double*>(coefficient.data_ptr())};
     Device::measure(list, static_cast<Row*>(table.data_ptr()), &request);
@@ -88,7 +88,9 @@ struct Ops {
 
   static void scale_(const std::vector<Tensor>& tensors, const Tensor& coefficient) {
     const TensorList list(tensors, Device::type());
-    STD_TORCH_CHECK(coefficient.scalar_type() == ScalarType::Double && coefficient.numel() == 1,
+    int32_t dtype = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(coefficient.get(), &dtype));
+    STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && coefficient.numel() == 1,
                     "gradstat: the coefficient must be one float64 element");
     STD_TORCH_CHECK(coefficient.get_device_index() == list.device_index(),
                     "gradstat: the coefficient must be on the tensors' device");
@@ -98,6 +100,7 @@ struct Ops {
   // A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
   // entries of a pass at once.
   static void scale_list(const TensorList& list, const double* coefficient) {
+    if (Device::is_known_to_be_one(coefficient)) return;
     std::vector<Entry> pass = list.entries();
     while (!pass.empty()) {
       std::vector<Entry> repeated = take_repeated(pass);

@@ -6,11 +6,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,7 +21,6 @@
 
 namespace gradstat {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 struct ElementType {
@@ -28,66 +28,52 @@ struct ElementType {
   bool is_pair;
 };
 
-inline bool element_type_of(ScalarType scalar_type, ElementType& out) {
-  switch (scalar_type) {
-    case ScalarType::Float:
-      out = {DType::kFloat32, false};
-      return true;
-    case ScalarType::BFloat16:
-      out = {DType::kBFloat16, false};
-      return true;
-    case ScalarType::Half:
-      out = {DType::kFloat16, false};
-      return true;
-    case ScalarType::Double:
-      out = {DType::kFloat64, false};
-      return true;
-    case ScalarType::Float8_e4m3fn:
-      out = {DType::kFloat8E4M3FN, false};
-      return true;
-    case ScalarType::Float8_e5m2:
-      out = {DType::kFloat8E5M2, false};
-      return true;
-    case ScalarType::Float8_e4m3fnuz:
-      out = {DType::kFloat8E4M3FNUZ, false};
-      return true;
-    case ScalarType::Float8_e5m2fnuz:
-      out = {DType::kFloat8E5M2FNUZ, false};
-      return true;
-    case ScalarType::ComplexHalf:
-      out = {DType::kFloat16, true};
-      return true;
-    case ScalarType::ComplexFloat:
-      out = {DType::kFloat32, true};
-      return true;
-    case ScalarType::ComplexDouble:
-      out = {DType::kFloat64, true};
-      return true;
-    default:
-      return false;
-  }
+// What torch calls the types the kernels read. Its numbers for them are asked for, not assumed: the values are
+// not part of the stable interface.
+struct KnownType {
+  int32_t torch_code;
+  ElementType element;
+};
+
+inline const std::array<KnownType, 11>& known_types() {
+  static const std::array<KnownType, 11> types = {{
+      {aoti_torch_dtype_float32(), {DType::kFloat32, false}},
+      {aoti_torch_dtype_bfloat16(), {DType::kBFloat16, false}},
+      {aoti_torch_dtype_float16(), {DType::kFloat16, false}},
+      {aoti_torch_dtype_float64(), {DType::kFloat64, false}},
+      {aoti_torch_dtype_complex64(), {DType::kFloat32, true}},
+      {aoti_torch_dtype_complex128(), {DType::kFloat64, true}},
+      {aoti_torch_dtype_complex32(), {DType::kFloat16, true}},
+      {aoti_torch_dtype_float8_e4m3fn(), {DType::kFloat8E4M3FN, false}},
+      {aoti_torch_dtype_float8_e5m2(), {DType::kFloat8E5M2, false}},
+      {aoti_torch_dtype_float8_e4m3fnuz(), {DType::kFloat8E4M3FNUZ, false}},
+      {aoti_torch_dtype_float8_e5m2fnuz(), {DType::kFloat8E5M2FNUZ, false}},
+  }};
+  return types;
 }
 
-// torch's promotion restricted to the real types a norm can have: bf16 with fp16 gives fp32.
+inline bool element_type_of(int32_t torch_code, ElementType& out) {
+  for (const KnownType& type : known_types()) {
+    if (type.torch_code == torch_code) {
+      out = type.element;
+      return true;
+    }
+  }
+  return false;
+}
+
+inline int32_t torch_code_of(DType dtype) {
+  for (const KnownType& type : known_types()) {
+    if (type.element.dtype == dtype && !type.element.is_pair) return type.torch_code;
+  }
+  throw std::logic_error("gradstat: a dtype that torch has no name for");
+}
+
+// torch's promotion restricted to the types a norm can have: bf16 with fp16 gives fp32.
 inline DType promote(DType a, DType b) {
   if (a == b) return a;
   if (a == DType::kFloat64 || b == DType::kFloat64) return DType::kFloat64;
   return DType::kFloat32;
-}
-
-inline ScalarType scalar_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return ScalarType::Float;
-    case DType::kBFloat16:
-      return ScalarType::BFloat16;
-    case DType::kFloat16:
-      return ScalarType::Half;
-    case DType::kFloat64:
-      return ScalarType::Double;
-    default:
-      return ScalarType::Float;
-  }
 }
 
 // Dense and non-overlapping: the elements fill one stretch of memory, in some order of the dimensions.
@@ -129,7 +115,7 @@ class TensorList {
   const std::vector<Entry>& entries() const { return entries_; }
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   int32_t device_index() const { return device_index_; }
-  // The dtype of the norm: the promotion over all tensors' real types.
+  // The dtype of the norm: the promotion over all tensors' real types, float32 for 8-bit ones.
   DType norm_dtype() const { return norm_dtype_; }
   // Equal for two lists only if every size, stride, dtype and device agrees (up to a 64-bit collision).
   int64_t signature() const { return static_cast<int64_t>(signature_); }
@@ -150,7 +136,7 @@ class TensorList {
       reject(position, "is on another device than the first");
     }
     ElementType element;
-    if (!element_type_of(static_cast<ScalarType>(scalar), element)) {
+    if (!element_type_of(scalar, element)) {
       reject(position, "has a dtype without gradient statistics");
     }
 
@@ -171,7 +157,8 @@ class TensorList {
 
     void* data = nullptr;
     if (numel > 0) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
-    norm_dtype_ = position == 0 ? element.dtype : promote(norm_dtype_, element.dtype);
+    const DType real = size_of(element.dtype) == 1 ? DType::kFloat32 : element.dtype;
+    norm_dtype_ = position == 0 ? real : promote(norm_dtype_, real);
     entries_.push_back({data, numel, element.dtype, element.is_pair});
   }
 
