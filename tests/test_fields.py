@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradstat
@@ -38,6 +38,7 @@ def test_a_stale_extension_is_refused_with_the_remedy() -> None:
     _native.check_fingerprint(_fields.FINGERPRINT, Path("_C.abi3.so"))
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30), st.integers(0, 30))
 def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
     """Counts and extremes exactly, norms to rounding: what chunks, ranks and steps rely on."""
