@@ -37,6 +37,18 @@ def parameters_of(case: str, dtype: torch.dtype = torch.float32, device: str = "
     return made
 
 
+def small_transformer() -> nn.Module:
+    """144 small parameters in 85 modules, with gradients: little to read, so that the host's part shows."""
+
+    def layer(width: int) -> nn.Module:
+        linear = [nn.Linear(width, width) for _ in range(4)]
+        return nn.Sequential(nn.LayerNorm(width), *linear, nn.LayerNorm(width))
+
+    model = nn.Sequential(*(layer(32) for _ in range(12)))
+    model(torch.randn(2, 32)).sum().backward()
+    return model
+
+
 def plain_read(parameters: list[nn.Parameter]) -> list[Tensor]:
     """The least anyone can do: read every byte once."""
     return [parameter.grad.sum() for parameter in parameters if parameter.grad is not None]

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from cases import PROVIDERS, SHAPES, checked_norm, parameters_of
+from cases import PROVIDERS, SHAPES, checked_norm, parameters_of, small_transformer
 from rows import Row, append, device_name, versions
 from timing import interleaved
 from tqdm import tqdm
 
 import gradstat
+from gradstat._plan import gradients_of, source_of
 from gradstat.demo import corpus, costs
 from gradstat.demo.model import GPT, SMALL
 
@@ -65,6 +66,25 @@ def steps(device: str, rounds: int) -> Iterator[list[Row]]:
     yield [Row(name, case, "median time", "us", sorted(s)[len(s) // 2] * 1e6) for name, s in medians.items()]
 
 
+def host(device: str, rounds: int) -> Iterator[list[Row]]:
+    """Where the time of a check goes when there is little to read."""
+    model = small_transformer().to(device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    parameters = list(model.parameters())
+    source = source_of(model)
+    gradients, _ = gradients_of(source)
+    calls = {
+        "gradstat.check(model).ok": lambda: gradstat.check(model).ok,
+        "gradstat clip, unclipped": lambda: gradstat.clip_grad_norm_(parameters, 1e9),
+        "torch clip, unclipped": lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
+        "of a check: find parameters": lambda: source_of(model),
+        "of a check: collect gradients": lambda: gradients_of(source),
+        "of a check: the table": lambda: gradstat.stats(gradients),
+    }
+    yield compare("144 small parameters in 85 modules", calls, 0, 20 * rounds)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +95,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"{device_name()}, {torch.get_num_threads()} threads, {versions()}")
     collected: list[Row] = []
-    for group in tqdm([lists, dtypes, steps], desc="measuring", disable=not sys.stderr.isatty()):
+    for group in tqdm([lists, host, dtypes, steps], desc="measuring", disable=not sys.stderr.isatty()):
         for rows in group(options.device, options.rounds):
             collected += rows
     case = None

@@ -112,8 +112,7 @@ def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
     missing: Callable[[], Sequence[str]] = tuple
     if positions is not None:
         # Which ones is known now and could change; their names are looked up when asked for.
-        present = set(positions)
-        absent = [i for i, p in enumerate(source.parameters) if i not in present and p.requires_grad]
+        absent = [i for i, p in enumerate(source.parameters) if p.grad is None and p.requires_grad]
         missing = _names_at(source, absent)
     return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
 

@@ -76,7 +76,11 @@ def clip_grad_norm_(
     if foreach:
         _require_foreach(gradients)
     with torch.no_grad():
-        return _clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+        norm = _clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+    if max_norm != _INF:
+        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+        torch.autograd.graph.increment_version(gradients)
+    return norm
 
 
 def _gradients(parameters: list[Tensor]) -> list[Tensor]:
@@ -123,12 +127,8 @@ def _clip_fused(
         _raise_if_nonfinite(norm, norm_type)
         if max_norm != _INF:
             kernels.scale_(gradients, coefficient)
-    else:
-        norm = kernels.clip_(gradients, max_norm, norm_type)
-    if max_norm != _INF:
-        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
-        torch.autograd.graph.increment_version(gradients)
-    return norm
+        return norm
+    return kernels.clip_(gradients, max_norm, norm_type)
 
 
 def _clip_general(
@@ -164,7 +164,6 @@ def _clip_general(
         coefficient = _norms.clip_coefficient(total, max_norm)
         for device, at in groups.items():
             scale_any_(kernels[device], [targets[i] for i in at], coefficient.to(device, non_blocking=True))
-        torch.autograd.graph.increment_version(gradients)
     return norm
 
 

@@ -18,7 +18,7 @@ from gradstat import _fields, _render
 from gradstat._tensors import TensorInfo
 from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
-# The derived values a tensor has besides the stored fields, each with its function of a table.
+# What `Report.worst` can order by.
 _ORDERINGS = (
     "severity",
     "l2_norm",
@@ -202,9 +202,8 @@ class Report:
         if by not in _ORDERINGS:
             raise ValueError(f"cannot order by {by!r}; known: {', '.join(_ORDERINGS)}")
         if by == "severity":
-            bad = [stats.name for stats in self.nonfinite[:n]]
-            rest = [stats for stats in self.worst(n, by="max_abs") if stats.ok]
-            return (self.nonfinite[:n] + rest)[:n] if bad else rest[:n]
+            healthy = [stats for stats in self.worst(n, by="max_abs") if stats.ok]
+            return (self.nonfinite[:n] + healthy)[:n]
         values = self.to_numpy()[by].astype(np.float64)
         order = np.argsort(-np.nan_to_num(values, nan=-math.inf), kind="stable")
         return [self._at(int(i)) for i in order[:n]]

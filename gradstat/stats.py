@@ -51,9 +51,9 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         TypeError, ValueError: A tensor cannot be measured; the message names its position.
         BackendUnavailableError: ``backend`` cannot run here.
     """
-    listed = list(tensors) if not isinstance(tensors, list) else tensors
     if isinstance(tensors, Tensor):
         raise TypeError("expected a list of tensors, got a tensor; pass [tensor]")
+    listed = tensors if isinstance(tensors, list) else list(tensors)
     if listed and torch.compiler.is_compiling():
         return _compiled_stats(listed, backend)
     with torch.no_grad():
@@ -99,8 +99,8 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
     for device, positions in groups.items():
         kernels = resolve_for(backend, device.type, name_of(positions[0]))
         group = [plain[i] for i in positions]
-        table, _ = kernels.check(group)
-        parts.append(Part(table, positions if len(groups) > 1 else None, [TensorInfo.of(t) for t in group]))
+        table, signature = kernels.check(group)
+        parts.append(Part(table, positions if len(groups) > 1 else None, _infos(group, signature)))
     return parts
 
 

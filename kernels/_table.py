@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton.language as tl
 
 VECTOR_BYTES = 16
 
@@ -31,6 +32,10 @@ MAX_CHUNKS = 8192
 
 ENTRY_COLUMNS = ("address", "values", "kind", "shift", "first_chunk")
 """The int64 columns of an entry. ``values`` counts reals, so a complex element is two of them."""
+
+# The same for the kernels, which read no Python numbers.
+ENTRY_WIDTH = tl.constexpr(len(ENTRY_COLUMNS))
+ADDRESS, VALUES, KIND, SHIFT, FIRST_CHUNK = map(tl.constexpr, range(len(ENTRY_COLUMNS)))
 
 # Real element types, numbered as DType in csrc/stat.h.
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, FLOAT8_E5M2FNUZ = range(8)

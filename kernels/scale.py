@@ -11,18 +11,12 @@ import triton
 import triton.language as tl
 
 from gradstat.kernels import _table
+from gradstat.kernels._table import ADDRESS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES
 
 WARPS = 4
 LANES = tl.constexpr(32 * WARPS)
 UNROLL = tl.constexpr(4)
 CHUNK_VECTORS = tl.constexpr(_table.CHUNK_VECTORS)
-
-ENTRY_COLUMNS = tl.constexpr(len(_table.ENTRY_COLUMNS))
-ADDRESS = tl.constexpr(_table.ENTRY_COLUMNS.index("address"))
-VALUES = tl.constexpr(_table.ENTRY_COLUMNS.index("values"))
-KIND = tl.constexpr(_table.ENTRY_COLUMNS.index("kind"))
-SHIFT = tl.constexpr(_table.ENTRY_COLUMNS.index("shift"))
-FIRST_CHUNK = tl.constexpr(_table.ENTRY_COLUMNS.index("first_chunk"))
 
 PAIR = tl.constexpr(_table.PAIR)
 FLOAT32 = tl.constexpr(_table.FLOAT32)
@@ -91,8 +85,8 @@ def scale_kernel(table, coefficient, tensors, chunks):
     factor = tl.load(coefficient)
     if factor != 1.0:
         program = chunks - 1 - tl.program_id(0)
-        tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_COLUMNS).to(tl.pointer_type(tl.int32))
-        entry = table + tl.load(tensor_of_chunk + program).to(tl.int64) * ENTRY_COLUMNS
+        tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_WIDTH).to(tl.pointer_type(tl.int32))
+        entry = table + tl.load(tensor_of_chunk + program).to(tl.int64) * ENTRY_WIDTH
         address = tl.load(entry + ADDRESS)
         values = tl.load(entry + VALUES)
         # The parts of complex elements scale like any reals.

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from gradstat import _fields
 from gradstat.kernels import _table
+from gradstat.kernels._table import ADDRESS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES
 
 WARPS = 4
 
@@ -60,13 +61,6 @@ FIRST_NONFINITE = tl.constexpr(_fields.column("first_nonfinite"))
 
 # Rows of chunks merged at a time.
 MERGED_ROWS = tl.constexpr(512)
-
-ENTRY_COLUMNS = tl.constexpr(len(_table.ENTRY_COLUMNS))
-ADDRESS = tl.constexpr(_table.ENTRY_COLUMNS.index("address"))
-VALUES = tl.constexpr(_table.ENTRY_COLUMNS.index("values"))
-KIND = tl.constexpr(_table.ENTRY_COLUMNS.index("kind"))
-SHIFT = tl.constexpr(_table.ENTRY_COLUMNS.index("shift"))
-FIRST_CHUNK = tl.constexpr(_table.ENTRY_COLUMNS.index("first_chunk"))
 
 FLOAT32 = tl.constexpr(_table.FLOAT32)
 BFLOAT16 = tl.constexpr(_table.BFLOAT16)
@@ -397,9 +391,9 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
     afterwards; out the table, [tensors, fields].
     """
     program = tl.program_id(0)
-    tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_COLUMNS).to(tl.pointer_type(tl.int32))
+    tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_WIDTH).to(tl.pointer_type(tl.int32))
     tensor = tl.load(tensor_of_chunk + program).to(tl.int64)
-    entry = table + tensor * ENTRY_COLUMNS
+    entry = table + tensor * ENTRY_WIDTH
     address = tl.load(entry + ADDRESS)
     values = tl.load(entry + VALUES)
     kind = tl.load(entry + KIND).to(tl.int32)

@@ -8,30 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_build import SOURCES, build, needs_compiler
 
 from gradstat import _fields
 
-ROOT = Path(__file__).resolve().parent.parent
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches")
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    target = tmp_path_factory.mktemp("launchers") / "launchers.so"
-    sources = ROOT / "tests" / "cuda_on_host"
-    flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    flags += ["-Wno-maybe-uninitialized", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    flags += [f"-I{sources / 'runtime'}", f"-I{ROOT / 'csrc'}", f"-I{sources}"]
-    subprocess.run(["g++", *flags, str(sources / "launchers.cpp"), "-o", str(target)], check=True)
-    loaded = ctypes.CDLL(str(target))
+    loaded = build("launchers.cpp", tmp_path_factory.mktemp("launchers"), SOURCES / "runtime")
     for name in ("new_stream", "end_capture"):
         getattr(loaded, name).restype = ctypes.c_void_p
     loaded.error_text.restype = ctypes.c_char_p

@@ -1,25 +1,21 @@
 """The CUDA kernels, compiled by g++ against a small emulator and held to an exact reference.
 
 What this proves is the logic of the device code: peeling, tiles, segments, tickets, the exact path and all
-arithmetic. What it cannot prove is the memory model of a real GPU, and the launchers.
+arithmetic. What it cannot prove is the memory model of a real GPU; the launchers have test_cuda_launchers.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from host_build import build, needs_compiler
 
 from gradstat import _fields
-
-ROOT = Path(__file__).resolve().parent.parent
 
 DTYPES = {
     torch.float32: 0,
@@ -35,18 +31,12 @@ CAN_PAIR = (torch.float32, torch.float16, torch.float64)
 KINDS = [(dtype, False) for dtype in DTYPES] + [(dtype, True) for dtype in CAN_PAIR]
 EXACT = {"nan_count", "inf_count", "zero_count", "min", "max", "first_nonfinite"}
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    target = tmp_path_factory.mktemp("cuda_on_host") / "kernels.so"
-    sources = ROOT / "tests" / "cuda_on_host"
-    flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    flags += ["-Wno-maybe-uninitialized"]  # a share begins with its first vector, which g++ does not see
-    flags += ["-fno-strict-aliasing", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}", f"-I{sources}"]
-    subprocess.run(["g++", *flags, str(sources / "kernels.cpp"), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    return build("kernels.cpp", tmp_path_factory.mktemp("cuda_on_host"))
 
 
 @dataclass

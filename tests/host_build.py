@@ -1,0 +1,24 @@
+"""Compiles the CUDA code with g++ for the CPU, as tests/cuda_on_host needs it, and loads it."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "tests" / "cuda_on_host"
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def build(source: str, folder: Path, *includes: Path) -> ctypes.CDLL:
+    """The shared library of one file of tests/cuda_on_host; ``includes`` are searched before the kernels."""
+    target = folder / f"{Path(source).stem}.so"
+    flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    flags += ["-Wno-maybe-uninitialized"]  # a share begins with its first vector, which g++ does not see
+    flags += ["-fno-strict-aliasing", "-fPIC", "-shared"]
+    flags += [f"-I{path}" for path in (*includes, ROOT / "csrc", SOURCES)]
+    subprocess.run(["g++", *flags, str(SOURCES / source), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
