@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,10 +76,7 @@ def torch_extension(name, sources, **kwargs):
 
 
 class BuildExtension(build_ext):
-    """Knows how to compile .cu files, compiles sources in parallel, and needs no PyInit function."""
-
-    def get_export_symbols(self, extension):
-        return extension.export_symbols
+    """Knows how to compile .cu files, and compiles sources in parallel."""
 
     def build_extensions(self):
         self.compiler.src_extensions.append(".cu")
@@ -116,8 +114,10 @@ class BuildExtension(build_ext):
 
 
 def extensions():
-    if cxx_compiler() is None:
-        print("gradstat: no C++ compiler found; installing the pure-Python backends only.", file=sys.stderr)
+    has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+    if cxx_compiler() is None or not has_headers:
+        missing = "Python headers (python3-dev)" if cxx_compiler() else "C++ compiler"
+        print(f"gradstat: no {missing} found; installing the pure-Python backends only.", file=sys.stderr)
         return []
     found = [torch_extension("gradstat._C", ["csrc/ops.cpp", "csrc/stats_cpu.cpp"])]
     home = cuda_home()

@@ -1,11 +1,15 @@
 // Schemas of all operators, and their CPU implementations. The CUDA ones are registered by ops_cuda.cpp,
 // which lives in a library of its own because a CPU-only torch lacks symbols it needs.
+#include "module_plan.h"
 #include "ops_impl.h"
+#include "python_ops.h"
 #include "stats_cpu.h"
 
 namespace gradstat {
 
 struct Cpu {
+  static constexpr DLDeviceType kDLPackType = kDLCPU;
+
   static int32_t type() {
     static const int32_t cpu = aoti_torch_device_type_cpu();
     return cpu;
@@ -28,10 +32,6 @@ struct Cpu {
 
 }  // namespace gradstat
 
-// Read by gradstat/_native.py before the operators are used.
-extern "C" GRADSTAT_EXPORT const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
-extern "C" GRADSTAT_EXPORT const char* gradstat_cpu_instructions() { return gradstat::cpu_instructions(); }
-
 STABLE_TORCH_LIBRARY(gradstat, library) {
   library.def("stats(Tensor[] tensors) -> Tensor");
   library.def("check(Tensor[] tensors) -> (Tensor table, int signature)");
@@ -43,3 +43,23 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) { GRADSTAT_REGISTER(library, gradstat::Cpu); }
+
+// The extension module gradstat._C, which gradstat/_native.py imports.
+PyMODINIT_FUNC PyInit__C() {
+  using namespace gradstat;
+  static const auto instructions = [](PyObject*, PyObject*) {
+    return PyUnicode_FromString(cpu_instructions());
+  };
+  static PyMethodDef methods[] = {kFingerprintMethod,
+                                  kUseExchangeMethod,
+                                  kCheckMethod<Cpu>,
+                                  kClipMethod<Cpu>,
+                                  {"instructions", instructions, METH_NOARGS, nullptr},
+                                  {"make_plan", make_plan, METH_VARARGS, nullptr},
+                                  {"planned_parameters", planned_parameters, METH_O, nullptr},
+                                  {"gradients_of", gradients_of, METH_O, nullptr},
+                                  kEndOfMethods};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

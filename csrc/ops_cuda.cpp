@@ -5,6 +5,7 @@
 
 #include "cuda_launch.h"
 #include "ops_impl.h"
+#include "python_ops.h"
 
 namespace gradstat {
 namespace {
@@ -18,6 +19,8 @@ void* current_stream(int32_t device) {
 }  // namespace
 
 struct Cuda {
+  static constexpr DLDeviceType kDLPackType = kDLCUDA;
+
   static int32_t type() {
     static const int32_t cuda = aoti_torch_device_type_cuda();
     return cuda;
@@ -48,9 +51,22 @@ struct Cuda {
 
 }  // namespace gradstat
 
-// Read by gradstat/_native.py before the operators are used.
-extern "C" GRADSTAT_EXPORT const char* gradstat_fingerprint() { return GRADSTAT_FINGERPRINT; }
-// What the build compiled for, as given by setup.py: "sm_80 sm_86 ...".
-extern "C" GRADSTAT_EXPORT const char* gradstat_cuda_architectures() { return GRADSTAT_CUDA_ARCHITECTURES; }
-
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, gradstat::Cuda); }
+
+// The extension module gradstat._C_cuda, which gradstat/_native.py imports.
+PyMODINIT_FUNC PyInit__C_cuda() {
+  using namespace gradstat;
+  // What the build compiled for, as given by setup.py: "sm_80 sm_86 ...".
+  static const auto architectures = [](PyObject*, PyObject*) {
+    return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
+  };
+  static PyMethodDef methods[] = {kFingerprintMethod,
+                                  kUseExchangeMethod,
+                                  kCheckMethod<Cuda>,
+                                  kClipMethod<Cuda>,
+                                  {"architectures", architectures, METH_NOARGS, nullptr},
+                                  kEndOfMethods};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -13,23 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "tensor_list.h"
-
-// For the few functions Python looks up by name; everything else stays hidden inside the library.
-#define GRADSTAT_EXPORT __attribute__((visibility("default")))
+#include "stable_tensors.h"
 
 namespace gradstat {
-
-inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t torch_dtype, int32_t device_type,
-                         int32_t device_index) {
-  int64_t strides[2] = {1, 1};
-  if (sizes.size() == 2) strides[0] = *(sizes.begin() + 1);
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
-                                                         strides, torch_dtype, device_type, device_index,
-                                                         &handle));
-  return Tensor(handle);
-}
 
 // Removes from `entries` all but one of those with the same address, and returns the removed ones.
 inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
@@ -51,6 +37,27 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
   return repeated;
 }
 
+// What measuring `list` for its norm is asked.
+inline NormRequest norm_request(const TensorList& list, double max_norm, double norm_type, void* norm,
+                                double* coefficient) {
+  STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
+                  norm_type);
+  return {max_norm, norm_type == kInf, list.norm_dtype(), norm, coefficient};
+}
+
+// A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
+// entries of a pass at once.
+template <class Device>
+void scale_list(const TensorList& list, const double* coefficient) {
+  if (Device::is_known_to_be_one(coefficient)) return;
+  std::vector<Entry> pass = list.entries();
+  while (!pass.empty()) {
+    std::vector<Entry> repeated = take_repeated(pass);
+    Device::scale(pass, list.device_index(), coefficient);
+    pass = std::move(repeated);
+  }
+}
+
 template <class Device>
 struct Ops {
   static Tensor new_table(const TensorList& list) {
@@ -60,7 +67,7 @@ struct Ops {
   static Tensor stats(const std::vector<Tensor>& tensors) { return std::get<0>(check(tensors)); }
 
   static std::tuple<Tensor, int64_t> check(const std::vector<Tensor>& tensors) {
-    const TensorList list(tensors, Device::type());
+    const TensorList list = list_of(tensors, Device::type());
     Tensor table = new_table(list);
     Device::measure(list, static_cast<Row*>(table.data_ptr()), nullptr);
     return {table, list.signature()};
@@ -68,52 +75,37 @@ struct Ops {
 
   static std::tuple<Tensor, Tensor, Tensor> measure(const std::vector<Tensor>& tensors, double max_norm,
                                                     double norm_type) {
-    return measure_list(TensorList(tensors, Device::type()), max_norm, norm_type);
+    return measure_list(list_of(tensors, Device::type()), max_norm, norm_type);
   }
 
   static std::tuple<Tensor, Tensor, Tensor> measure_list(const TensorList& list, double max_norm,
                                                          double norm_type) {
-    STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
-                    norm_type);
     const int32_t index = list.device_index();
     Tensor table = new_table(list);
-    const DType dtype = list.norm_dtype();
-    Tensor norm = new_tensor({}, torch_code_of(dtype), Device::type(), index);
+    Tensor norm = new_tensor({}, torch_code_of(list.norm_dtype()), Device::type(), index);
     Tensor coefficient = new_tensor({}, aoti_torch_dtype_float64(), Device::type(), index);
-    const NormRequest request{max_norm, norm_type == kInf, dtype, norm.data_ptr(),
-                              static_cast<double*>(coefficient.data_ptr())};
+    const NormRequest request =
+        norm_request(list, max_norm, norm_type, norm.data_ptr(), static_cast<double*>(coefficient.data_ptr()));
     Device::measure(list, static_cast<Row*>(table.data_ptr()), &request);
     return {table, norm, coefficient};
   }
 
   static void scale_(const std::vector<Tensor>& tensors, const Tensor& coefficient) {
-    const TensorList list(tensors, Device::type());
+    const TensorList list = list_of(tensors, Device::type());
     int32_t dtype = 0;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(coefficient.get(), &dtype));
     STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && coefficient.numel() == 1,
                     "gradstat: the coefficient must be one float64 element");
     STD_TORCH_CHECK(coefficient.get_device_index() == list.device_index(),
                     "gradstat: the coefficient must be on the tensors' device");
-    scale_list(list, static_cast<const double*>(coefficient.data_ptr()));
-  }
-
-  // A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
-  // entries of a pass at once.
-  static void scale_list(const TensorList& list, const double* coefficient) {
-    if (Device::is_known_to_be_one(coefficient)) return;
-    std::vector<Entry> pass = list.entries();
-    while (!pass.empty()) {
-      std::vector<Entry> repeated = take_repeated(pass);
-      Device::scale(pass, list.device_index(), coefficient);
-      pass = std::move(repeated);
-    }
+    scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()));
   }
 
   // measure and scale_ with the list unpacked once.
   static Tensor clip_(const std::vector<Tensor>& tensors, double max_norm, double norm_type) {
-    const TensorList list(tensors, Device::type());
+    const TensorList list = list_of(tensors, Device::type());
     auto [table, norm, coefficient] = measure_list(list, max_norm, norm_type);
-    if (max_norm != kInf) scale_list(list, static_cast<const double*>(coefficient.data_ptr()));
+    if (max_norm != kInf) scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()));
     return norm;
   }
 };

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradstat import _native, _norms
-from gradstat._native import BackendUnavailableError
+from gradstat._native import BackendUnavailableError, DeviceModule
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
@@ -46,11 +46,17 @@ class Kernels(Protocol):
 
 
 class NativeKernels:
-    """The compiled operators."""
+    """The compiled kernels: lists of ordinary tensors directly, anything else through torch's dispatcher."""
 
     validates = True
 
+    def __init__(self, module: DeviceModule) -> None:
+        self._module = module
+
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
+        direct = self._module.check(tensors)
+        if direct is not None:
+            return direct
         table, signature = torch.ops.gradstat.check.default(tensors)
         return table, signature
 
@@ -62,7 +68,9 @@ class NativeKernels:
         torch.ops.gradstat.scale_.default(tensors, coefficient)
 
     def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        norm: Tensor = torch.ops.gradstat.clip_.default(tensors, max_norm, norm_type)
+        norm = None if torch.compiler.is_compiling() else self._module.clip_(tensors, max_norm, norm_type)
+        if norm is None:
+            norm = torch.ops.gradstat.clip_.default(tensors, max_norm, norm_type)
         return norm
 
 
@@ -99,11 +107,7 @@ def _require_device(device_type: str) -> None:
 
 
 def _load_native(device_type: str) -> Kernels:
-    if device_type == "cpu":
-        _native.load_cpu()
-    else:
-        _native.load_cuda()
-    return NativeKernels()
+    return NativeKernels(_native.load_cpu() if device_type == "cpu" else _native.load_cuda())
 
 
 def _load_triton(device_type: str) -> Kernels:
@@ -272,8 +276,8 @@ def _status(backend: Backend, device_type: str) -> BackendStatus:
 def _how(name: str, device_type: str) -> str:
     if name == "native":
         if device_type == "cpu":
-            return f"compiled C++, {_native.load_cpu()} instructions, {torch.get_num_threads()} threads"
-        return f"compiled CUDA for {_native.load_cuda()}"
+            return f"compiled C++, {_native.load_cpu().instructions()} instructions, {torch.get_num_threads()} threads"
+        return f"compiled CUDA for {_native.load_cuda().architectures()}"
     if name == "triton":
         import triton
 

@@ -1,15 +1,18 @@
-"""Loads the compiled operators, refuses a stale build, and gives the operators fake implementations.
+"""Loads the compiled extension, refuses a stale build, and gives its operators fake implementations.
 
-There are two libraries: ``_C`` with the schemas and the CPU kernels, and ``_C_cuda``, which is loaded
-only when torch has a CUDA device, because a CPU-only torch lacks symbols it needs.
+There are two libraries: ``_C`` with the schemas, the CPU kernels and the helpers of the host path, and
+``_C_cuda``, which is loaded only when torch has a CUDA device, because a CPU-only torch lacks symbols it needs.
+Both register operators with torch, and are Python modules whose functions take lists of ordinary tensors past
+torch's dispatcher, which costs more per tensor than a small model's kernels do.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import importlib
 import importlib.machinery
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +31,45 @@ class StaleExtensionError(BackendUnavailableError):
     """The compiled extension was built from another version of the sources."""
 
 
+class DeviceModule(Protocol):
+    """What both libraries have in common."""
+
+    def fingerprint(self) -> str:
+        """The fields it was built with."""
+
+    def use_exchange(self, capsule: object, tensor: type, parameter: type, is_neg: object, /) -> bool:
+        """Gives it torch's C interface to tensors; whether that has what is needed."""
+
+    def check(self, tensors: list[Tensor], /) -> tuple[Tensor, int] | None:
+        """Table and signature; None, and nothing done, unless all are ordinary tensors on one such device."""
+
+    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None:
+        """The norm of what it clipped in place; None, and nothing done, as in `check`."""
+
+
+class CpuModule(DeviceModule, Protocol):
+    """``_C``."""
+
+    def instructions(self) -> str:
+        """The instruction set that was chosen for this machine."""
+
+    def make_plan(self, modules: list[object], parameters: list[Tensor], /) -> object | None:
+        """Remembers where ``parameters`` lie in the modules of weak references; None if some do not."""
+
+    def planned_parameters(self, plan: object, /) -> list[Tensor] | None:
+        """The parameters of a plan as they are now; None if a module was changed."""
+
+    def gradients_of(self, parameters: list[Tensor], /) -> tuple[list[Tensor], list[int] | None]:
+        """Gradients, and the positions of their parameters unless all have one."""
+
+
+class CudaModule(DeviceModule, Protocol):
+    """``_C_cuda``."""
+
+    def architectures(self) -> str:
+        """What it was compiled for."""
+
+
 def library_path(name: str) -> Path | None:
     """Where the compiled library ``name`` lies in this installation, None if it was not built."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
@@ -38,21 +80,21 @@ def library_path(name: str) -> Path | None:
 
 
 @functools.cache
-def load_cpu() -> str:
-    """Loads the schemas and the CPU kernels; returns the instruction set they chose.
+def load_cpu() -> CpuModule:
+    """Loads the schemas, the CPU kernels and the helpers.
 
     Raises:
         BackendUnavailableError: There is no compiled extension, or it does not load.
         StaleExtensionError: Its fields differ from those of the Python sources.
     """
-    library = _load("_C")
+    module: CpuModule = _load("_C")
     _register_fakes()
-    return _text(library, "gradstat_cpu_instructions")
+    return module
 
 
 @functools.cache
-def load_cuda() -> str:
-    """Loads the CUDA kernels; returns the architectures they were compiled for. Raises as `load_cpu`."""
+def load_cuda() -> CudaModule:
+    """Loads the CUDA kernels. Raises as `load_cpu`."""
     load_cpu()
     if library_path("_C_cuda") is None:
         raise BackendUnavailableError(
@@ -61,7 +103,17 @@ def load_cuda() -> str:
         )
     if not torch.cuda.is_available():
         raise BackendUnavailableError("torch sees no CUDA device (torch.cuda.is_available() is False)")
-    return _text(_load("_C_cuda"), "gradstat_cuda_architectures")
+    module: CudaModule = _load("_C_cuda")
+    return module
+
+
+@functools.cache
+def helpers() -> CpuModule | None:
+    """``_C`` for its helpers, which have slower equals in Python; None if it does not load."""
+    try:
+        return load_cpu()
+    except BackendUnavailableError:
+        return None
 
 
 def check_fingerprint(built: str, path: Path) -> None:
@@ -73,27 +125,22 @@ def check_fingerprint(built: str, path: Path) -> None:
         )
 
 
-def _load(name: str) -> ctypes.CDLL:
+def _load(name: str) -> Any:
     path = library_path(name)
     if path is None:
         raise BackendUnavailableError(
             f"gradstat was installed without its compiled extension {name}: no C++ compiler was found at "
-            f"installation. Install one (g++ or clang++). {_REBUILD}"
+            f"installation, or no Python headers. Install both (g++ or clang++, python3-dev). {_REBUILD}"
         )
     try:
-        torch.ops.load_library(path)
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
+        module = importlib.import_module(f"gradstat.{name}")
+    except ImportError as error:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
-    check_fingerprint(_text(library, "gradstat_fingerprint"), path)
-    return library
-
-
-def _text(library: ctypes.CDLL, symbol: str) -> str:
-    function = getattr(library, symbol)
-    function.restype = ctypes.c_char_p
-    text: bytes = function()
-    return text.decode()
+    check_fingerprint(module.fingerprint(), path)
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is not None:  # without it, in older torch, every call goes through the dispatcher
+        module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_neg)
+    return module
 
 
 def _register_fakes() -> None:

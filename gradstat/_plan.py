@@ -1,8 +1,8 @@
 """From what a user passes (module, optimizer, parameters) to named parameters, without walking on every step.
 
 For a module the walk is done once and remembered, weakly. Before each use the dictionaries that hold its
-parameters and submodules are compared with what they held then; a module that was changed in any way is
-walked again.
+parameters and submodules are compared with what they held then, in csrc/module_plan.h; a module that was
+changed in any way is walked again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from gradstat import _native
+
 _PLAIN_TYPES = {Tensor, Parameter}
 
 
@@ -26,58 +28,33 @@ class Source(NamedTuple):
         names: Called when names are needed; as long as ``parameters``.
     """
 
-    parameters: Sequence[Tensor]
+    parameters: list[Tensor]
     names: Callable[[], Sequence[str]]
 
 
-class _ModulePlan:
-    """The names of a module's parameters, where to find them, and what must be unchanged for both to hold.
+class _ModulePlan(NamedTuple):
+    """The names of a module's parameters, and the compiled helper's memory of where they lie, held weakly."""
 
-    Holds weak references and numbers only, so that it never keeps a model alive.
-    """
-
-    __slots__ = ("_identities", "_keys", "_modules", "_places", "names")
-
-    def __init__(self, module: Module) -> None:
-        named = list(module.named_parameters())
-        self.names: tuple[str, ...] = tuple(name for name, _ in named)
-        modules = list(module.modules())
-        self._modules = [weakref.ref(m) for m in modules]
-        self._keys, values = _contents(modules)
-        self._identities = list(map(id, values))
-        place = {identity: i for i, identity in enumerate(self._identities)}
-        self._places = [place[id(parameter)] for _, parameter in named]
-
-    def parameters(self) -> list[Tensor] | None:
-        """The parameters as they are now, in the order of ``names``; None if the module was changed."""
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        keys, values = _contents(modules)
-        # An address that was freed and used again passes this test. It can only be another parameter under
-        # the same name in the same module, and it is the current values that are returned.
-        if keys != self._keys or list(map(id, values)) != self._identities:
-            return None
-        return [values[i] for i in self._places]
-
-
-def _contents(modules: list[Module]) -> tuple[list[str], list[Any]]:
-    """Keys and values of all dictionaries that hold the parameters and submodules of ``modules``."""
-    held = [m._parameters for m in modules]
-    held += [m._modules for m in modules]  # type: ignore[misc]  # both are read alike
-    return [key for d in held for key in d], [value for d in held for value in d.values()]
+    names: tuple[str, ...]
+    places: object
 
 
 _plans: weakref.WeakKeyDictionary[Module, _ModulePlan] = weakref.WeakKeyDictionary()
 
 
 def _module_source(module: Module) -> Source:
+    helpers = _native.helpers()
     plan = _plans.get(module)
-    parameters = plan.parameters() if plan is not None else None
-    if plan is None or parameters is None:
-        plan = _plans[module] = _ModulePlan(module)
-        parameters = plan.parameters()
-        if parameters is None:
-            raise RuntimeError("the module was changed by another thread while its parameters were listed")
-    names = plan.names
+    if plan is not None and helpers is not None:
+        parameters = helpers.planned_parameters(plan.places)
+        if parameters is not None:
+            return Source(parameters, lambda: plan.names)
+    named = list(module.named_parameters())
+    names, parameters = tuple(name for name, _ in named), [parameter for _, parameter in named]
+    if helpers is not None:
+        places = helpers.make_plan([weakref.ref(m) for m in module.modules()], parameters)
+        if places is not None:  # a module may list parameters that it does not hold
+            _plans[module] = _ModulePlan(names, places)
     return Source(parameters, lambda: names)
 
 
@@ -141,12 +118,26 @@ def gradients_of(source: Source) -> tuple[list[Tensor], list[int] | None]:
         ValueError: No parameter has a gradient or will ever have one.
     """
     parameters = source.parameters
-    gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
-    if len(gradients) == len(parameters):
+    gradients, positions = collect_gradients(parameters)
+    if positions is None:
         return gradients, None
     if not gradients and not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
             f"none of the {len(parameters)} tensors requires a gradient or has one; check() reads the .grad of "
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
-    return gradients, [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+    return gradients, positions
+
+
+def collect_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[int] | None]:
+    """The gradients there are, and the positions of their parameters, or None when every one has one.
+
+    Raises:
+        AttributeError: Something among ``parameters`` has no ``.grad``.
+    """
+    helpers = _native.helpers()
+    if helpers is not None:
+        return helpers.gradients_of(parameters)
+    positions = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+    gradients = [gradient for i in positions if (gradient := parameters[i].grad) is not None]
+    return gradients, None if len(gradients) == len(parameters) else positions

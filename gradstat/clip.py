@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from gradstat import _norms
 from gradstat._backends import Kernels
+from gradstat._plan import collect_gradients
 from gradstat._tensors import check_writable, is_dense, readable
 from gradstat.stats import SELF_CHECKING, by_device, explains_refusal, resolve_for
 
@@ -85,7 +86,7 @@ def clip_grad_norm_(
 
 def _gradients(parameters: list[Tensor]) -> list[Tensor]:
     try:
-        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        return collect_gradients(parameters)[0]
     except AttributeError:
         position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
         raise AttributeError(

@@ -1,0 +1,154 @@
+// Finding parameters and their gradients without running Python code for each of them: what
+// gradstat/_plan.py does on every step.
+#pragma once
+
+#include <memory>
+#include <unordered_map>
+
+#include "python_ops.h"
+
+namespace gradstat {
+
+// Where the parameters of a module lie, and what must be unchanged for that to hold: the keys and values of the
+// dictionaries that hold the parameters and submodules of it and of all its submodules. Holds the modules
+// weakly and the values as addresses only, so that it keeps no part of a model alive.
+class ModulePlan {
+ public:
+  static constexpr const char* kName = "gradstat.ModulePlan";
+
+  // `modules`: a list of weak references; `parameters`: the list to find. False if some parameter is held by
+  // none of the modules.
+  bool remember(PyObject* modules, PyObject* parameters) {
+    for (Py_ssize_t i = 0; i < PyList_Size(modules); ++i) {
+      modules_.push_back(Ref::borrow(PyList_GetItem(modules, i)));
+    }
+    std::vector<PyObject*> values;
+    if (!visit([&](PyObject* key, PyObject* value) {
+          keys_.push_back(Ref::borrow(key));
+          values.push_back(value);
+          return true;
+        })) {
+      return false;
+    }
+    values_.assign(values.begin(), values.end());
+    std::unordered_map<PyObject*, size_t> place;
+    for (size_t i = 0; i < values.size(); ++i) place.emplace(values[i], i);
+    for (Py_ssize_t i = 0; i < PyList_Size(parameters); ++i) {
+      const auto found = place.find(PyList_GetItem(parameters, i));
+      if (found == place.end()) return false;
+      places_.push_back(found->second);
+    }
+    return true;
+  }
+
+  // The parameters as they are now, a new list; null without an error if the module was changed.
+  //
+  // An address that was freed and used again passes for unchanged. It can only be another parameter under the
+  // same name in the same module, and it is the current values that are returned.
+  PyObject* parameters() const {
+    std::vector<PyObject*> values;
+    values.reserve(values_.size());
+    const bool same = visit([&](PyObject* key, PyObject* value) {
+      const size_t i = values.size();
+      if (i == values_.size() || key != keys_[i].get() || value != values_[i]) return false;
+      values.push_back(value);
+      return true;
+    });
+    if (!same || values.size() != values_.size()) return nullptr;
+    Ref list(PyList_New(static_cast<Py_ssize_t>(places_.size())));
+    if (!list) throw PythonError();
+    for (size_t i = 0; i < places_.size(); ++i) {
+      PyObject* value = values[places_[i]];
+      Py_INCREF(value);
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), value);
+    }
+    return list.release();
+  }
+
+ private:
+  // Calls body(key, value) for everything held, until it returns false; false then, or if a module is gone.
+  template <class Body>
+  bool visit(const Body& body) const {
+    static PyObject* const names[] = {PyUnicode_InternFromString("_parameters"),
+                                      PyUnicode_InternFromString("_modules")};
+    for (const Ref& reference : modules_) {
+      PyObject* module = PyWeakref_GetObject(reference.get());
+      if (module == nullptr) throw PythonError();
+      if (module == Py_None) return false;
+      for (PyObject* name : names) {
+        const Ref dictionary(PyObject_GetAttr(module, name));
+        if (!dictionary) throw PythonError();
+        if (!PyDict_Check(dictionary.get())) return false;
+        PyObject *key = nullptr, *value = nullptr;
+        Py_ssize_t position = 0;
+        while (PyDict_Next(dictionary.get(), &position, &key, &value)) {
+          if (!body(key, value)) return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  std::vector<Ref> modules_;
+  std::vector<Ref> keys_;
+  std::vector<const void*> values_;
+  std::vector<size_t> places_;
+};
+
+// make_plan(weak references of modules, parameters) -> plan | None
+inline PyObject* make_plan(PyObject*, PyObject* arguments) {
+  PyObject *modules = nullptr, *parameters = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OO", &modules, &parameters)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto plan = std::make_unique<ModulePlan>();
+    if (!plan->remember(modules, parameters)) Py_RETURN_NONE;
+    const auto destroy = [](PyObject* capsule) {
+      delete static_cast<ModulePlan*>(PyCapsule_GetPointer(capsule, ModulePlan::kName));
+    };
+    PyObject* capsule = PyCapsule_New(plan.get(), ModulePlan::kName, destroy);
+    if (capsule != nullptr) plan.release();
+    return capsule;
+  });
+}
+
+// planned_parameters(plan) -> list | None
+inline PyObject* planned_parameters(PyObject*, PyObject* capsule) {
+  const auto* plan = static_cast<const ModulePlan*>(PyCapsule_GetPointer(capsule, ModulePlan::kName));
+  if (plan == nullptr) return nullptr;
+  return guarded([&]() -> PyObject* {
+    PyObject* list = plan->parameters();
+    if (list == nullptr) Py_RETURN_NONE;
+    return list;
+  });
+}
+
+// gradients_of(parameters) -> (gradients, positions of their parameters or None when all have one)
+inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
+  static PyObject* const grad = PyUnicode_InternFromString("grad");
+  return guarded([&]() -> PyObject* {
+    if (!PyList_Check(parameters)) throw std::runtime_error("gradstat: expected a list of parameters");
+    const Py_ssize_t size = PyList_Size(parameters);
+    Ref gradients(PyList_New(0));
+    if (!gradients) throw PythonError();
+    std::vector<Py_ssize_t> positions;
+    positions.reserve(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < PyList_Size(parameters); ++i) {
+      const Ref gradient(PyObject_GetAttr(PyList_GetItem(parameters, i), grad));
+      if (!gradient) throw PythonError();
+      if (gradient.get() == Py_None) continue;
+      if (PyList_Append(gradients.get(), gradient.get()) != 0) throw PythonError();
+      positions.push_back(i);
+    }
+    if (static_cast<Py_ssize_t>(positions.size()) == size) {
+      return Py_BuildValue("(NO)", gradients.release(), Py_None);
+    }
+    Ref list(PyList_New(static_cast<Py_ssize_t>(positions.size())));
+    if (!list) throw PythonError();
+    for (size_t i = 0; i < positions.size(); ++i) {
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), PyLong_FromSsize_t(positions[i]));
+    }
+    return Py_BuildValue("(NN)", gradients.release(), list.release());
+  });
+}
+
+}  // namespace gradstat

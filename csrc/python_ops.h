@@ -1,0 +1,297 @@
+// The operators as plain functions of a Python extension module, for lists of ordinary tensors: the way that
+// `check` and `clip_grad_norm_` take on every step. torch's dispatcher needs about 0.3 us for each tensor of a
+// list; asking the tensor itself, through DLPack's C exchange interface, takes a tenth of that. What is not
+// ordinary, and everything under torch.compile, goes through the dispatcher: the functions here then return
+// None and have done nothing.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "ops_impl.h"
+
+// DLPack's header is plain C and versioned by itself. torch ships it in a folder that it closes to users of the
+// stable interface as a whole.
+#pragma push_macro("TORCH_TARGET_VERSION")
+#undef TORCH_TARGET_VERSION
+#include <ATen/dlpack.h>
+#pragma pop_macro("TORCH_TARGET_VERSION")
+
+#include <optional>
+
+namespace gradstat {
+
+// An owned reference; may be null.
+class Ref {
+ public:
+  explicit Ref(PyObject* owned = nullptr) : object_(owned) {}
+  Ref(Ref&& other) noexcept : object_(other.release()) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+
+  static Ref borrow(PyObject* object) {
+    Py_XINCREF(object);
+    return Ref(object);
+  }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+// Python's error indicator is set.
+struct PythonError {};
+
+// A C++ exception may not leave a function that Python calls.
+template <class Body>
+PyObject* guarded(const Body& body) {
+  try {
+    return body();
+  } catch (const PythonError&) {
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+// What torch gave us to look at tensors with. Set once, by use_exchange.
+struct Exchange {
+  const DLPackExchangeAPI* api = nullptr;
+  PyObject* tensor_type = nullptr;
+  PyObject* parameter_type = nullptr;
+  PyObject* is_neg = nullptr;
+};
+
+inline Exchange& exchange() {
+  static Exchange instance;
+  return instance;
+}
+
+// use_exchange(capsule, Tensor, Parameter, Tensor.is_neg) -> bool: whether the interface has what is needed.
+inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
+  PyObject *capsule = nullptr, *tensor = nullptr, *parameter = nullptr, *is_neg = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOO", &capsule, &tensor, &parameter, &is_neg)) return nullptr;
+  const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (api == nullptr) return nullptr;
+  if (api->header.version.major != DLPACK_MAJOR_VERSION || api->dltensor_from_py_object_no_sync == nullptr) {
+    Py_RETURN_FALSE;
+  }
+  Py_INCREF(tensor);
+  Py_INCREF(parameter);
+  Py_INCREF(is_neg);
+  exchange() = {api, tensor, parameter, is_neg};
+  Py_RETURN_TRUE;
+}
+
+// Complex types are left to the dispatcher, because DLPack does not tell a lazily conjugated tensor.
+inline bool element_of(DLDataType type, ElementType& out) {
+  out.is_pair = false;
+  if (type.lanes != 1) return false;
+  switch (type.code) {
+    case kDLFloat:
+      out.dtype = type.bits == 32 ? DType::kFloat32 : type.bits == 64 ? DType::kFloat64 : DType::kFloat16;
+      return type.bits == 16 || type.bits == 32 || type.bits == 64;
+    case kDLBfloat:
+      out.dtype = DType::kBFloat16;
+      return type.bits == 16;
+    case kDLFloat8_e4m3fn:
+      out.dtype = DType::kFloat8E4M3FN;
+      return true;
+    case kDLFloat8_e5m2:
+      out.dtype = DType::kFloat8E5M2;
+      return true;
+    case kDLFloat8_e4m3fnuz:
+      out.dtype = DType::kFloat8E4M3FNUZ;
+      return true;
+    case kDLFloat8_e5m2fnuz:
+      out.dtype = DType::kFloat8E5M2FNUZ;
+      return true;
+    default:
+      return false;
+  }
+}
+
+inline DLDataType dlpack_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return {kDLFloat, 64, 1};
+    case DType::kFloat32:
+      return {kDLFloat, 32, 1};
+    case DType::kFloat16:
+      return {kDLFloat, 16, 1};
+    case DType::kBFloat16:
+      return {kDLBfloat, 16, 1};
+    default:
+      throw std::logic_error("gradstat: a norm of this dtype does not exist");
+  }
+}
+
+// New memory from torch's allocator, on its way to becoming a tensor or to being given back.
+class NewTensor {
+ public:
+  NewTensor(std::initializer_list<int64_t> sizes, DLDataType type, DLDevice device) {
+    DLTensor prototype{};
+    prototype.device = device;
+    prototype.ndim = static_cast<int32_t>(sizes.size());
+    prototype.dtype = type;
+    prototype.shape = const_cast<int64_t*>(sizes.begin());
+    std::string problem;
+    const auto set_error = [](void* text, const char*, const char* message) {
+      *static_cast<std::string*>(text) = message;
+    };
+    if (exchange().api->managed_tensor_allocator(&prototype, &tensor_, &problem, set_error) != 0) {
+      throw std::runtime_error("gradstat: " + problem);
+    }
+  }
+  NewTensor(const NewTensor&) = delete;
+  NewTensor& operator=(const NewTensor&) = delete;
+  ~NewTensor() {
+    if (tensor_ != nullptr) tensor_->deleter(tensor_);
+  }
+
+  void* data() const { return static_cast<char*>(tensor_->dl_tensor.data) + tensor_->dl_tensor.byte_offset; }
+
+  PyObject* to_python() {
+    void* object = nullptr;
+    if (exchange().api->managed_tensor_to_py_object_no_sync(std::exchange(tensor_, nullptr), &object) != 0) {
+      throw PythonError();
+    }
+    return static_cast<PyObject*>(object);
+  }
+
+ private:
+  DLManagedTensorVersioned* tensor_ = nullptr;
+};
+
+// A list that can be read as it is, and references that keep its tensors alive while others may run.
+struct DirectList {
+  Ref held;
+  TensorList list;
+};
+
+inline bool is_lazily_negated(PyObject* tensor) {
+  const Ref result(PyObject_CallFunctionObjArgs(exchange().is_neg, tensor, nullptr));
+  if (!result) throw PythonError();
+  return result.get() == Py_True;
+}
+
+// Adds a tensor, or returns false if it is not ordinary.
+inline bool add_tensor(TensorList& list, PyObject* tensor, DLDeviceType device_type) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+  if (type != exchange().tensor_type && type != exchange().parameter_type) return false;
+  DLTensor dl;
+  if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  TensorView view{};
+  if (dl.device.device_type != device_type || dl.strides == nullptr || !element_of(dl.dtype, view.element)) {
+    return false;
+  }
+  view.numel = 1;
+  for (int32_t d = 0; d < dl.ndim; ++d) view.numel *= dl.shape[d];
+  view.data = static_cast<char*>(dl.data) + dl.byte_offset;
+  view.dims = dl.ndim;
+  view.sizes = dl.shape;
+  view.strides = dl.strides;
+  view.device_index = dl.device.device_id;
+  if (view.numel > 0 && dl.data == nullptr) return false;  // torch's zeros that take no memory
+  if (view.numel > 0 && !is_dense(view)) return false;
+  // DLPack does not tell a lazy negation either. Real tensors have one as the imaginary part of a conjugate,
+  // every other number of an array of complex numbers, so only one that has a single element is dense.
+  if (view.numel == 1 && is_lazily_negated(tensor)) return false;
+  if (list.size() > 0 && view.device_index != list.device_index()) return false;
+  list.add(view);
+  return true;
+}
+
+inline std::optional<DirectList> direct_list(PyObject* tensors, DLDeviceType device_type,
+                                             int32_t torch_device_type) {
+  if (exchange().api == nullptr || !PyList_Check(tensors) || PyList_Size(tensors) == 0) return std::nullopt;
+  const Py_ssize_t size = PyList_Size(tensors);
+  DirectList direct{Ref(PyList_GetSlice(tensors, 0, size)),
+                    TensorList(static_cast<size_t>(size), torch_device_type)};
+  if (!direct.held) throw PythonError();
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    if (!add_tensor(direct.list, PyList_GetItem(direct.held.get(), i), device_type)) return std::nullopt;
+  }
+  return direct;
+}
+
+template <class Device>
+struct PythonOps {
+  static std::optional<DirectList> list_from(PyObject* tensors) {
+    return direct_list(tensors, Device::kDLPackType, Device::type());
+  }
+
+  static DLDevice device_of(const TensorList& list) { return {Device::kDLPackType, list.device_index()}; }
+
+  // check(tensors) -> (table, signature) | None
+  static PyObject* check(PyObject*, PyObject* tensors) {
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      if (!direct) Py_RETURN_NONE;
+      const TensorList& list = direct->list;
+      NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
+      {
+        const WithoutGil others_may_run;
+        Device::measure(list, static_cast<Row*>(table.data()), nullptr);
+      }
+      return Py_BuildValue("(NL)", table.to_python(), static_cast<long long>(list.signature()));
+    });
+  }
+
+  // clip_(tensors, max_norm, norm_type) -> norm | None
+  static PyObject* clip_(PyObject*, PyObject* arguments) {
+    PyObject* tensors = nullptr;
+    double max_norm = 0, norm_type = 0;
+    if (!PyArg_ParseTuple(arguments, "Odd", &tensors, &max_norm, &norm_type)) return nullptr;
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      if (!direct) Py_RETURN_NONE;
+      const TensorList& list = direct->list;
+      NewTensor norm({}, dlpack_type_of(list.norm_dtype()), device_of(list));
+      // The rows, which nobody will see, and the coefficient.
+      const NewTensor memory({list.size() * kFields + 1}, dlpack_type_of(DType::kFloat64), device_of(list));
+      auto* coefficient = static_cast<double*>(memory.data());
+      auto* rows = reinterpret_cast<Row*>(coefficient + 1);
+      const NormRequest request = norm_request(list, max_norm, norm_type, norm.data(), coefficient);
+      {
+        const WithoutGil others_may_run;
+        Device::measure(list, rows, &request);
+        if (max_norm != kInf) scale_list<Device>(list, coefficient);
+      }
+      return norm.to_python();
+    });
+  }
+};
+
+inline PyObject* fingerprint(PyObject*, PyObject*) { return PyUnicode_FromString(GRADSTAT_FINGERPRINT); }
+
+template <class Device>
+constexpr PyMethodDef kCheckMethod = {"check", PythonOps<Device>::check, METH_O, nullptr};
+template <class Device>
+constexpr PyMethodDef kClipMethod = {"clip_", PythonOps<Device>::clip_, METH_VARARGS, nullptr};
+constexpr PyMethodDef kUseExchangeMethod = {"use_exchange", use_exchange, METH_VARARGS, nullptr};
+constexpr PyMethodDef kFingerprintMethod = {"fingerprint", fingerprint, METH_NOARGS, nullptr};
+constexpr PyMethodDef kEndOfMethods = {nullptr, nullptr, 0, nullptr};
+
+}  // namespace gradstat

@@ -1,0 +1,286 @@
+"""The short way from Python to the kernels: taken by ordinary tensors, and by nothing that it would misread."""
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gradstat
+from gradstat import _backends, _native, _plan
+
+HELPERS = _native.load_cpu()
+OPS = torch.ops.gradstat
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+
+
+def ordinary() -> list[Tensor]:
+    return [
+        *(torch.randn(5, 7).to(dtype) for dtype in DTYPES),
+        torch.tensor(2.5),
+        torch.zeros(0, 3),
+        torch.zeros(3, 0),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(6, 4).t(),
+        torch.randn(9)[2:6],
+        nn.Parameter(torch.randn(3)),
+    ]
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_ordinary_tensors_take_the_short_way_and_get_the_same_bits() -> None:
+    tensors = ordinary()
+    direct = HELPERS.check(tensors)
+    assert direct is not None
+    table, signature = direct
+    expected, expected_signature = OPS.check(tensors)
+    assert torch.equal(table, expected)
+    assert signature == expected_signature
+    assert table.shape == (len(tensors), len(gradstat.FIELDS))
+    assert table.device == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_the_short_way_gives_the_same_bits(max_norm: float, norm_type: float) -> None:
+    for tensors in ([torch.randn(5, 7), torch.randn(9)], [torch.randn(4).bfloat16()], [torch.randn(4).half()] * 2):
+        again = [tensor.clone() for tensor in tensors]
+        if tensors[0] is tensors[-1]:
+            again = [again[0]] * len(again)
+        norm = HELPERS.clip_(tensors, max_norm, norm_type)
+        expected = OPS.clip_(again, max_norm, norm_type)
+        assert norm is not None
+        assert norm.dtype == expected.dtype
+        assert norm.shape == ()
+        assert norm == expected
+        assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "integers": lambda: torch.ones(2, dtype=torch.int32),
+    "booleans": lambda: torch.ones(2, dtype=torch.bool),
+    "complex": lambda: torch.ones(2, dtype=torch.complex64),
+    "lazily negated": lambda: torch.tensor([1 + 2j]).conj().imag,
+    "not dense": lambda: torch.ones(4, 4)[:, ::2],
+    "expanded": lambda: torch.ones(1).expand(3),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "compressed": lambda: torch.eye(2).to_sparse_csr(),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "zeros without memory": lambda: torch._efficientzerotensor(3),
+    "fake": fake,
+    "subclass": lambda: torch.ones(2).as_subclass(type("Sub", (Tensor,), {})),
+    "no tensor": lambda: 1.0,
+    "None": lambda: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_ordinary_is_left_alone(what: str) -> None:
+    value: Any = REFUSED[what]()
+    untouched = torch.full((3,), 2.0)
+    assert HELPERS.check([untouched, value]) is None
+    assert HELPERS.clip_([untouched, value], 0.1, 2.0) is None
+    assert HELPERS.check([value]) is None
+    assert untouched.tolist() == [2.0] * 3
+
+
+def test_what_is_no_list_is_left_alone() -> None:
+    for value in ((torch.ones(2),), [], torch.ones(2), None):
+        assert HELPERS.check(value) is None  # type: ignore[arg-type]
+
+
+def test_a_lazy_negation_is_measured_with_its_sign() -> None:
+    lazy = torch.tensor([1 + 2j]).conj().imag
+    assert lazy.is_neg()
+    assert gradstat.check_tensors([lazy, torch.ones(1)])[0].min == -2.0
+
+
+def test_batched_tensors_are_refused_with_a_reason() -> None:
+    def inside(x: Tensor) -> Tensor:
+        assert HELPERS.check([x]) is None
+        return x
+
+    torch.vmap(inside)(torch.ones(2, 3))
+
+
+def test_orders_of_norm_that_the_kernels_do_not_measure_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="norm_type must be 2 or inf, got 1"):
+        HELPERS.clip_([torch.ones(2)], 1.0, 1.0)
+
+
+def test_without_torchs_exchange_interface_the_dispatcher_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = ordinary()
+    expected = gradstat.stats(tensors)
+
+    class Nothing:
+        def check(self, tensors: list[Tensor]) -> None:
+            return None
+
+        def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> None:
+            return None
+
+    monkeypatch.setattr(_backends.resolve(None, "cpu"), "_module", Nothing())
+    assert torch.equal(gradstat.stats(tensors), expected)
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    assert gradstat.clip_grad_norm_([parameter], 1.0) == 2.0
+    assert parameter.grad.norm() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_list_that_changes_meanwhile_keeps_its_tensors() -> None:
+    """The kernels run without Python's lock: the tensors must outlive the list's own references."""
+    tensors = [torch.ones(1 << 16) for _ in range(64)]
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            for i in range(len(tensors)):
+                tensors[i] = torch.ones(1 << 16)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert (gradstat.stats(tensors)[:, gradstat.FIELDS.index("sq_sum")] == 1 << 16).all()
+    finally:
+        stop.set()
+        thread.join()
+
+
+# The plan of a module ----------------------------------------------------------------------------------------
+
+
+def small() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU()), nn.LayerNorm(3))
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+def test_a_plan_finds_the_parameters_without_walking(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    gradstat.check(model)
+    expected = list(model.named_parameters())
+
+    def walked(self: nn.Module, *arguments: object, **named: object) -> Iterator[tuple[str, Tensor]]:
+        raise AssertionError("the module was walked again")
+
+    monkeypatch.setattr(nn.Module, "named_parameters", walked)
+    source = _plan.source_of(model)
+    assert all(a is b for a, (_, b) in zip(source.parameters, expected, strict=True))
+    assert list(source.names()) == [name for name, _ in expected]
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "a dictionary replaced by an equal one": lambda m: setattr(m[0], "_parameters", dict(m[0]._parameters)),
+    "a submodule replaced behind torch's back": lambda m: m[1]._modules.update({"0": nn.Linear(3, 3)}),
+    "the order changed": lambda m: m[0]._parameters.update({"weight": m[0]._parameters.pop("weight")}),
+    "everything removed": lambda m: [m.__delitem__(0) for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_any_kind_are_noticed(change: str) -> None:
+    model = small()
+    gradstat.check(model)
+    CHANGES[change](model)
+    source = _plan.source_of(model)
+    expected = list(model.named_parameters())
+    assert list(source.names()) == [name for name, _ in expected]
+    assert all(a is b for a, (_, b) in zip(source.parameters, expected, strict=True))
+
+
+def test_a_layer_that_was_taken_out_is_freed() -> None:
+    model = small()
+    gradstat.check(model)
+    gone = [weakref.ref(model[1]), weakref.ref(model[1][0]), weakref.ref(model[1][0].weight)]
+    model[1] = nn.Identity()
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+
+
+def test_a_module_may_list_parameters_of_others() -> None:
+    outside = nn.Parameter(torch.ones(2))
+    outside.grad = torch.full((2,), 3.0)
+
+    class Listing(nn.Linear):
+        def named_parameters(self, *arguments: object, **named: object) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+            yield "mine", self.weight
+            yield "theirs", outside
+
+    model = Listing(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    for _ in range(3):
+        report = gradstat.check(model)
+        assert report.names == ("mine", "theirs")
+        assert report["theirs"].max == 3.0
+
+
+def test_what_has_no_gradient_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="grad"):
+        HELPERS.gradients_of([torch.ones(1), "weight"])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="expected a list"):
+        HELPERS.gradients_of((torch.ones(1),))  # type: ignore[arg-type]
+
+
+def test_a_plan_is_not_any_object() -> None:
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
+        HELPERS.planned_parameters(object())
+
+
+def test_without_the_extension_the_same_parameters_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    model[0].weight.grad = None
+    with_helpers = _plan.gradients_of(_plan.source_of(model))
+    monkeypatch.setattr(_native, "helpers", lambda: None)
+    source = _plan.source_of(model)
+    assert list(source.names()) == [name for name, _ in model.named_parameters()]
+    without = _plan.gradients_of(source)
+    assert all(a is b for a, b in zip(with_helpers[0], without[0], strict=True))
+    assert with_helpers[1] == without[1] == [1, 2, 3, 4]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert _plan.gradients_of(source)[1] is None
+
+
+def test_references_are_balanced() -> None:
+    model = small()
+    parameters, gradients = list(model.parameters()), [p.grad for p in model.parameters()]
+    plan = HELPERS.make_plan([weakref.ref(m) for m in model.modules()], parameters)
+    watched = [model, plan, *parameters, *gradients, None, model[0]._parameters]
+
+    def step() -> None:
+        HELPERS.planned_parameters(plan)
+        HELPERS.gradients_of(parameters)
+        HELPERS.check(gradients)  # type: ignore[arg-type]
+        HELPERS.check([*gradients, torch.tensor([1 + 2j]).conj().imag])  # type: ignore[list-item]
+        HELPERS.clip_(gradients, 1e9, 2.0)  # type: ignore[arg-type]
+
+    step()
+    before = [sys.getrefcount(o) for o in watched]
+    for _ in range(2000):
+        step()
+    after = [sys.getrefcount(o) for o in watched]
+    # None is shared by the whole interpreter, so its count wanders a little.
+    assert all(abs(a - b) < 100 for a, b in zip(before, after, strict=True))
