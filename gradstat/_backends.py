@@ -57,7 +57,8 @@ class NativeKernels:
         direct = self._module.check(tensors)
         if direct is not None:
             return direct
-        table, signature = torch.ops.gradstat.check.default(tensors)
+        with torch.no_grad():
+            table, signature = torch.ops.gradstat.check.default(tensors)
         return table, signature
 
     def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -107,8 +107,7 @@ def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
     source = source_of(target)
     gradients, positions = gradients_of(source)
     names = _names_at(source, positions)
-    with torch.no_grad():
-        parts = measure_parts(gradients, lambda i: names()[i], backend)
+    parts = measure_parts(gradients, lambda i: names()[i], backend)
     missing: Callable[[], Sequence[str]] = tuple
     if positions is not None:
         # Which ones is known now and could change; their names are looked up when asked for.
@@ -134,8 +133,7 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
             raise TypeError(f"expected tensors, by name or in a sequence, or one tensor, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [f"tensors[{i}]" for i in range(len(listed))]
-    with torch.no_grad():
-        parts = measure_parts(listed, lambda i: names[i], backend)
+    parts = measure_parts(listed, lambda i: names[i], backend)
     return PendingReport(parts, lambda table, infos: Report(lambda: names, table, infos, what="tensor")).result()
 
 

@@ -18,6 +18,9 @@ from gradstat import _fields, _render
 from gradstat._tensors import TensorInfo
 from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
+# The two columns are neighbours (tests/test_fields.py holds that), so they are a view and not a copy.
+_NONFINITE_COUNTS = slice(_fields.INDEX["nan_count"], _fields.INDEX["inf_count"] + 1)
+
 # What `Report.worst` can order by.
 _ORDERINGS = (
     "severity",
@@ -102,7 +105,7 @@ class Report:
     @functools.cached_property
     def ok(self) -> bool:
         """Whether every element of every tensor is finite."""
-        return not self._table[:, [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]].any()
+        return not np.count_nonzero(self._table[:, _NONFINITE_COUNTS])
 
     @property
     def nan_count(self) -> int:

@@ -56,9 +56,8 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     listed = tensors if isinstance(tensors, list) else list(tensors)
     if listed and torch.compiler.is_compiling():
         return _compiled_stats(listed, backend)
-    with torch.no_grad():
-        parts = measure_parts(listed, _position_name, backend)
-        return assemble([part.table for part in parts], [part.positions for part in parts])
+    parts = measure_parts(listed, _position_name, backend)
+    return assemble([part.table for part in parts], [part.positions for part in parts])
 
 
 def assemble(tables: list[Tensor], positions: list[list[int] | None]) -> Tensor:
@@ -91,6 +90,11 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
                 return [Part(table, None, _infos(tensors, signature))]
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 refusal = error
+    with torch.no_grad():
+        return _measure_any(tensors, name_of, backend, refusal)
+
+
+def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, refusal: Exception | None) -> list[Part]:
     plain = readable(tensors, name_of)
     groups = by_device(plain)
     if refusal is not None and not explains_refusal(plain, tensors):

@@ -73,3 +73,8 @@ def test_norms_of_a_table_say_nan_before_inf(norm_type: float) -> None:
     assert _norms.total_norm(gradstat.stats([*tensors, torch.tensor(-math.inf)]), norm_type).item() == math.inf
     both = [*tensors, torch.tensor([math.inf, math.nan])]
     assert math.isnan(_norms.total_norm(gradstat.stats(both), norm_type).item())
+
+
+def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
+    """`Report.ok` reads both as one slice."""
+    assert _fields.INDEX["inf_count"] == _fields.INDEX["nan_count"] + 1
