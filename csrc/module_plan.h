@@ -122,32 +122,49 @@ inline PyObject* planned_parameters(PyObject*, PyObject* capsule) {
   });
 }
 
-// gradients_of(parameters) -> (gradients, positions of their parameters or None when all have one)
+inline Ref list_of_positions(const std::vector<Py_ssize_t>& positions) {
+  Ref list(PyList_New(static_cast<Py_ssize_t>(positions.size())));
+  if (!list) throw PythonError();
+  for (size_t i = 0; i < positions.size(); ++i) {
+    PyObject* position = PyLong_FromSsize_t(positions[i]);
+    if (position == nullptr) throw PythonError();
+    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), position);
+  }
+  return list;
+}
+
+// gradients_of(parameters) -> (gradients, positions of their parameters, positions of those that require one
+// and have none); None for both positions when every parameter has one.
 inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
   static PyObject* const grad = PyUnicode_InternFromString("grad");
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
   return guarded([&]() -> PyObject* {
     if (!PyList_Check(parameters)) throw std::runtime_error("gradstat: expected a list of parameters");
-    const Py_ssize_t size = PyList_Size(parameters);
     Ref gradients(PyList_New(0));
     if (!gradients) throw PythonError();
-    std::vector<Py_ssize_t> positions;
+    std::vector<Py_ssize_t> positions, missing;
+    const Py_ssize_t size = PyList_Size(parameters);
     positions.reserve(static_cast<size_t>(size));
-    for (Py_ssize_t i = 0; i < PyList_Size(parameters); ++i) {
-      const Ref gradient(PyObject_GetAttr(PyList_GetItem(parameters, i), grad));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* parameter = PyList_GetItem(parameters, i);  // null if the list was shortened meanwhile
+      if (parameter == nullptr) throw PythonError();
+      const Ref held = Ref::borrow(parameter);
+      const Ref gradient(PyObject_GetAttr(parameter, grad));
       if (!gradient) throw PythonError();
-      if (gradient.get() == Py_None) continue;
-      if (PyList_Append(gradients.get(), gradient.get()) != 0) throw PythonError();
-      positions.push_back(i);
+      if (gradient.get() != Py_None) {
+        if (PyList_Append(gradients.get(), gradient.get()) != 0) throw PythonError();
+        positions.push_back(i);
+        continue;
+      }
+      const Ref wanted(PyObject_GetAttr(parameter, requires_grad));
+      if (!wanted) throw PythonError();
+      if (wanted.get() == Py_True) missing.push_back(i);
     }
     if (static_cast<Py_ssize_t>(positions.size()) == size) {
-      return Py_BuildValue("(NO)", gradients.release(), Py_None);
+      return Py_BuildValue("(NOO)", gradients.release(), Py_None, Py_None);
     }
-    Ref list(PyList_New(static_cast<Py_ssize_t>(positions.size())));
-    if (!list) throw PythonError();
-    for (size_t i = 0; i < positions.size(); ++i) {
-      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), PyLong_FromSsize_t(positions[i]));
-    }
-    return Py_BuildValue("(NN)", gradients.release(), list.release());
+    Ref present = list_of_positions(positions), absent = list_of_positions(missing);
+    return Py_BuildValue("(NNN)", gradients.release(), present.release(), absent.release());
   });
 }
 

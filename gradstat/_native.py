@@ -59,8 +59,8 @@ class CpuModule(DeviceModule, Protocol):
     def planned_parameters(self, plan: object, /) -> list[Tensor] | None:
         """The parameters of a plan as they are now; None if a module was changed."""
 
-    def gradients_of(self, parameters: list[Tensor], /) -> tuple[list[Tensor], list[int] | None]:
-        """Gradients, and the positions of their parameters unless all have one."""
+    def gradients_of(self, parameters: list[Tensor], /) -> tuple[list[Tensor], list[int] | None, list[int] | None]:
+        """What `gradstat._plan.gradients_of` returns."""
 
 
 class CudaModule(DeviceModule, Protocol):

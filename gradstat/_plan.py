@@ -111,33 +111,33 @@ def _iterable_source(target: Iterable[Any]) -> Source:
     return Source(parameters, lambda: names)
 
 
-def gradients_of(source: Source) -> tuple[list[Tensor], list[int] | None]:
-    """The gradients there are, and the positions of their parameters, or None when every one has one.
+class Gradients(NamedTuple):
+    """The gradients of some parameters.
 
-    Raises:
-        ValueError: No parameter has a gradient or will ever have one.
+    Attributes:
+        tensors: Those there are.
+        positions: Of their parameters; None when every parameter has one.
+        missing: Positions of the parameters that require a gradient and have none; None when every one has one.
     """
-    parameters = source.parameters
-    gradients, positions = collect_gradients(parameters)
-    if positions is None:
-        return gradients, None
-    if not gradients and not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError(
-            f"none of the {len(parameters)} tensors requires a gradient or has one; check() reads the .grad of "
-            "parameters after backward(). To check tensors themselves, use check_tensors()"
-        )
-    return gradients, positions
+
+    tensors: list[Tensor]
+    positions: list[int] | None
+    missing: list[int] | None
 
 
-def collect_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[int] | None]:
-    """The gradients there are, and the positions of their parameters, or None when every one has one.
+def gradients_of(parameters: list[Tensor]) -> Gradients:
+    """The gradients of ``parameters``.
 
     Raises:
         AttributeError: Something among ``parameters`` has no ``.grad``.
     """
     helpers = _native.helpers()
     if helpers is not None:
-        return helpers.gradients_of(parameters)
-    positions = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
-    gradients = [gradient for i in positions if (gradient := parameters[i].grad) is not None]
-    return gradients, None if len(gradients) == len(parameters) else positions
+        return Gradients(*helpers.gradients_of(parameters))
+    found = [parameter.grad for parameter in parameters]
+    tensors = [gradient for gradient in found if gradient is not None]
+    if len(tensors) == len(parameters):
+        return Gradients(tensors, None, None)
+    positions = [i for i, gradient in enumerate(found) if gradient is not None]
+    missing = [i for i, gradient in enumerate(found) if gradient is None and parameters[i].requires_grad]
+    return Gradients(tensors, positions, missing)

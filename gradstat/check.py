@@ -105,14 +105,16 @@ def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
     The gradients may be changed or freed as soon as this returns, on the same stream.
     """
     source = source_of(target)
-    gradients, positions = gradients_of(source)
-    names = _names_at(source, positions)
-    parts = measure_parts(gradients, lambda i: names()[i], backend)
-    missing: Callable[[], Sequence[str]] = tuple
-    if positions is not None:
-        # Which ones is known now and could change; their names are looked up when asked for.
-        absent = [i for i, p in enumerate(source.parameters) if p.grad is None and p.requires_grad]
-        missing = _names_at(source, absent)
+    gradients = gradients_of(source.parameters)
+    if not gradients.tensors and gradients.missing == []:
+        raise ValueError(
+            f"none of the {len(source.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
+            "parameters after backward(). To check tensors themselves, use check_tensors()"
+        )
+    names = _names_at(source, gradients.positions)
+    parts = measure_parts(gradients.tensors, lambda i: names()[i], backend)
+    # Which ones are missing is known now and could change; their names are looked up when asked for.
+    missing = tuple if gradients.missing is None else _names_at(source, gradients.missing)
     return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
 
 

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from gradstat import _norms
 from gradstat._backends import Kernels
-from gradstat._plan import collect_gradients
+from gradstat._plan import gradients_of
 from gradstat._tensors import check_writable, is_dense, readable
 from gradstat.stats import SELF_CHECKING, by_device, explains_refusal, resolve_for
 
@@ -86,7 +86,7 @@ def clip_grad_norm_(
 
 def _gradients(parameters: list[Tensor]) -> list[Tensor]:
     try:
-        return collect_gradients(parameters)[0]
+        return gradients_of(parameters).tensors
     except AttributeError:
         position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
         raise AttributeError(

@@ -252,16 +252,18 @@ def test_a_plan_is_not_any_object() -> None:
 def test_without_the_extension_the_same_parameters_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     model[0].weight.grad = None
-    with_helpers = _plan.gradients_of(_plan.source_of(model))
+    model[0].bias.requires_grad_(False).grad = None
+    with_helpers = _plan.gradients_of(_plan.source_of(model).parameters)
     monkeypatch.setattr(_native, "helpers", lambda: None)
     source = _plan.source_of(model)
     assert list(source.names()) == [name for name, _ in model.named_parameters()]
-    without = _plan.gradients_of(source)
-    assert all(a is b for a, b in zip(with_helpers[0], without[0], strict=True))
-    assert with_helpers[1] == without[1] == [1, 2, 3, 4]
+    without = _plan.gradients_of(source.parameters)
+    assert all(a is b for a, b in zip(with_helpers.tensors, without.tensors, strict=True))
+    assert with_helpers.positions == without.positions == [2, 3, 4]
+    assert with_helpers.missing == without.missing == [0]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    assert _plan.gradients_of(source)[1] is None
+    assert _plan.gradients_of(source.parameters)[1:] == (None, None)
 
 
 def test_references_are_balanced() -> None:
@@ -284,3 +286,11 @@ def test_references_are_balanced() -> None:
     after = [sys.getrefcount(o) for o in watched]
     # None is shared by the whole interpreter, so its count wanders a little.
     assert all(abs(a - b) < 100 for a, b in zip(before, after, strict=True))
+
+
+def test_nothing_to_check_is_healthy() -> None:
+    for target in (nn.ReLU(), []):
+        report = gradstat.check(target)
+        assert report.ok
+        assert len(report) == 0
+        assert report.missing == ()
