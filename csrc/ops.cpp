@@ -54,6 +54,8 @@ PyMODINIT_FUNC PyInit__C() {
                                   kUseExchangeMethod,
                                   kCheckMethod<Cpu>,
                                   kClipMethod<Cpu>,
+                                  kMeasureMethod<Cpu>,
+                                  kScaleMethod<Cpu>,
                                   {"instructions", instructions, METH_NOARGS, nullptr},
                                   {"make_plan", make_plan, METH_VARARGS, nullptr},
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},

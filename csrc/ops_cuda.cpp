@@ -64,6 +64,8 @@ PyMODINIT_FUNC PyInit__C_cuda() {
                                   kUseExchangeMethod,
                                   kCheckMethod<Cuda>,
                                   kClipMethod<Cuda>,
+                                  kMeasureMethod<Cuda>,
+                                  kScaleMethod<Cuda>,
                                   {"architectures", architectures, METH_NOARGS, nullptr},
                                   kEndOfMethods};
   static PyModuleDef module = {

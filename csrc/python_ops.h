@@ -1,8 +1,7 @@
 // The operators as plain functions of a Python extension module, for lists of ordinary tensors: the way that
 // `check` and `clip_grad_norm_` take on every step. torch's dispatcher needs about 0.3 us for each tensor of a
-// list; asking the tensor itself, through DLPack's C exchange interface, takes a tenth of that. What is not
-// ordinary, and everything under torch.compile, goes through the dispatcher: the functions here then return
-// None and have done nothing.
+// list; asking the tensor itself, through DLPack's C exchange interface, takes a tenth of that. Where something
+// is not ordinary the functions here return None (or False) and have done nothing.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -77,7 +76,12 @@ struct Exchange {
   const DLPackExchangeAPI* api = nullptr;
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;
+  PyObject* is_conj = nullptr;
   PyObject* is_neg = nullptr;
+  PyObject* is_sparse = nullptr;
+  // Asking DLPack for a sparse tensor raises an error that takes torch half a millisecond to describe. Where
+  // that has happened once it will again, and asking first costs 0.1 us for each tensor.
+  bool ask_for_sparse = false;
 };
 
 inline Exchange& exchange() {
@@ -85,30 +89,38 @@ inline Exchange& exchange() {
   return instance;
 }
 
-// use_exchange(capsule, Tensor, Parameter, Tensor.is_neg) -> bool: whether the interface has what is needed.
+// use_exchange(capsule, Tensor, Parameter, is_conj, is_neg, is_sparse) -> bool: whether the interface has
+// what is needed.
 inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
-  PyObject *capsule = nullptr, *tensor = nullptr, *parameter = nullptr, *is_neg = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOO", &capsule, &tensor, &parameter, &is_neg)) return nullptr;
-  const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-  if (api == nullptr) return nullptr;
-  if (api->header.version.major != DLPACK_MAJOR_VERSION || api->dltensor_from_py_object_no_sync == nullptr) {
+  PyObject* capsule = nullptr;
+  Exchange given;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO", &capsule, &given.tensor_type, &given.parameter_type,
+                        &given.is_conj, &given.is_neg, &given.is_sparse)) {
+    return nullptr;
+  }
+  given.api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (given.api == nullptr) return nullptr;
+  if (given.api->header.version.major != DLPACK_MAJOR_VERSION ||
+      given.api->dltensor_from_py_object_no_sync == nullptr) {
     Py_RETURN_FALSE;
   }
-  Py_INCREF(tensor);
-  Py_INCREF(parameter);
-  Py_INCREF(is_neg);
-  exchange() = {api, tensor, parameter, is_neg};
+  for (PyObject* kept :
+       {given.tensor_type, given.parameter_type, given.is_conj, given.is_neg, given.is_sparse}) {
+    Py_INCREF(kept);
+  }
+  exchange() = given;
   Py_RETURN_TRUE;
 }
 
-// Complex types are left to the dispatcher, because DLPack does not tell a lazily conjugated tensor.
 inline bool element_of(DLDataType type, ElementType& out) {
-  out.is_pair = false;
   if (type.lanes != 1) return false;
+  out.is_pair = type.code == kDLComplex;
+  const int32_t bits = out.is_pair ? type.bits / 2 : type.bits;
   switch (type.code) {
     case kDLFloat:
-      out.dtype = type.bits == 32 ? DType::kFloat32 : type.bits == 64 ? DType::kFloat64 : DType::kFloat16;
-      return type.bits == 16 || type.bits == 32 || type.bits == 64;
+    case kDLComplex:
+      out.dtype = bits == 32 ? DType::kFloat32 : bits == 64 ? DType::kFloat64 : DType::kFloat16;
+      return bits == 16 || bits == 32 || bits == 64;
     case kDLBfloat:
       out.dtype = DType::kBFloat16;
       return type.bits == 16;
@@ -187,8 +199,8 @@ struct DirectList {
   TensorList list;
 };
 
-inline bool is_lazily_negated(PyObject* tensor) {
-  const Ref result(PyObject_CallFunctionObjArgs(exchange().is_neg, tensor, nullptr));
+inline bool is_true_of(PyObject* method, PyObject* tensor) {
+  const Ref result(PyObject_CallFunctionObjArgs(method, tensor, nullptr));
   if (!result) throw PythonError();
   return result.get() == Py_True;
 }
@@ -197,9 +209,11 @@ inline bool is_lazily_negated(PyObject* tensor) {
 inline bool add_tensor(TensorList& list, PyObject* tensor, DLDeviceType device_type) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (type != exchange().tensor_type && type != exchange().parameter_type) return false;
+  if (exchange().ask_for_sparse && is_true_of(exchange().is_sparse, tensor)) return false;
   DLTensor dl;
   if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) {
     PyErr_Clear();
+    exchange().ask_for_sparse = true;
     return false;
   }
   TensorView view{};
@@ -215,9 +229,10 @@ inline bool add_tensor(TensorList& list, PyObject* tensor, DLDeviceType device_t
   view.device_index = dl.device.device_id;
   if (view.numel > 0 && dl.data == nullptr) return false;  // torch's zeros that take no memory
   if (view.numel > 0 && !is_dense(view)) return false;
-  // DLPack does not tell a lazy negation either. Real tensors have one as the imaginary part of a conjugate,
-  // every other number of an array of complex numbers, so only one that has a single element is dense.
-  if (view.numel == 1 && is_lazily_negated(tensor)) return false;
+  // DLPack does not tell lazily conjugated and negated tensors. Real ones are negated as the imaginary part of
+  // a conjugate, every other number of an array of complex ones, so only one of a single element is dense.
+  if (view.element.is_pair && is_true_of(exchange().is_conj, tensor)) return false;
+  if ((view.element.is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) return false;
   if (list.size() > 0 && view.device_index != list.device_index()) return false;
   list.add(view);
   return true;
@@ -261,6 +276,48 @@ struct PythonOps {
 
   // clip_(tensors, max_norm, norm_type) -> norm | None
   static PyObject* clip_(PyObject*, PyObject* arguments) {
+    return measured(arguments, [](const TensorList& list, double max_norm, NewTensor& norm, NewTensor& memory) {
+      if (max_norm != kInf) {
+        const WithoutGil others_may_run;
+        scale_list<Device>(list, static_cast<const double*>(memory.data()));
+      }
+      return norm.to_python();
+    });
+  }
+
+  // measure(tensors, max_norm, norm_type) -> (norm, memory that begins with the coefficient) | None
+  static PyObject* measure(PyObject*, PyObject* arguments) {
+    return measured(arguments, [](const TensorList&, double, NewTensor& norm, NewTensor& memory) {
+      Ref first(norm.to_python());
+      return Py_BuildValue("(NN)", first.release(), memory.to_python());
+    });
+  }
+
+  // scale_(tensors, memory) -> bool: what measure returned for the same tensors.
+  static PyObject* scale_(PyObject*, PyObject* arguments) {
+    PyObject *tensors = nullptr, *memory = nullptr;
+    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &memory)) return nullptr;
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      TensorList factor(1, Device::type());
+      if (!direct || !add_tensor(factor, memory, Device::kDLPackType) ||
+          factor.norm_dtype() != DType::kFloat64 || factor.entries()[0].numel == 0 ||
+          factor.device_index() != direct->list.device_index()) {
+        Py_RETURN_FALSE;
+      }
+      {
+        const WithoutGil others_may_run;
+        scale_list<Device>(direct->list, static_cast<const double*>(factor.entries()[0].data));
+      }
+      Py_RETURN_TRUE;
+    });
+  }
+
+ private:
+  // Norm and coefficient of a list, and what `then(list, max_norm, norm, memory)` makes of them; the
+  // coefficient is the first number of the memory.
+  template <class Then>
+  static PyObject* measured(PyObject* arguments, const Then& then) {
     PyObject* tensors = nullptr;
     double max_norm = 0, norm_type = 0;
     if (!PyArg_ParseTuple(arguments, "Odd", &tensors, &max_norm, &norm_type)) return nullptr;
@@ -269,17 +326,15 @@ struct PythonOps {
       if (!direct) Py_RETURN_NONE;
       const TensorList& list = direct->list;
       NewTensor norm({}, dlpack_type_of(list.norm_dtype()), device_of(list));
-      // The rows, which nobody will see, and the coefficient.
-      const NewTensor memory({list.size() * kFields + 1}, dlpack_type_of(DType::kFloat64), device_of(list));
+      // The coefficient, and the rows, which nobody will see.
+      NewTensor memory({1 + list.size() * kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
       auto* coefficient = static_cast<double*>(memory.data());
-      auto* rows = reinterpret_cast<Row*>(coefficient + 1);
       const NormRequest request = norm_request(list, max_norm, norm_type, norm.data(), coefficient);
       {
         const WithoutGil others_may_run;
-        Device::measure(list, rows, &request);
-        if (max_norm != kInf) scale_list<Device>(list, coefficient);
+        Device::measure(list, reinterpret_cast<Row*>(coefficient + 1), &request);
       }
-      return norm.to_python();
+      return then(list, max_norm, norm, memory);
     });
   }
 };
@@ -290,6 +345,10 @@ template <class Device>
 constexpr PyMethodDef kCheckMethod = {"check", PythonOps<Device>::check, METH_O, nullptr};
 template <class Device>
 constexpr PyMethodDef kClipMethod = {"clip_", PythonOps<Device>::clip_, METH_VARARGS, nullptr};
+template <class Device>
+constexpr PyMethodDef kMeasureMethod = {"measure", PythonOps<Device>::measure, METH_VARARGS, nullptr};
+template <class Device>
+constexpr PyMethodDef kScaleMethod = {"scale_", PythonOps<Device>::scale_, METH_VARARGS, nullptr};
 constexpr PyMethodDef kUseExchangeMethod = {"use_exchange", use_exchange, METH_VARARGS, nullptr};
 constexpr PyMethodDef kFingerprintMethod = {"fingerprint", fingerprint, METH_NOARGS, nullptr};
 constexpr PyMethodDef kEndOfMethods = {nullptr, nullptr, 0, nullptr};

@@ -17,68 +17,46 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradstat import _native, _norms
+from gradstat import _native
 from gradstat._native import BackendUnavailableError, DeviceModule
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
 
 class Kernels(Protocol):
-    """What a backend does on one type of device.
+    """What a backend does on one type of device, with tensors as `gradstat._tensors.readable` returns them.
 
-    Tensors come as `gradstat._tensors.readable` returns them, unless ``validates`` is set: then the kernels
-    check by themselves and raise RuntimeError.
+    Attributes:
+        direct: A shorter way for lists of ordinary tensors, which need no `readable`; None if there is none.
     """
 
-    validates: bool
+    direct: DeviceModule | None
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         """The table, and a number that is equal for equal sizes, strides, dtypes and devices, or None."""
 
-    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The table, the total norm in its own dtype, and the coefficient clipping needs (float64)."""
-
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
         """Multiplies all tensors in place by the 0-d float64 ``coefficient`` on their device."""
 
-    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """`measure` and `scale_`; returns the norm."""
-
 
 class NativeKernels:
-    """The compiled kernels: lists of ordinary tensors directly, anything else through torch's dispatcher."""
+    """The compiled kernels, through torch's dispatcher and, for ordinary tensors, directly."""
 
-    validates = True
-
-    def __init__(self, module: DeviceModule) -> None:
-        self._module = module
+    def __init__(self, direct: DeviceModule) -> None:
+        self.direct: DeviceModule | None = direct
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
-        direct = self._module.check(tensors)
-        if direct is not None:
-            return direct
-        with torch.no_grad():
-            table, signature = torch.ops.gradstat.check.default(tensors)
+        table, signature = torch.ops.gradstat.check.default(tensors)
         return table, signature
-
-    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
-        table, norm, coefficient = torch.ops.gradstat.measure.default(tensors, max_norm, norm_type)
-        return table, norm, coefficient
 
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
         torch.ops.gradstat.scale_.default(tensors, coefficient)
-
-    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        norm = None if torch.compiler.is_compiling() else self._module.clip_(tensors, max_norm, norm_type)
-        if norm is None:
-            norm = torch.ops.gradstat.clip_.default(tensors, max_norm, norm_type)
-        return norm
 
 
 class TableKernels:
     """A backend made of two functions, one that fills a table and one that scales."""
 
-    validates = False
+    direct: DeviceModule | None = None
 
     def __init__(self, stats: Callable[[list[Tensor]], Tensor], scale_: Callable[[list[Tensor], Tensor], None]) -> None:
         self._stats = stats
@@ -87,19 +65,8 @@ class TableKernels:
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         return self._stats(tensors), None
 
-    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
-        table = self._stats(tensors)
-        norm = _norms.total_norm(table, norm_type)
-        return table, norm.to(_norms.norm_dtype(tensors)), _norms.clip_coefficient(norm, max_norm)
-
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
         self._scale(tensors, coefficient)
-
-    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        _, norm, coefficient = self.measure(tensors, max_norm, norm_type)
-        if max_norm != float("inf"):
-            self.scale_(tensors, coefficient)
-        return norm
 
 
 def _require_device(device_type: str) -> None:

@@ -37,14 +37,20 @@ class DeviceModule(Protocol):
     def fingerprint(self) -> str:
         """The fields it was built with."""
 
-    def use_exchange(self, capsule: object, tensor: type, parameter: type, is_neg: object, /) -> bool:
-        """Gives it torch's C interface to tensors; whether that has what is needed."""
+    def use_exchange(self, capsule: object, tensor: type, parameter: type, *predicates: object) -> bool:
+        """Gives it torch's C interface to tensors, is_conj, is_neg and is_sparse; whether that has what is needed."""
 
     def check(self, tensors: list[Tensor], /) -> tuple[Tensor, int] | None:
         """Table and signature; None, and nothing done, unless all are ordinary tensors on one such device."""
 
     def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None:
         """The norm of what it clipped in place; None, and nothing done, as in `check`."""
+
+    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None:
+        """The norm, and memory whose first element is the coefficient that `scale_` needs; None as in `check`."""
+
+    def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool:
+        """Multiplies what `measure` measured by its coefficient."""
 
 
 class CpuModule(DeviceModule, Protocol):
@@ -138,9 +144,13 @@ def _load(name: str) -> Any:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
     check_fingerprint(module.fingerprint(), path)
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is not None:  # without it, in older torch, every call goes through the dispatcher
-        module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_neg)
+    if exchange is not None:  # without it, in older torch, every call takes the long way
+        module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, _is_sparse)
     return module
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    return tensor.is_sparse
 
 
 def _register_fakes() -> None:

@@ -13,9 +13,10 @@ from torch.nn import Module
 
 from gradstat import _norms
 from gradstat._backends import Kernels
+from gradstat._native import DeviceModule
 from gradstat._plan import gradients_of
 from gradstat._tensors import check_writable, is_dense, readable
-from gradstat.stats import SELF_CHECKING, by_device, explains_refusal, resolve_for
+from gradstat.stats import by_device, direct_for, resolve_for
 
 _INF = math.inf
 
@@ -70,14 +71,15 @@ def clip_grad_norm_(
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=2)
     gradients = _gradients(listed)
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if math.isnan(max_norm):
+    if max_norm != max_norm:  # NaN, asked in a way that torch.compile can trace
         raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
     if not gradients:
         return torch.tensor(0.0)
     if foreach:
         _require_foreach(gradients)
-    with torch.no_grad():
-        norm = _clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+    if torch.compiler.is_compiling():
+        return _compiled_clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+    norm = _clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
     if max_norm != _INF:
         # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
         torch.autograd.graph.increment_version(gradients)
@@ -85,6 +87,9 @@ def clip_grad_norm_(
 
 
 def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
+        found = [parameter.grad for parameter in parameters]
+        return [gradient for gradient in found if gradient is not None]
     try:
         return gradients_of(parameters).tensors
     except AttributeError:
@@ -99,37 +104,42 @@ def _clip(
     gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, backend: str | None
 ) -> Tensor:
     fused = norm_type == 2.0 or (norm_type == _INF and not any(g.is_complex() or not g.numel() for g in gradients))
-    device_type = gradients[0].device.type
-    if fused and device_type in SELF_CHECKING:
-        kernels = resolve_for(backend, device_type, _name(0))
-        if kernels.validates:
-            try:
-                return _clip_fused(kernels, gradients, max_norm, norm_type, error_if_nonfinite)
-            except NonFiniteNormError:
-                raise
-            except (RuntimeError, TypeError, NotImplementedError) as error:
-                refusal = error
-            plain = readable(gradients, _name)
-            if not explains_refusal(plain, gradients):
-                raise refusal
-    return _clip_general(gradients, max_norm, norm_type, fused, error_if_nonfinite, backend)
+    direct = direct_for(gradients[0], _name, backend) if fused else None
+    if direct is not None:
+        norm = _clip_directly(direct, gradients, max_norm, norm_type, error_if_nonfinite)
+        if norm is not None:
+            return norm
+    with torch.no_grad():
+        return _clip_general(gradients, max_norm, norm_type, fused, error_if_nonfinite, backend)
 
 
-class NonFiniteNormError(RuntimeError):
-    """The total norm is NaN or Inf and ``error_if_nonfinite`` was set; torch raises a RuntimeError here."""
+def _clip_directly(
+    direct: DeviceModule, gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor | None:
+    """Ordinary gradients on one device: the kernels do everything. None, and nothing done, if they are not."""
+    if not error_if_nonfinite:
+        return direct.clip_(gradients, max_norm, norm_type)
+    measured = direct.measure(gradients, max_norm, norm_type)
+    if measured is None:
+        return None
+    norm, coefficient = measured
+    _raise_if_nonfinite(norm, norm_type)
+    if max_norm != _INF:
+        direct.scale_(gradients, coefficient)
+    return norm
 
 
-def _clip_fused(
-    kernels: Kernels, gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+def _compiled_clip(
+    gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, backend: str | None
 ) -> Tensor:
-    """Ordinary gradients on one device: the kernels do everything. They check before they change."""
-    if error_if_nonfinite:
-        _, norm, coefficient = kernels.measure(gradients, max_norm, norm_type)
-        _raise_if_nonfinite(norm, norm_type)
-        if max_norm != _INF:
-            kernels.scale_(gradients, coefficient)
-        return norm
-    return kernels.clip_(gradients, max_norm, norm_type)
+    """Inside torch.compile, where only the operator runs when the graph does."""
+    if error_if_nonfinite or backend is not None or norm_type not in (2.0, _INF):
+        raise NotImplementedError(
+            "inside torch.compile, clip_grad_norm_ takes norm_type 2 or inf and neither error_if_nonfinite nor "
+            "backend; call it outside of the compiled function"
+        )
+    norm: Tensor = torch.ops.gradstat.clip_.default(gradients, max_norm, norm_type)
+    return norm
 
 
 def _clip_general(
@@ -192,7 +202,7 @@ def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device
 
 def _raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
     if not math.isfinite(norm.item()):
-        raise NonFiniteNormError(
+        raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
             "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"

@@ -11,11 +11,11 @@ from torch import Tensor
 from gradstat import _backends
 from gradstat._backends import Kernels
 from gradstat._fields import NAMES
-from gradstat._native import BackendUnavailableError, StaleExtensionError
+from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError
 from gradstat._tensors import NameOf, TensorInfo, readable
 
-# The types of device for which there are kernels that check their input themselves.
-SELF_CHECKING = frozenset({"cpu", "cuda"})
+# The types of device for which there are compiled kernels.
+COMPILED_FOR = frozenset({"cpu", "cuda"})
 _INFO_CACHE_SIZE = 64
 _infos_by_signature: dict[tuple[int, int], tuple[TensorInfo, ...]] = {}
 
@@ -75,42 +75,32 @@ def assemble(tables: list[Tensor], positions: list[list[int] | None]) -> Tensor:
 def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> list[Part]:
     """Fills tables for ``tensors``, one per device; what cannot be measured raises, by name.
 
-    Ordinary tensors on one device take the direct way: the compiled operator looks at them itself. When it
-    refuses, and for the other backends, `readable` sorts out what can be read and where it lies.
+    Lists of ordinary tensors on one device take the short way into the compiled kernels. For anything else,
+    and for the other backends, `readable` sorts out what can be read and where it lies.
     """
     if not tensors:
         return []
-    refusal: Exception | None = None
-    device_type = _device_type(tensors[0])
-    if device_type in SELF_CHECKING:
-        kernels = resolve_for(backend, device_type, name_of(0))
-        if kernels.validates:
-            try:
-                table, signature = kernels.check(tensors)
-                return [Part(table, None, _infos(tensors, signature))]
-            except (RuntimeError, TypeError, NotImplementedError) as error:
-                refusal = error
+    direct = direct_for(tensors[0], name_of, backend)
+    measured = direct.check(tensors) if direct is not None else None
+    if measured is not None:
+        table, signature = measured
+        return [Part(table, None, _infos(tensors, signature))]
     with torch.no_grad():
-        return _measure_any(tensors, name_of, backend, refusal)
+        plain = readable(tensors, name_of)
+        groups = by_device(plain)
+        parts = []
+        for device, positions in groups.items():
+            group = [plain[i] for i in positions]
+            table, known = resolve_for(backend, device.type, name_of(positions[0])).check(group)
+            parts.append(Part(table, positions if len(groups) > 1 else None, _infos(group, known)))
+        return parts
 
 
-def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, refusal: Exception | None) -> list[Part]:
-    plain = readable(tensors, name_of)
-    groups = by_device(plain)
-    if refusal is not None and not explains_refusal(plain, tensors):
-        raise refusal
-    parts = []
-    for device, positions in groups.items():
-        kernels = resolve_for(backend, device.type, name_of(positions[0]))
-        group = [plain[i] for i in positions]
-        table, signature = kernels.check(group)
-        parts.append(Part(table, positions if len(groups) > 1 else None, _infos(group, signature)))
-    return parts
-
-
-def explains_refusal(plain: list[Tensor], tensors: Sequence[Any]) -> bool:
-    """Whether a refusal by the compiled operator came from the tensors, so that trying ``plain`` makes sense."""
-    return len(by_device(plain)) > 1 or any(a is not b for a, b in zip(plain, tensors, strict=True))
+def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule | None:
+    """The short way into the kernels for a list that begins with ``first``, if its device has one."""
+    if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
+        return None
+    return resolve_for(backend, first.device.type, name_of(0)).direct
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
@@ -129,10 +119,6 @@ def resolve_for(backend: str | None, device_type: str, name: str) -> Kernels:
         raise
     except BackendUnavailableError as error:
         raise BackendUnavailableError(f"{error} ({name!r} is on a device of type {device_type!r})") from error
-
-
-def _device_type(value: Any) -> str | None:
-    return value.device.type if isinstance(value, Tensor) else None
 
 
 def _infos(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:
@@ -156,7 +142,7 @@ def _position_name(position: int) -> str:
 def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
     # Inside torch.compile everything here but the operator runs at trace time only.
     plain = readable(tensors, _position_name)
-    if backend is None and plain[0].device.type in SELF_CHECKING:
+    if backend is None and plain[0].device.type in COMPILED_FOR:
         table: Tensor = torch.ops.gradstat.stats.default(plain)
         return table
     return resolve_for(backend, plain[0].device.type, _position_name(0)).check(plain)[0]

@@ -26,6 +26,9 @@ DTYPES = [
     torch.float8_e5m2,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
 ]
 
 
@@ -80,8 +83,9 @@ def fake() -> Tensor:
 REFUSED: dict[str, Callable[[], object]] = {
     "integers": lambda: torch.ones(2, dtype=torch.int32),
     "booleans": lambda: torch.ones(2, dtype=torch.bool),
-    "complex": lambda: torch.ones(2, dtype=torch.complex64),
+    "lazily conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "lazily negated": lambda: torch.tensor([1 + 2j]).conj().imag,
+    "lazily negated, complex": lambda: torch._neg_view(torch.ones(2, dtype=torch.complex64)),
     "not dense": lambda: torch.ones(4, 4)[:, ::2],
     "expanded": lambda: torch.ones(1).expand(3),
     "sparse": lambda: torch.eye(2).to_sparse(),
@@ -102,6 +106,8 @@ def test_what_is_not_ordinary_is_left_alone(what: str) -> None:
     untouched = torch.full((3,), 2.0)
     assert HELPERS.check([untouched, value]) is None
     assert HELPERS.clip_([untouched, value], 0.1, 2.0) is None
+    assert HELPERS.measure([untouched, value], 0.1, 2.0) is None
+    assert not HELPERS.scale_([untouched, value], torch.tensor(0.1, dtype=torch.float64))
     assert HELPERS.check([value]) is None
     assert untouched.tolist() == [2.0] * 3
 
@@ -125,6 +131,25 @@ def test_batched_tensors_are_refused_with_a_reason() -> None:
     torch.vmap(inside)(torch.ones(2, 3))
 
 
+@pytest.mark.usefixtures("_poisoned")
+def test_measuring_and_scaling_are_a_clip() -> None:
+    tensors = [torch.randn(5, 7), torch.randn(3).bfloat16()]
+    again = [tensor.clone() for tensor in tensors]
+    measured = HELPERS.measure(tensors, 0.5, 2.0)
+    assert measured is not None
+    assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
+    assert HELPERS.scale_(tensors, measured[1])
+    assert measured[0] == HELPERS.clip_(again, 0.5, 2.0)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
+
+
+@pytest.mark.parametrize("coefficient", [torch.tensor(0.5), torch.zeros(0, dtype=torch.float64), 0.5])
+def test_a_coefficient_of_another_kind_is_refused(coefficient: Any) -> None:
+    tensor = torch.ones(2)
+    assert not HELPERS.scale_([tensor], coefficient)
+    assert tensor.tolist() == [1.0, 1.0]
+
+
 def test_orders_of_norm_that_the_kernels_do_not_measure_are_refused() -> None:
     with pytest.raises(RuntimeError, match="norm_type must be 2 or inf, got 1"):
         HELPERS.clip_([torch.ones(2)], 1.0, 1.0)
@@ -134,14 +159,7 @@ def test_without_torchs_exchange_interface_the_dispatcher_serves(monkeypatch: py
     tensors = ordinary()
     expected = gradstat.stats(tensors)
 
-    class Nothing:
-        def check(self, tensors: list[Tensor]) -> None:
-            return None
-
-        def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> None:
-            return None
-
-    monkeypatch.setattr(_backends.resolve(None, "cpu"), "_module", Nothing())
+    monkeypatch.setattr(_backends.resolve(None, "cpu"), "direct", None)
     assert torch.equal(gradstat.stats(tensors), expected)
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)

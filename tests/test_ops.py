@@ -59,6 +59,36 @@ def test_stats_compile_without_a_break(backend: str, device: str) -> None:
     torch.testing.assert_close(f(x, y), gradstat.stats([x * 2, y]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clipping_compiles_without_a_break(backend: str, max_norm: float, device: str) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in (3, 40)]
+    expected = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in (3, 40)]
+    for a, b in zip(parameters, expected, strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def clip() -> torch.Tensor:
+        return gradstat.clip_grad_norm_(parameters, max_norm)
+
+    assert clip() == gradstat.clip_grad_norm_(expected, max_norm)
+    for a, b in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+def test_what_clipping_cannot_do_inside_a_graph_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def clip() -> torch.Tensor:
+        return gradstat.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+
+    with pytest.raises(Exception, match="call it outside of the compiled function"):
+        clip()
+
+
 def test_a_bad_coefficient_is_refused(device: str) -> None:
     with pytest.raises(RuntimeError, match="float64"):
         OPS.scale_([torch.ones(2, device=device)], torch.tensor(1.0, device=device))
