@@ -1,6 +1,8 @@
 """The short way from Python to the kernels: taken by ordinary tensors, and by nothing that it would misread."""
 
 import gc
+import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -312,3 +314,41 @@ def test_nothing_to_check_is_healthy() -> None:
         assert report.ok
         assert len(report) == 0
         assert report.missing == ()
+
+
+TEN_THOUSAND_STEPS = """
+import gc, os, torch, gradstat
+from torch import nn
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+# New gradients on every step, and now and then other sizes.
+models = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for width in (4, 8)]
+
+def steps(count):
+    for number in range(count):
+        model = models[number % 100 == 0]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        pending = gradstat.check_async(model)
+        gradstat.clip_grad_norm_(list(model.parameters()), 0.5)
+        assert pending.result().ok
+    gc.collect()
+    return resident_bytes(), len(gc.get_objects())
+
+steps(2000)
+before, after = steps(1), steps(10_000)
+print(after[0] - before[0], after[1] - before[1])
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux to tell the memory in use")
+def test_ten_thousand_steps_take_no_more_memory() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", TEN_THOUSAND_STEPS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    grown, objects = map(int, result.stdout.split())
+    assert grown < 1 << 20
+    assert objects < 50
