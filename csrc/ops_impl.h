@@ -17,18 +17,27 @@
 
 namespace gradstat {
 
+// Whether two entries with elements have the same address. A hash table, for this runs on every clip.
+inline bool has_repeated(const std::vector<Entry>& entries) {
+  int bits = 4;
+  while ((size_t{1} << bits) < 2 * entries.size()) ++bits;
+  std::vector<const void*> seen(size_t{1} << bits);
+  for (const Entry& entry : entries) {
+    if (entry.numel == 0) continue;
+    size_t slot = (reinterpret_cast<uintptr_t>(entry.data) * 0x9e3779b97f4a7c15ull) >> (64 - bits);
+    while (seen[slot] != nullptr) {
+      if (seen[slot] == entry.data) return true;
+      slot = (slot + 1) & (seen.size() - 1);
+    }
+    seen[slot] = entry.data;
+  }
+  return false;
+}
+
 // Removes from `entries` all but one of those with the same address, and returns the removed ones.
 inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
-  std::vector<Entry> repeated;
-  std::vector<const void*> addresses;
-  addresses.reserve(entries.size());
-  for (const Entry& entry : entries) {
-    if (entry.numel > 0) addresses.push_back(entry.data);
-  }
-  std::sort(addresses.begin(), addresses.end());
-  if (std::adjacent_find(addresses.begin(), addresses.end()) == addresses.end()) return repeated;
   std::unordered_set<const void*> seen;
-  std::vector<Entry> once;
+  std::vector<Entry> once, repeated;
   for (const Entry& entry : entries) {
     const bool first = entry.numel == 0 || seen.insert(entry.data).second;
     (first ? once : repeated).push_back(entry);
@@ -50,6 +59,7 @@ inline NormRequest norm_request(const TensorList& list, double max_norm, double 
 template <class Device>
 void scale_list(const TensorList& list, const double* coefficient) {
   if (Device::is_known_to_be_one(coefficient)) return;
+  if (!has_repeated(list.entries())) return Device::scale(list.entries(), list.device_index(), coefficient);
   std::vector<Entry> pass = list.entries();
   while (!pass.empty()) {
     std::vector<Entry> repeated = take_repeated(pass);
