@@ -1,7 +1,7 @@
 // The CPU inner loops, for one instruction set. Included once per set by stats_cpu.cpp, which defines
 //   GRADSTAT_NAMESPACE       a namespace of its own for each set
-//   GRADSTAT_VECTOR_BYTES    16, 32 or 64
-//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 AVX-512 F/BW/VL/DQ
+//   GRADSTAT_VECTOR_BYTES    16 or 32
+//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 the same with AVX-512 F/BW/VL/DQ
 // under the matching target pragma. Hence no include guard and no #include here.
 //
 // Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums
@@ -56,50 +56,7 @@ GRADSTAT_INLINE void store(void* p, V v) {
 }
 
 // The few operations for which portable vectors compile to noticeably worse code.
-#if GRADSTAT_X86_LEVEL == 4
-GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return _mm512_min_ps(a, b); }
-GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return _mm512_max_ps(a, b); }
-GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return _mm512_min_pd(a, b); }
-GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return _mm512_max_pd(a, b); }
-GRADSTAT_INLINE VShort vmin(VShort a, VShort b) {
-  return bitcast<VShort>(_mm512_min_epi16(bitcast<__m512i>(a), bitcast<__m512i>(b)));
-}
-GRADSTAT_INLINE VShort vmax(VShort a, VShort b) {
-  return bitcast<VShort>(_mm512_max_epi16(bitcast<__m512i>(a), bitcast<__m512i>(b)));
-}
-GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
-  return bitcast<VShort>(_mm512_max_epu16(bitcast<__m512i>(a), bitcast<__m512i>(b)));
-}
-GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return _mm512_fmadd_ps(a, b, c); }
-// Adds 1 to the lanes of `count` in which `x` has no bit of `mask`.
-GRADSTAT_INLINE VShort count_without(VShort count, VShort x, VShort mask) {
-  const __m512i old = bitcast<__m512i>(count);
-  const __mmask32 none = _mm512_testn_epi16_mask(bitcast<__m512i>(x), bitcast<__m512i>(mask));
-  return bitcast<VShort>(_mm512_mask_sub_epi16(old, none, old, _mm512_set1_epi16(-1)));
-}
-GRADSTAT_INLINE VInt count_without(VInt count, VInt x, VInt mask) {
-  const __m512i old = bitcast<__m512i>(count);
-  const __mmask16 none = _mm512_testn_epi32_mask(bitcast<__m512i>(x), bitcast<__m512i>(mask));
-  return bitcast<VInt>(_mm512_mask_sub_epi32(old, none, old, _mm512_set1_epi32(-1)));
-}
-GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
-  const __m512i old = bitcast<__m512i>(count);
-  const __mmask8 none = _mm512_testn_epi64_mask(bitcast<__m512i>(x), bitcast<__m512i>(mask));
-  return bitcast<VLong>(_mm512_mask_sub_epi64(old, none, old, _mm512_set1_epi64(-1)));
-}
-GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return _mm512_cvtph_ps(bitcast<__m256i>(h)); }
-GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
-  return bitcast<VHalfShort>(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-GRADSTAT_INLINE VLong swap_pairs(VLong x) {
-  return bitcast<VLong>(_mm512_permute_pd(bitcast<VDouble>(x), 0x55));
-}
-GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
-  a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
-  b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
-}
-#else
-#if GRADSTAT_X86_LEVEL == 2
+#if GRADSTAT_X86_LEVEL >= 2
 GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return _mm256_min_ps(a, b); }
 GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return _mm256_max_ps(a, b); }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return _mm256_min_pd(a, b); }
@@ -159,6 +116,23 @@ GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
   return bitcast<Unsigned>(a) > bitcast<Unsigned>(b) ? a : b;
 }
 #endif
+// Adds to `count` the lanes of `x` without a bit of `mask`. AVX-512 counts outside of the vector units, which
+// have enough to do.
+#if GRADSTAT_X86_LEVEL == 4
+template <class Integer>
+using Counter = int64_t;
+GRADSTAT_INLINE int64_t count_without(int64_t count, VShort x, VShort mask) {
+  return count + __builtin_popcount(_mm256_testn_epi16_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+}
+GRADSTAT_INLINE int64_t count_without(int64_t count, VInt x, VInt mask) {
+  return count + __builtin_popcount(_mm256_testn_epi32_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+}
+GRADSTAT_INLINE int64_t count_without(int64_t count, VLong x, VLong mask) {
+  return count + __builtin_popcount(_mm256_testn_epi64_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+}
+#else
+template <class Integer>
+using Counter = Vector<Integer>;
 template <class V>
 GRADSTAT_INLINE V count_without(V count, V x, V mask) {
   return count - ((x & mask) == 0);
@@ -432,7 +406,7 @@ struct Zeros {
   static constexpr auto kMask =
       static_cast<Integer>(kLaneBits > kPartBits ? kPartMask << kPartBits % 64 | kPartMask : kPartMask);
 
-  V count = {};
+  Counter<Integer> count = {};
 
   GRADSTAT_INLINE void add(const typename Type::Storage* p) {
     for (int i = 0; i < Type::kStep; i += kVectorBytes / static_cast<int>(sizeof(*p))) {
@@ -441,7 +415,14 @@ struct Zeros {
       count = count_without(count, x, V{} + kMask);
     }
   }
-  int64_t total() const { return reduce<Integer, int64_t>(count, Add()) / (kTwoLanes ? 2 : 1); }
+  int64_t total() const {
+    constexpr int kLanesPerElement = kTwoLanes ? 2 : 1;
+    if constexpr (std::is_same_v<Counter<Integer>, int64_t>) {
+      return count / kLanesPerElement;
+    } else {
+      return reduce<Integer, int64_t>(count, Add()) / kLanesPerElement;
+    }
+  }
 };
 
 // What the fast loop accumulates, lane by lane. Valid only if is_safe().
@@ -461,14 +442,16 @@ struct Pass {
     extremes.add(p);
   }
   // The last values of a tensor, fewer than a step: zeros behind them leave sums alone, more of the same leave
-  // the extremes alone.
+  // the extremes alone. Both are written before either is read, as reads wait for what was just written.
   void add_rest(const Storage* p, int64_t count) {
-    alignas(kVectorBytes) Storage values[Type::kStep] = {};
-    std::memcpy(values, p, count * sizeof(Storage));
-    add_sums(values);
+    alignas(kVectorBytes) Storage with_zeros[Type::kStep] = {};
+    alignas(kVectorBytes) Storage with_copies[Type::kStep];
+    std::fill(with_copies, with_copies + Type::kStep, p[0]);
+    std::memcpy(with_zeros, p, count * sizeof(Storage));
+    std::memcpy(with_copies, p, count * sizeof(Storage));
+    add_sums(with_zeros);
+    extremes.add(with_copies);
     padding += (Type::kStep - count) / kPerElement;
-    std::fill(values + count, values + Type::kStep, values[0]);
-    extremes.add(values);
   }
   GRADSTAT_INLINE void merge(const Pass& other) {
     sq_sum += other.sq_sum;
