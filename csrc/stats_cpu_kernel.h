@@ -116,6 +116,7 @@ GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
   return bitcast<Unsigned>(a) > bitcast<Unsigned>(b) ? a : b;
 }
 #endif
+
 // Adds to `count` the lanes of `x` without a bit of `mask`. AVX-512 counts outside of the vector units, which
 // have enough to do.
 #if GRADSTAT_X86_LEVEL == 4
@@ -200,7 +201,7 @@ struct FloatExtremes {
   double max() const { return reduce<typename Type::Storage>(high, Max()); }
 };
 
-// Smallest and largest of 16-bit floats, from their bits, 16 of them where float32 has room for eight. As
+// Smallest and largest of 16-bit floats, from their bits, twice as many to a vector as when widened. As
 // signed integers floats from +0 up are in order and those from -0 down in reverse order, below all others;
 // as unsigned integers the latter come last. So the largest is the signed maximum, unless all are negative:
 // then it is the signed minimum. The smallest is the unsigned maximum if any is negative, else the signed
