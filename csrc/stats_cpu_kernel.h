@@ -117,6 +117,13 @@ GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
 }
 #endif
 
+// The two 32-bit halves of 64-bit lanes exchanged.
+GRADSTAT_INLINE VInt swap_pairs(VInt x) {
+  using VUlong = Vector<uint64_t>;
+  const VUlong both = bitcast<VUlong>(x);
+  return bitcast<VInt>((both << 32) | (both >> 32));
+}
+
 // Adds to `count` the lanes of `x` without a bit of `mask`. AVX-512 counts outside of the vector units, which
 // have enough to do.
 #if GRADSTAT_X86_LEVEL == 4
@@ -138,14 +145,13 @@ template <class V>
 GRADSTAT_INLINE V count_without(V count, V x, V mask) {
   return count - ((x & mask) == 0);
 }
-#endif
-
-// The two 32-bit halves of 64-bit lanes exchanged.
-GRADSTAT_INLINE VInt swap_pairs(VInt x) {
-  using VUlong = Vector<uint64_t>;
-  const VUlong both = bitcast<VUlong>(x);
-  return bitcast<VInt>((both << 32) | (both >> 32));
+#if GRADSTAT_X86_LEVEL == 0  // without SSE4.1 there is no comparison of 64 bits
+GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
+  const VInt none = bitcast<VInt>(x & mask) == 0;
+  return count - bitcast<VLong>(none & swap_pairs(none));
 }
+#endif
+#endif
 
 // Lanes to one number: halved down to 16 bytes, then one by one, always in the same order.
 struct Add {
