@@ -12,32 +12,33 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdlib>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+#define GRADSTAT_INLINE inline __attribute__((always_inline))
+
 namespace gradstat {
 namespace {
 
-// Values per block of the fast loop: 8 KB of float32, well inside the first-level cache.
-constexpr int64_t kBlock = 2048;
+// Bytes per block of the fast loop: well inside the first-level cache, for the rare second reading.
+constexpr int64_t kBlockBytes = 8192;
 // Values per chunk: the unit of parallel work, and, since merging follows chunks, of reproducibility.
-constexpr int64_t kChunk = 32 * kBlock;
+constexpr int64_t kChunk = 65536;
 // Bytes below which another thread costs more than it saves.
 constexpr int64_t kTaskBytes = 256 * 1024;
-
-// A block's float32 sum of squares is trusted in this range. Below it, squares that vanished (each under
-// 2^-126, at most 2048 of them) could matter; above it, one may have overflowed.
-constexpr double kSafeLow = 0x1p-86;
-constexpr double kSafeHigh = 0x1p+120;
-// The same for float64: no element beyond GRADSTAT_LARGE, none that mattered below GRADSTAT_SMALL.
-constexpr double kSafeLowDouble = 0x1p-900;
-constexpr double kSafeHighDouble = 0x1p+970;
+// What a tensor costs besides its bytes, in bytes that could be read meanwhile.
+constexpr int64_t kTensorBytes = 512;
+// Float8 elements for which a histogram takes longer than widening.
+constexpr int64_t kFewFloat8 = 1024;
 
 uint16_t float_to_half(float x) { return torch::headeronly::Half(x).x; }
 uint16_t float_to_bfloat16(float x) { return torch::headeronly::BFloat16(x).x; }
@@ -55,20 +56,48 @@ uint8_t float_to_float8(float x, DType dtype) {
   }
 }
 
-// There are only 256 different elements, so a histogram holds everything but positions.
+// The value of every code of a float8 type.
+const std::array<float, 256>& float8_values(DType dtype) {
+  constexpr DType kTypes[] = {DType::kFloat8E4M3FN, DType::kFloat8E5M2, DType::kFloat8E4M3FNUZ,
+                              DType::kFloat8E5M2FNUZ};
+  static const auto tables = [&] {
+    std::array<std::array<float, 256>, 4> values;
+    for (int type = 0; type < 4; ++type) {
+      for (int code = 0; code < 256; ++code) {
+        values[type][code] = float8_to_float(static_cast<uint8_t>(code), kTypes[type]);
+      }
+    }
+    return values;
+  }();
+  return tables[std::find(std::begin(kTypes), std::end(kTypes), dtype) - kTypes];
+}
+
+void widen_float8(const Entry& entry, int64_t first, int64_t count, float* out) {
+  const auto* p = static_cast<const uint8_t*>(entry.data) + first;
+  const auto& values = float8_values(entry.dtype);
+  for (int64_t i = 0; i < count; ++i) out[i] = values[p[i]];
+}
+
+// There are only 256 different elements, so a histogram holds everything but positions. There are several, as
+// equal elements in a row would wait for each other's counts.
 void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
   const auto* p = static_cast<const uint8_t*>(entry.data) + first;
-  std::array<int64_t, 256> histogram{};
-  for (int64_t i = 0; i < count; ++i) ++histogram[p[i]];
-  bool bad[256] = {};
+  constexpr int kWays = 4;
+  uint32_t histograms[kWays][256] = {};
+  int64_t done = 0;
+  for (; done + kWays <= count; done += kWays) {
+    for (int way = 0; way < kWays; ++way) ++histograms[way][p[done + way]];
+  }
+  for (; done < count; ++done) ++histograms[0][p[done]];
+
+  const auto& values = float8_values(entry.dtype);
   const double bad_before = row.nan_count + row.inf_count;
   for (int code = 0; code < 256; ++code) {
-    if (histogram[code] == 0) continue;
-    const double value = float8_to_float(static_cast<uint8_t>(code), entry.dtype);
-    const double times = static_cast<double>(histogram[code]);
+    double times = 0;
+    for (const auto& histogram : histograms) times += histogram[code];
+    if (times == 0) continue;
     Row one = identity_row();
-    lift(one, value, 0);
-    bad[code] = one.nan_count + one.inf_count > 0;
+    lift(one, values[code], 0);
     row.nan_count += times * one.nan_count;
     row.inf_count += times * one.inf_count;
     row.zero_count += times * one.zero_count;
@@ -79,19 +108,22 @@ void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
   }
   if (row.nan_count + row.inf_count > bad_before) {
     int64_t i = 0;
-    while (!bad[p[i]]) ++i;
+    while (std::isfinite(values[p[i]])) ++i;
     row.first_nonfinite = merge::min(row.first_nonfinite, static_cast<double>(first + i));
   }
 }
 
 void scale_float8(const Entry& entry, int64_t first, int64_t count, float coefficient) {
   auto* p = static_cast<uint8_t*>(entry.data) + first;
-  std::array<uint8_t, 256> scaled;
-  for (int code = 0; code < 256; ++code) {
-    const float value = float8_to_float(static_cast<uint8_t>(code), entry.dtype);
-    scaled[code] = float_to_float8(value * coefficient, entry.dtype);
+  const auto& values = float8_values(entry.dtype);
+  const auto scaled = [&](int code) { return float_to_float8(values[code] * coefficient, entry.dtype); };
+  if (count <= 256) {
+    for (int64_t i = 0; i < count; ++i) p[i] = scaled(p[i]);
+    return;
   }
-  for (int64_t i = 0; i < count; ++i) p[i] = scaled[p[i]];
+  std::array<uint8_t, 256> table;
+  for (int code = 0; code < 256; ++code) table[code] = scaled(code);
+  for (int64_t i = 0; i < count; ++i) p[i] = table[p[i]];
 }
 
 // The inner loops, once per instruction set.
@@ -106,10 +138,10 @@ void scale_float8(const Entry& entry, int64_t first, int64_t count, float coeffi
 #if defined(__x86_64__)
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,popcnt"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+#pragma GCC target("avx2,fma,f16c,popcnt")
 #endif
 #define GRADSTAT_NAMESPACE avx2
 #define GRADSTAT_VECTOR_BYTES 32
@@ -120,15 +152,16 @@ void scale_float8(const Entry& entry, int64_t first, int64_t count, float coeffi
 #undef GRADSTAT_X86_LEVEL
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), \
-                             apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,popcnt"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,popcnt,prefer-vector-width=256")
 #endif
+// Vectors of 32 bytes here too: what pays is twice the registers and the masks, not the width.
 #define GRADSTAT_NAMESPACE avx512
-#define GRADSTAT_VECTOR_BYTES 64
+#define GRADSTAT_VECTOR_BYTES 32
 #define GRADSTAT_X86_LEVEL 4
 #include "stats_cpu_kernel.h"
 #undef GRADSTAT_NAMESPACE
@@ -176,60 +209,92 @@ const Kernels& kernels() {
   return chosen;
 }
 
-struct Chunk {
-  int32_t tensor;
-  int64_t first;  // value number within the tensor
-  int64_t count;
-};
-
-// The chunks of all tensors, in order, and their division into tasks of about equal bytes. Where chunks
-// begin depends on the tensors alone, never on the number of threads.
+// The chunks of all tensors in order, dealt out in tasks of about equal cost. Where chunks begin depends on the
+// tensors alone, never on the number of threads. A tensor of several chunks has a slot for each, in order.
 class Work {
  public:
-  explicit Work(const std::vector<Entry>& entries) {
-    int64_t total_bytes = 0;
-    for (size_t i = 0; i < entries.size(); ++i) {
-      const int64_t values = entries[i].values();
-      total_bytes += values * size_of(entries[i].dtype);
-      for (int64_t first = 0; first < values; first += kChunk) {
-        chunks_.push_back({static_cast<int32_t>(i), first, std::min(kChunk, values - first)});
-      }
+  explicit Work(const std::vector<Entry>& entries) : entries_(entries) {
+    int64_t total = 0;
+    for (const Entry& entry : entries) total += kTensorBytes + entry.values() * size_of(entry.dtype);
+    const int64_t tasks = std::clamp<int64_t>(total / kTaskBytes, 1, 8 * torch::stable::get_num_threads());
+    Place place = {0, 0, 0};
+    int64_t cost = 0;
+    borders_.reserve(tasks + 1);
+    borders_.push_back(place);
+    for (; place.tensor < entries.size(); step(place)) {
+      if (cost * tasks >= total * static_cast<int64_t>(borders_.size())) borders_.push_back(place);
+      cost += chunk_at(place) * size_of(entries[place.tensor].dtype) + (place.first == 0 ? kTensorBytes : 0);
     }
-    if (total_bytes < 2 * kTaskBytes) {
-      task_ends_.push_back(chunks_.size());
-      return;
-    }
-    const int64_t tasks = std::min<int64_t>(total_bytes / kTaskBytes, 8 * torch::stable::get_num_threads());
-    int64_t bytes = 0;
-    for (size_t c = 0; c < chunks_.size(); ++c) {
-      bytes += chunks_[c].count * size_of(entries[chunks_[c].tensor].dtype);
-      if (bytes * tasks >= total_bytes * static_cast<int64_t>(task_ends_.size() + 1)) {
-        task_ends_.push_back(c + 1);
-      }
-    }
-    if (task_ends_.back() != chunks_.size()) task_ends_.push_back(chunks_.size());
+    borders_.push_back(place);
   }
 
-  const std::vector<Chunk>& chunks() const { return chunks_; }
+  size_t slots() const { return borders_.back().slot; }
+  bool has_slots(size_t tensor) const { return entries_[tensor].values() > kChunk; }
 
-  // Calls body(chunk number) for every chunk.
+  // Calls body(tensor, first value, number of values, slot) for every chunk, at least once per tensor.
   template <class Body>
   void for_each_chunk(const Body& body) const {
-    const auto run = [&](int64_t begin, int64_t end) {
-      const size_t from = begin == 0 ? 0 : task_ends_[begin - 1];
-      for (size_t c = from; c < task_ends_[end - 1]; ++c) body(c);
-    };
-    const auto tasks = static_cast<int64_t>(task_ends_.size());
-    if (tasks == 1) {
-      run(0, 1);
-    } else {
-      torch::stable::parallel_for(0, tasks, 1, run);
-    }
+    deal([&](Place place, const Place& end) {
+      for (; place != end; step(place)) body(place.tensor, place.first, chunk_at(place), place.slot);
+    });
+  }
+
+  // The same with every thread's chunks in reverse, so that the first are those that it worked on last.
+  template <class Body>
+  void for_each_chunk_backwards(const Body& body) const {
+    deal([&](const Place& begin, Place place) {
+      while (place != begin) {
+        step_back(place);
+        body(place.tensor, place.first, chunk_at(place));
+      }
+    });
   }
 
  private:
-  std::vector<Chunk> chunks_;
-  std::vector<size_t> task_ends_;
+  struct Place {
+    size_t tensor;
+    int64_t first;  // value number within the tensor
+    size_t slot;
+
+    bool operator!=(const Place& other) const { return tensor != other.tensor || first != other.first; }
+  };
+
+  int64_t chunk_at(const Place& place) const {
+    return std::min(kChunk, entries_[place.tensor].values() - place.first);
+  }
+
+  void step(Place& place) const {
+    place.slot += has_slots(place.tensor);
+    place.first += kChunk;
+    if (place.first >= entries_[place.tensor].values()) {
+      ++place.tensor;
+      place.first = 0;
+    }
+  }
+
+  void step_back(Place& place) const {
+    if (place.first == 0) {
+      --place.tensor;
+      place.first = std::max<int64_t>(entries_[place.tensor].values() - 1, 0) / kChunk * kChunk;
+    } else {
+      place.first -= kChunk;
+    }
+  }
+
+  // Torch gives each thread one range of tasks, the same one whenever the number of tasks is the same.
+  template <class Run>
+  void deal(const Run& run) const {
+    const auto tasks = static_cast<int64_t>(borders_.size()) - 1;
+    const auto run_range = [&](int64_t begin, int64_t end) { run(borders_[begin], borders_[end]); };
+    if (tasks == 1) {
+      run_range(0, 1);
+    } else {
+      torch::stable::parallel_for(0, tasks, 1, run_range);
+    }
+  }
+
+  const std::vector<Entry>& entries_;
+  std::vector<Place> borders_;
 };
 
 }  // namespace
@@ -237,27 +302,29 @@ class Work {
 Row rows_cpu(const std::vector<Entry>& entries, Row* table) {
   const auto read = kernels().read;
   const Work work(entries);
-  std::vector<Row> rows(work.chunks().size());
-  work.for_each_chunk([&](size_t c) {
-    const Chunk& chunk = work.chunks()[c];
+  std::vector<Row> slots(work.slots());
+  work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
     Row row = identity_row();
-    read(entries[chunk.tensor], chunk.first, chunk.count, row);
-    rows[c] = row;
+    read(entries[tensor], first, count, row);
+    (work.has_slots(tensor) ? slots[slot] : table[tensor]) = row;
   });
-  for (size_t i = 0; i < entries.size(); ++i) table[i] = identity_row();
-  for (size_t c = 0; c < rows.size(); ++c) merge_into(table[work.chunks()[c].tensor], rows[c]);
   Row total = identity_row();
-  for (size_t i = 0; i < entries.size(); ++i) merge_into(total, table[i]);
+  auto slot = slots.begin();
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (work.has_slots(i)) {
+      table[i] = identity_row();
+      for (int64_t first = 0; first < entries[i].values(); first += kChunk) merge_into(table[i], *slot++);
+    }
+    merge_into(total, table[i]);
+  }
   return total;
 }
 
 void scale_cpu(const std::vector<Entry>& entries, double coefficient) {
   const auto scale = kernels().scale;
   const Work work(entries);
-  work.for_each_chunk([&](size_t c) {
-    const Chunk& chunk = work.chunks()[c];
-    scale(entries[chunk.tensor], chunk.first, chunk.count, coefficient);
-  });
+  work.for_each_chunk_backwards(
+      [&](size_t tensor, int64_t first, int64_t count) { scale(entries[tensor], first, count, coefficient); });
 }
 
 void write_norm_cpu(double value, DType dtype, void* out) {

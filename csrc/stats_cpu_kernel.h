@@ -1,32 +1,42 @@
 // The CPU inner loops, for one instruction set. Included once per set by stats_cpu.cpp, which defines
 //   GRADSTAT_NAMESPACE       a namespace of its own for each set
-//   GRADSTAT_VECTOR_BYTES    16, 32 or 64
-//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 AVX-512 F/BW/VL/DQ
+//   GRADSTAT_VECTOR_BYTES    16 or 32
+//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 the same with AVX-512 F/BW/VL/DQ
 // under the matching target pragma. Hence no include guard and no #include here.
 //
-// Method. Float32, bfloat16 and float16 are read in blocks of kBlock values. Sums of squares and of values
-// are formed in float32 over groups of four per lane, as a balanced tree so that at most three roundings
-// reach any term (norm error at most 9e-8 for any input), and each group is promoted to float64. Nothing in
-// this fast loop looks for NaN, Inf, overflow or underflow: each of them shows in the block's sum of squares,
-// which then leaves [kSafeLow, kSafeHigh], and the block, still in cache, is read again exactly.
+// Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums
+// of squares and of values are formed in float32 over groups, as balanced trees, and each group is promoted
+// to float64. At most three roundings reach any term, so the norm is off by 9e-8 at most, for any input:
+//   float32             groups of four squares per lane: the product, two additions
+//   bfloat16, float16   groups of eight, since their squares are exact in float32: three additions
+//   sums of values      groups of eight: three additions
+// Nothing in this fast loop looks for NaN, Inf, overflow or underflow: each of them shows in the block's sum
+// of squares, which then leaves Type::kSafeLow..kSafeHigh, and the block, still in cache, is read again
+// exactly. What a block gave is merged lane by lane; lanes are reduced once, at the end of a call.
 
 namespace GRADSTAT_NAMESPACE {
 
 constexpr int kVectorBytes = GRADSTAT_VECTOR_BYTES;
 constexpr int kLanes = kVectorBytes / 4;
-constexpr int kStep = 4 * kLanes;  // values per iteration of the fast loop
-static_assert(kBlock % kStep == 0, "a block is a whole number of steps");
 
-typedef float VFloat __attribute__((vector_size(kVectorBytes)));
-typedef int32_t VInt __attribute__((vector_size(kVectorBytes)));
-typedef uint32_t VUint __attribute__((vector_size(kVectorBytes)));
-typedef int64_t VLong __attribute__((vector_size(kVectorBytes)));
-typedef double VDouble __attribute__((vector_size(kVectorBytes)));
-typedef float VHalfFloat __attribute__((vector_size(kVectorBytes / 2)));
-typedef uint16_t VShort __attribute__((vector_size(kVectorBytes / 2)));
+template <class T, int kBytes = kVectorBytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kBytes)));
+};
+template <class T, int kBytes = kVectorBytes>
+using Vector = typename VectorOf<T, kBytes>::type;
+
+using VFloat = Vector<float>;
+using VDouble = Vector<double>;
+using VShort = Vector<int16_t>;
+using VInt = Vector<int32_t>;
+using VUint = Vector<uint32_t>;
+using VLong = Vector<int64_t>;
+using VHalfFloat = Vector<float, kVectorBytes / 2>;
+using VHalfShort = Vector<uint16_t, kVectorBytes / 2>;
 
 template <class To, class From>
-inline __attribute__((always_inline)) To bitcast(From from) {
+GRADSTAT_INLINE To bitcast(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
   To to;
   std::memcpy(&to, &from, sizeof(to));
@@ -34,62 +44,52 @@ inline __attribute__((always_inline)) To bitcast(From from) {
 }
 
 template <class V>
-inline __attribute__((always_inline)) V load(const void* p) {
+GRADSTAT_INLINE V load(const void* p) {
   V v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 
 template <class V>
-inline __attribute__((always_inline)) void store(void* p, V v) {
+GRADSTAT_INLINE void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
 // The few operations for which portable vectors compile to noticeably worse code.
-#if GRADSTAT_X86_LEVEL == 4
-inline __attribute__((always_inline)) VFloat vmin(VFloat a, VFloat b) { return _mm512_min_ps(a, b); }
-inline __attribute__((always_inline)) VFloat vmax(VFloat a, VFloat b) { return _mm512_max_ps(a, b); }
-inline __attribute__((always_inline)) VDouble vmin(VDouble a, VDouble b) { return _mm512_min_pd(a, b); }
-inline __attribute__((always_inline)) VDouble vmax(VDouble a, VDouble b) { return _mm512_max_pd(a, b); }
-inline __attribute__((always_inline)) VFloat fma(VFloat a, VFloat b, VFloat c) {
-  return _mm512_fmadd_ps(a, b, c);
+#if GRADSTAT_X86_LEVEL >= 2
+GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return _mm256_min_ps(a, b); }
+GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return _mm256_max_ps(a, b); }
+GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return _mm256_min_pd(a, b); }
+GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return _mm256_max_pd(a, b); }
+GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return _mm256_fmadd_ps(a, b, c); }
+GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return _mm256_cvtph_ps(bitcast<__m128i>(h)); }
+GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
+  return bitcast<VHalfShort>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-inline __attribute__((always_inline)) VInt count_zeros(VInt count, VFloat x) {
-  const __m512i one = _mm512_set1_epi32(1);
-  const __m512i old = bitcast<__m512i>(count);
-  const __mmask16 zero = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ);
-  return bitcast<VInt>(_mm512_mask_add_epi32(old, zero, old, one));
+GRADSTAT_INLINE VLong swap_pairs(VLong x) {
+  return bitcast<VLong>(_mm256_permute_pd(bitcast<VDouble>(x), 0x5));
 }
-inline __attribute__((always_inline)) VFloat widen_half(VShort h) {
-  return _mm512_cvtph_ps(bitcast<__m256i>(h));
+GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
+  a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+  b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
 }
-inline __attribute__((always_inline)) VShort narrow_half(VFloat x) {
-  return bitcast<VShort>(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+GRADSTAT_INLINE VShort vmin(VShort a, VShort b) {
+  return bitcast<VShort>(_mm256_min_epi16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
 }
-#elif GRADSTAT_X86_LEVEL == 2
-inline __attribute__((always_inline)) VFloat vmin(VFloat a, VFloat b) { return _mm256_min_ps(a, b); }
-inline __attribute__((always_inline)) VFloat vmax(VFloat a, VFloat b) { return _mm256_max_ps(a, b); }
-inline __attribute__((always_inline)) VDouble vmin(VDouble a, VDouble b) { return _mm256_min_pd(a, b); }
-inline __attribute__((always_inline)) VDouble vmax(VDouble a, VDouble b) { return _mm256_max_pd(a, b); }
-inline __attribute__((always_inline)) VFloat fma(VFloat a, VFloat b, VFloat c) {
-  return _mm256_fmadd_ps(a, b, c);
+GRADSTAT_INLINE VShort vmax(VShort a, VShort b) {
+  return bitcast<VShort>(_mm256_max_epi16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
 }
-inline __attribute__((always_inline)) VInt count_zeros(VInt count, VFloat x) { return count - (x == 0); }
-inline __attribute__((always_inline)) VFloat widen_half(VShort h) {
-  return _mm256_cvtph_ps(bitcast<__m128i>(h));
-}
-inline __attribute__((always_inline)) VShort narrow_half(VFloat x) {
-  return bitcast<VShort>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
+  return bitcast<VShort>(_mm256_max_epu16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
 }
 #else
-inline __attribute__((always_inline)) VFloat vmin(VFloat a, VFloat b) { return a < b ? a : b; }
-inline __attribute__((always_inline)) VFloat vmax(VFloat a, VFloat b) { return a > b ? a : b; }
-inline __attribute__((always_inline)) VDouble vmin(VDouble a, VDouble b) { return a < b ? a : b; }
-inline __attribute__((always_inline)) VDouble vmax(VDouble a, VDouble b) { return a > b ? a : b; }
-inline __attribute__((always_inline)) VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
-inline __attribute__((always_inline)) VInt count_zeros(VInt count, VFloat x) { return count - (x == 0); }
+GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return a < b ? a : b; }
+GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return a > b ? a : b; }
+GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return a < b ? a : b; }
+GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return a > b ? a : b; }
+GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
 // half_to_float of stat.h, lane by lane.
-inline __attribute__((always_inline)) VFloat widen_half(VShort h) {
+GRADSTAT_INLINE VFloat widen_half(VHalfShort h) {
   const VUint bits = __builtin_convertvector(h, VUint);
   const VUint sign = (bits & 0x8000u) << 16;
   const VUint magnitude = (bits & 0x7fffu) << 13;
@@ -97,286 +97,553 @@ inline __attribute__((always_inline)) VFloat widen_half(VShort h) {
   const VUint special = magnitude | 0x7f800000u;
   return bitcast<VFloat>(sign | (magnitude >= 0x0f800000u ? special : finite));
 }
-inline __attribute__((always_inline)) VShort narrow_half(VFloat x) {
-  VShort out;
+GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
+  VHalfShort out;
   for (int lane = 0; lane < kLanes; ++lane) out[lane] = float_to_half(x[lane]);
   return out;
 }
+GRADSTAT_INLINE VLong swap_pairs(VLong x) { return VLong{x[1], x[0]}; }
+GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
+  VHalfFloat half[2];
+  std::memcpy(half, &x, sizeof(x));
+  a = __builtin_convertvector(half[0], VDouble);
+  b = __builtin_convertvector(half[1], VDouble);
+}
+GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return a < b ? a : b; }
+GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return a > b ? a : b; }
+GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
+  using Unsigned = Vector<uint16_t>;
+  return bitcast<Unsigned>(a) > bitcast<Unsigned>(b) ? a : b;
+}
 #endif
 
-// Element types: how to load kLanes of them as float32, twice as many in any order, and one of them.
-struct Float32 {
+// The two 32-bit halves of 64-bit lanes exchanged.
+GRADSTAT_INLINE VInt swap_pairs(VInt x) {
+  using VUlong = Vector<uint64_t>;
+  const VUlong both = bitcast<VUlong>(x);
+  return bitcast<VInt>((both << 32) | (both >> 32));
+}
+
+// Adds to `count` the lanes of `x` without a bit of `mask`. AVX-512 counts outside of the vector units, which
+// have enough to do.
+#if GRADSTAT_X86_LEVEL == 4
+template <class Integer>
+using Counter = int64_t;
+GRADSTAT_INLINE int64_t count_without(int64_t count, VShort x, VShort mask) {
+  return count + __builtin_popcount(_mm256_testn_epi16_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+}
+GRADSTAT_INLINE int64_t count_without(int64_t count, VInt x, VInt mask) {
+  return count + __builtin_popcount(_mm256_testn_epi32_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+}
+GRADSTAT_INLINE int64_t count_without(int64_t count, VLong x, VLong mask) {
+  return count + __builtin_popcount(_mm256_testn_epi64_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+}
+#else
+template <class Integer>
+using Counter = Vector<Integer>;
+template <class V>
+GRADSTAT_INLINE V count_without(V count, V x, V mask) {
+  return count - ((x & mask) == 0);
+}
+#if GRADSTAT_X86_LEVEL == 0  // without SSE4.1 there is no comparison of 64 bits
+GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
+  const VInt none = bitcast<VInt>(x & mask) == 0;
+  return count - bitcast<VLong>(none & swap_pairs(none));
+}
+#endif
+#endif
+
+// Lanes to one number: halved down to 16 bytes, then one by one, always in the same order.
+struct Add {
+  template <class T>
+  GRADSTAT_INLINE T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+struct Min {
+  template <class T>
+  GRADSTAT_INLINE T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
+};
+struct Max {
+  template <class T>
+  GRADSTAT_INLINE T operator()(T a, T b) const {
+    return b > a ? b : a;
+  }
+};
+template <class T, class Total = T, class Merge, int kBytes = kVectorBytes>
+GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
+  if constexpr (kBytes > 16) {
+    Vector<T, kBytes / 2> half[2];
+    std::memcpy(half, &x, sizeof(x));
+    return reduce<T, Total, Merge, kBytes / 2>(merge(half[0], half[1]), merge);
+  } else {
+    Total total = x[0];
+    for (unsigned lane = 1; lane < kBytes / sizeof(T); ++lane)
+      total = merge(total, static_cast<Total>(x[lane]));
+    return total;
+  }
+}
+
+// Smallest and largest of floating lanes, as they are.
+template <class Type>
+struct FloatExtremes {
+  using V = typename Type::V;
+  V low = V{} + std::numeric_limits<typename Type::Storage>::infinity();
+  V high = -low;
+
+  GRADSTAT_INLINE void add(const typename Type::Storage* p) {
+    V x[8];
+    for (int k = 0; k < 8; ++k) x[k] = load<V>(p + k * Type::kValues);
+    low = vmin(vmin(vmin(vmin(x[0], x[1]), vmin(x[2], x[3])), vmin(vmin(x[4], x[5]), vmin(x[6], x[7]))), low);
+    high = vmax(vmax(vmax(vmax(x[0], x[1]), vmax(x[2], x[3])), vmax(vmax(x[4], x[5]), vmax(x[6], x[7]))), high);
+  }
+  GRADSTAT_INLINE void merge(const FloatExtremes& other) {
+    low = vmin(other.low, low);
+    high = vmax(other.high, high);
+  }
+  double min() const { return reduce<typename Type::Storage>(low, Min()); }
+  double max() const { return reduce<typename Type::Storage>(high, Max()); }
+};
+
+// Smallest and largest of 16-bit floats, from their bits, twice as many to a vector as when widened. As
+// signed integers floats from +0 up are in order and those from -0 down in reverse order, below all others;
+// as unsigned integers the latter come last. So the largest is the signed maximum, unless all are negative:
+// then it is the signed minimum. The smallest is the unsigned maximum if any is negative, else the signed
+// minimum. Holds nothing sensible before the first add().
+template <class Type>
+struct BitExtremes {
+  static constexpr int16_t kLowest = INT16_MIN, kHighest = INT16_MAX;
+  VShort signed_max = VShort{} + kLowest;
+  VShort signed_min = VShort{} + kHighest;
+  VShort unsigned_max = {};
+
+  GRADSTAT_INLINE void add(const uint16_t* p) {
+    for (int k = 0; k < 4; ++k) {
+      const VShort x = load<VShort>(p + k * 2 * kLanes);
+      signed_max = vmax(signed_max, x);
+      signed_min = vmin(signed_min, x);
+      unsigned_max = vmax_unsigned(unsigned_max, x);
+    }
+  }
+  GRADSTAT_INLINE void merge(const BitExtremes& other) {
+    signed_max = vmax(signed_max, other.signed_max);
+    signed_min = vmin(signed_min, other.signed_min);
+    unsigned_max = vmax_unsigned(unsigned_max, other.unsigned_max);
+  }
+  double min() const {
+    return value(reduce<int16_t>(ordered(unsigned_max < 0 ? unsigned_max : signed_min), Min()));
+  }
+  double max() const {
+    return value(reduce<int16_t>(ordered(signed_max >= 0 ? signed_max : signed_min), Max()));
+  }
+
+ private:
+  // Integers in the order of the floats, and back.
+  static GRADSTAT_INLINE VShort ordered(VShort bits) { return bits ^ ((bits >> 15) & kHighest); }
+  static double value(int16_t order) {
+    return Type::to_real(static_cast<uint16_t>(order ^ ((order >> 15) & kHighest)));
+  }
+};
+
+// Element types. V holds kValues values of them, widened; Bits are integer lanes of the same width as V's.
+// What a step adds to the sums is written per family, the rest of a traversal once for all.
+struct Narrow {
+  using V = VFloat;
+  using Real = float;
+  using Bits = VInt;
+  using Integer = int32_t;
+  static constexpr int kValues = kLanes;
+  static constexpr int kStep = 8 * kLanes;
+  static constexpr int32_t kInfinity = 0x7f800000;
+  // A block's sum of squares is trusted in this range. Below it, squares that vanished (each under 2^-126, at
+  // most 4096 of them) could matter; above it, one may have overflowed.
+  static constexpr double kSafeLow = 0x1p-85;
+  static constexpr double kSafeHigh = 0x1p+120;
+  static constexpr bool kSquaresFitDouble = true;
+
+  static GRADSTAT_INLINE VDouble promote_sum(VFloat x) {
+    VDouble a, b;
+    widen(x, a, b);
+    return a + b;
+  }
+  static GRADSTAT_INLINE void add_exactly(VFloat x, VDouble& sq_sum, VDouble& sum) {
+    VDouble a, b;
+    widen(x, a, b);
+    sq_sum += a * a + b * b;
+    sum += a + b;
+  }
+  template <class Type>
+  static GRADSTAT_INLINE void add_step(const typename Type::Storage* p, VDouble& sq_sum, VDouble& sum) {
+    VFloat x[8], squares[4];
+    for (int k = 0; k < 4; ++k) {
+      Type::load_two(p + k * 2 * kLanes, x[2 * k], x[2 * k + 1]);
+      squares[k] = fma(x[2 * k + 1], x[2 * k + 1], x[2 * k] * x[2 * k]);
+    }
+    const VFloat first = squares[0] + squares[1];
+    const VFloat second = squares[2] + squares[3];
+    if constexpr (Type::kExactSquares) {
+      sq_sum += promote_sum(first + second);
+    } else {
+      sq_sum += promote_sum(first) + promote_sum(second);
+    }
+    sum += promote_sum(((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])));
+  }
+};
+
+struct Float32 : Narrow {
   using Storage = float;
-  static inline __attribute__((always_inline)) VFloat load_vector(const float* p) { return load<VFloat>(p); }
-  static inline __attribute__((always_inline)) void load_two(const float* p, VFloat& a, VFloat& b) {
+  using Extremes = FloatExtremes<Float32>;
+  static constexpr bool kExactSquares = false;
+  static constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  static GRADSTAT_INLINE VFloat load_vector(const float* p) { return load<VFloat>(p); }
+  static GRADSTAT_INLINE void load_two(const float* p, VFloat& a, VFloat& b) {
     a = load<VFloat>(p);
     b = load<VFloat>(p + kLanes);
   }
-  static inline __attribute__((always_inline)) void store_vector(float* p, VFloat x) { store(p, x); }
-  static float to_float(float x) { return x; }
-  static float from_float(float x) { return x; }
+  static GRADSTAT_INLINE void store_two(float* p, VFloat a, VFloat b) {
+    store(p, a);
+    store(p + kLanes, b);
+  }
+  static float to_real(float x) { return x; }
 };
 
-struct BFloat16 {
+struct BFloat16 : Narrow {
   using Storage = uint16_t;
-  static inline __attribute__((always_inline)) VFloat load_vector(const uint16_t* p) {
-    return bitcast<VFloat>(__builtin_convertvector(load<VShort>(p), VUint) << 16);
+  using Extremes = BitExtremes<BFloat16>;
+  static constexpr bool kExactSquares = true;
+  static constexpr uint16_t kNan = 0x7fc0;
+  static GRADSTAT_INLINE VFloat load_vector(const uint16_t* p) {
+    return bitcast<VFloat>(__builtin_convertvector(load<VHalfShort>(p), VUint) << 16);
   }
   // The even and the odd elements: no widening, only a shift and a mask.
-  static inline __attribute__((always_inline)) void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
+  static GRADSTAT_INLINE void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
     const VUint both = load<VUint>(p);
     a = bitcast<VFloat>(both << 16);
     b = bitcast<VFloat>(both & 0xffff0000u);
   }
-  static inline __attribute__((always_inline)) void store_vector(uint16_t* p, VFloat x) {
-    const VUint bits = bitcast<VUint>(x);
-    const VUint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest even
-    const VUint quiet_nan = (bits >> 16) | 0x40u;
-    const VUint result = (bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
-    store(p, __builtin_convertvector(result, VShort));
+  static GRADSTAT_INLINE void store_two(uint16_t* p, VFloat a, VFloat b) {
+    store(p, (rounded(a) >> 16) | (rounded(b) & 0xffff0000u));
   }
-  static float to_float(uint16_t x) { return bfloat16_to_float(x); }
-  static uint16_t from_float(float x) { return float_to_bfloat16(x); }
+  static float to_real(uint16_t x) { return bfloat16_to_float(x); }
+
+ private:
+  // To nearest even in the upper half. A NaN stays one as long as its lower half is empty.
+  static GRADSTAT_INLINE VUint rounded(VFloat x) {
+    const VUint bits = bitcast<VUint>(x);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+  }
 };
 
-struct Float16 {
+struct Float16 : Narrow {
   using Storage = uint16_t;
-  static inline __attribute__((always_inline)) VFloat load_vector(const uint16_t* p) {
-    return widen_half(load<VShort>(p));
-  }
-  static inline __attribute__((always_inline)) void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
+  using Extremes = BitExtremes<Float16>;
+  static constexpr bool kExactSquares = true;
+  static constexpr uint16_t kNan = 0x7e00;
+  static GRADSTAT_INLINE VFloat load_vector(const uint16_t* p) { return widen_half(load<VHalfShort>(p)); }
+  static GRADSTAT_INLINE void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
     a = load_vector(p);
     b = load_vector(p + kLanes);
   }
-  static inline __attribute__((always_inline)) void store_vector(uint16_t* p, VFloat x) {
-    store(p, narrow_half(x));
+  static GRADSTAT_INLINE void store_two(uint16_t* p, VFloat a, VFloat b) {
+    store(p, narrow_half(a));
+    store(p + kLanes, narrow_half(b));
   }
-  static float to_float(uint16_t x) { return half_to_float(x); }
-  static uint16_t from_float(float x) { return float_to_half(x); }
+  static float to_real(uint16_t x) { return half_to_float(x); }
 };
 
-inline __attribute__((always_inline)) VDouble promote_sum(VFloat x) {
-  VHalfFloat low, high;
-  std::memcpy(&low, &x, sizeof(low));
-  std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof(low), sizeof(high));
-  return __builtin_convertvector(low, VDouble) + __builtin_convertvector(high, VDouble);
-}
+struct Float64 {
+  using V = VDouble;
+  using Real = double;
+  using Bits = VLong;
+  using Integer = int64_t;
+  using Storage = double;
+  using Extremes = FloatExtremes<Float64>;
+  static constexpr int kValues = kLanes / 2;
+  static constexpr int kStep = 8 * kValues;
+  static constexpr int64_t kInfinity = 0x7ff0000000000000;
+  static constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  // No element beyond GRADSTAT_LARGE, none that mattered below GRADSTAT_SMALL.
+  static constexpr double kSafeLow = 0x1p-900;
+  static constexpr double kSafeHigh = 0x1p+970;
+  static constexpr bool kSquaresFitDouble = false;
 
-inline double horizontal_sum(VDouble x) {
-  double total = 0;
-  for (int lane = 0; lane < kLanes / 2; ++lane) total += x[lane];
-  return total;
-}
-
-// A block read fast: valid only if sq_sum lies in the safe range, or everything was zero.
-struct FastBlock {
-  double sq_sum, sum;
-  float min, max;
-  int64_t zero_count;  // of elements: pairs of zeros when kPair
+  static GRADSTAT_INLINE VDouble load_vector(const double* p) { return load<VDouble>(p); }
+  static GRADSTAT_INLINE void load_two(const double* p, VDouble& a, VDouble& b) {
+    a = load<VDouble>(p);
+    b = load<VDouble>(p + kValues);
+  }
+  static GRADSTAT_INLINE void store_two(double* p, VDouble a, VDouble b) {
+    store(p, a);
+    store(p + kValues, b);
+  }
+  static GRADSTAT_INLINE void add_exactly(VDouble x, VDouble& sq_sum, VDouble& sum) {
+    sq_sum += x * x;
+    sum += x;
+  }
+  template <class Type>
+  static GRADSTAT_INLINE void add_step(const double* p, VDouble& sq_sum, VDouble& sum) {
+    VDouble x[8], squares[4];
+    for (int k = 0; k < 4; ++k) {
+      load_two(p + k * 2 * kValues, x[2 * k], x[2 * k + 1]);
+      squares[k] = x[2 * k + 1] * x[2 * k + 1] + x[2 * k] * x[2 * k];
+    }
+    sq_sum += (squares[0] + squares[1]) + (squares[2] + squares[3]);
+    sum += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  }
+  static double to_real(double x) { return x; }
 };
 
+// The zeros among elements of one or two parts, counted in integer lanes as wide as an element. There are no
+// lanes of 128 bits: two of 64 count each element then.
 template <class Type, bool kPair>
-inline FastBlock read_fast(const typename Type::Storage* p, int64_t count) {
-  VDouble sq_sum = {}, sum = {};
-  VFloat low = VFloat{} + std::numeric_limits<float>::infinity();
-  VFloat high = -low;
-  VInt zeros = {};
-  VLong zero_pairs = {};
-  for (int64_t i = 0; i < count; i += kStep) {
-    VFloat x0, x1, x2, x3;
-    Type::load_two(p + i, x0, x1);
-    Type::load_two(p + i + 2 * kLanes, x2, x3);
-    sq_sum += promote_sum(fma(x1, x1, x0 * x0) + fma(x3, x3, x2 * x2));
-    sum += promote_sum((x0 + x1) + (x2 + x3));
-    low = vmin(vmin(vmin(x0, x1), vmin(x2, x3)), low);
-    high = vmax(vmax(vmax(x0, x1), vmax(x2, x3)), high);
-    if constexpr (kPair) {
-      // A pair of float32 zeros, of either sign, is a 64-bit lane without bits besides the signs.
-      const auto both_zero = [](VFloat x) { return (bitcast<VLong>(x) & 0x7fffffff7fffffffll) == 0; };
-      zero_pairs -= both_zero(x0) + both_zero(x1) + both_zero(x2) + both_zero(x3);
-    } else {
-      zeros = count_zeros(count_zeros(count_zeros(count_zeros(zeros, x0), x1), x2), x3);
+struct Zeros {
+  static constexpr int kPartBits = 8 * sizeof(typename Type::Storage);
+  static constexpr bool kTwoLanes = kPair && kPartBits == 64;
+  static constexpr int kLaneBits = kPair && !kTwoLanes ? 2 * kPartBits : kPartBits;
+  using Integer =
+      std::conditional_t<kLaneBits == 16, int16_t, std::conditional_t<kLaneBits == 32, int32_t, int64_t>>;
+  using V = Vector<Integer>;
+  static_assert(kChunk / (kVectorBytes / static_cast<int>(sizeof(Integer))) <=
+                    std::numeric_limits<Integer>::max(),
+                "counts of a call fit a lane");
+  // Every bit but the sign of each part.
+  static constexpr uint64_t kPartMask = (uint64_t{1} << (kPartBits - 1)) - 1;
+  static constexpr auto kMask =
+      static_cast<Integer>(kLaneBits > kPartBits ? kPartMask << kPartBits % 64 | kPartMask : kPartMask);
+
+  Counter<Integer> count = {};
+
+  GRADSTAT_INLINE void add(const typename Type::Storage* p) {
+    for (int i = 0; i < Type::kStep; i += kVectorBytes / static_cast<int>(sizeof(*p))) {
+      V x = load<V>(p + i);
+      if constexpr (kTwoLanes) x |= swap_pairs(x);
+      count = count_without(count, x, V{} + kMask);
     }
   }
-  FastBlock block{horizontal_sum(sq_sum), horizontal_sum(sum), low[0], high[0], 0};
-  for (int lane = 0; lane < kLanes; ++lane) {
-    block.min = low[lane] < block.min ? low[lane] : block.min;
-    block.max = high[lane] > block.max ? high[lane] : block.max;
-    if constexpr (!kPair) block.zero_count += zeros[lane];
+  int64_t total() const {
+    constexpr int kLanesPerElement = kTwoLanes ? 2 : 1;
+    if constexpr (std::is_same_v<Counter<Integer>, int64_t>) {
+      return count / kLanesPerElement;
+    } else {
+      return reduce<Integer, int64_t>(count, Add()) / kLanesPerElement;
+    }
   }
-  if constexpr (kPair) {
-    for (int lane = 0; lane < kLanes / 2; ++lane) block.zero_count += zero_pairs[lane];
-  }
-  return block;
-}
+};
 
-// Whole vectors of real values, read exactly: every product and sum in float64, NaN and Inf set aside.
-template <class Type>
-inline void read_exact(const typename Type::Storage* p, int64_t count, int64_t first_index, Row& row) {
-  VDouble sq_low = {}, sq_high = {}, sum = {};
-  VFloat low = VFloat{} + std::numeric_limits<float>::infinity();
-  VFloat high = -low;
-  VInt zeros = {}, nans = {}, nonfinite = {};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const VFloat x = Type::load_vector(p + i);
-    const VInt magnitude = bitcast<VInt>(x) & 0x7fffffff;
-    const VInt bad = magnitude >= 0x7f800000;
+// What the fast loop accumulates, lane by lane. Valid only if is_safe().
+template <class Type, bool kPair>
+struct Pass {
+  using Storage = typename Type::Storage;
+  static constexpr int kPerElement = kPair ? 2 : 1;
+
+  VDouble sq_sum = {}, sum = {};
+  typename Type::Extremes extremes;
+  Zeros<Type, kPair> zeros;
+  int64_t padding = 0;  // elements that were counted as zeros without being there
+
+  // One step.
+  GRADSTAT_INLINE void add(const Storage* p) {
+    add_sums(p);
+    extremes.add(p);
+  }
+  // The last values of a tensor, fewer than a step: zeros behind them leave sums alone, more of the same leave
+  // the extremes alone. Both are written before either is read, as reads wait for what was just written.
+  void add_rest(const Storage* p, int64_t count) {
+    alignas(kVectorBytes) Storage with_zeros[Type::kStep] = {};
+    alignas(kVectorBytes) Storage with_copies[Type::kStep];
+    std::fill(with_copies, with_copies + Type::kStep, p[0]);
+    std::memcpy(with_zeros, p, count * sizeof(Storage));
+    std::memcpy(with_copies, p, count * sizeof(Storage));
+    add_sums(with_zeros);
+    extremes.add(with_copies);
+    padding += (Type::kStep - count) / kPerElement;
+  }
+  GRADSTAT_INLINE void merge(const Pass& other) {
+    sq_sum += other.sq_sum;
+    sum += other.sum;
+    extremes.merge(other.extremes);
+    zeros.count += other.zeros.count;
+    padding += other.padding;
+  }
+  int64_t zero_count() const { return zeros.total() - padding; }
+  bool is_safe(int64_t count) const {
+    const double squares = reduce<double>(sq_sum, Add());
+    return (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
+           (squares == 0 && zero_count() * kPerElement == count);
+  }
+  void add_to(Row& row) const {
+    row.sq_sum += reduce<double>(sq_sum, Add());
+    row.sum += reduce<double>(sum, Add());
+    row.zero_count += static_cast<double>(zero_count());
+    row.min = merge::min(row.min, extremes.min());
+    row.max = merge::max(row.max, extremes.max());
+  }
+
+ private:
+  GRADSTAT_INLINE void add_sums(const Storage* p) {
+    Type::template add_step<Type>(p, sq_sum, sum);
+    zeros.add(p);
+  }
+};
+
+// A block that a Pass could not account for: NaN and Inf set aside, every product and sum in float64.
+template <class Type, bool kPair>
+__attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int64_t count, int64_t first,
+                                            Row& row) {
+  using V = typename Type::V;
+  using Bits = typename Type::Bits;
+  using Integer = typename Type::Integer;
+  constexpr int kPerElement = kPair ? 2 : 1;
+  VDouble sq_sum = {}, sum = {};
+  V low = V{} + std::numeric_limits<typename Type::Real>::infinity();
+  V high = -low;
+  Bits zeros = {}, nans = {}, nonfinite = {};
+  const auto add = [&](const typename Type::Storage* at) __attribute__((always_inline)) {
+    const V x = Type::load_vector(at);
+    const Bits magnitude = bitcast<Bits>(x) & std::numeric_limits<Integer>::max();
+    Bits zero = magnitude == 0;
+    Bits nan = magnitude > Type::kInfinity;
+    Bits bad = magnitude >= Type::kInfinity;
+    if constexpr (kPair) {
+      zero &= swap_pairs(zero);
+      nan |= swap_pairs(nan);
+      bad |= swap_pairs(bad);
+    }
+    zeros -= zero;
+    nans -= nan;
     nonfinite -= bad;
-    nans -= magnitude > 0x7f800000;
-    const VFloat finite = bitcast<VFloat>(bitcast<VInt>(x) & ~bad);
-    zeros -= magnitude == 0;
     low = vmin(bad ? low : x, low);
     high = vmax(bad ? high : x, high);
-    VHalfFloat part[2];
-    std::memcpy(part, &finite, sizeof(finite));
-    const VDouble a = __builtin_convertvector(part[0], VDouble);
-    const VDouble b = __builtin_convertvector(part[1], VDouble);
-    sum += a + b;
-    sq_low += a * a;
-    sq_high += b * b;
+    Type::add_exactly(bitcast<V>(bitcast<Bits>(x) & ~bad), sq_sum, sum);
+  };
+  int64_t i = 0;
+  for (; i + Type::kValues <= count; i += Type::kValues) add(p + i);
+  const int64_t padding = (Type::kValues - (count - i)) % Type::kValues;
+  if (padding > 0) {  // NaN behind the last values are set aside like any other
+    typename Type::Storage rest[Type::kValues];
+    std::fill(std::copy(p + i, p + count, rest), rest + Type::kValues, Type::kNan);
+    add(rest);
   }
-  int64_t bad_count = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    row.min = merge::min(row.min, low[lane]);
-    row.max = merge::max(row.max, high[lane]);
-    row.zero_count += zeros[lane];
-    row.nan_count += nans[lane];
-    bad_count += nonfinite[lane];
-    row.inf_count += nonfinite[lane] - nans[lane];
+  const auto elements = [](Bits counts) { return reduce<Integer, int64_t>(counts, Add()) / kPerElement; };
+  const int64_t zero_count = elements(zeros);
+  const int64_t nan_count = elements(nans) - padding / kPerElement;
+  const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
+  const double squares = reduce<double>(sq_sum, Add());
+
+  if constexpr (!Type::kSquaresFitDouble) {
+    const bool safe = squares >= Type::kSafeLow && squares <= Type::kSafeHigh;
+    if (!safe && (zero_count + bad_count) * kPerElement < count) {
+      for (int64_t k = 0; k < count; k += kPerElement) {
+        if constexpr (kPair) {
+          lift_pair(row, p[k], p[k + 1], (first + k) / 2);
+        } else {
+          lift(row, p[k], first + k);
+        }
+      }
+      return;
+    }
   }
-  row.sum += horizontal_sum(sum);
-  row.sq_sum += horizontal_sum(sq_low + sq_high);
-  if (bad_count > 0) {
-    int64_t i = 0;
-    while ((float_to_bits(Type::to_float(p[i])) & 0x7fffffffu) < 0x7f800000u) ++i;
-    row.first_nonfinite = merge::min(row.first_nonfinite, static_cast<double>(first_index + i));
+  row.sq_sum += squares;
+  row.sum += reduce<double>(sum, Add());
+  row.zero_count += zero_count;
+  row.nan_count += nan_count;
+  row.inf_count += bad_count - nan_count;
+  row.min = merge::min(row.min, reduce<typename Type::Real>(low, Min()));
+  row.max = merge::max(row.max, reduce<typename Type::Real>(high, Max()));
+  if (bad_count > 0 && row.first_nonfinite == kInf) {  // blocks come in order
+    int64_t k = 0;
+    while (std::isfinite(Type::to_real(p[k]))) ++k;
+    row.first_nonfinite = (first + k) / kPerElement;
   }
 }
 
-// Adds `count` values starting at value number `first` of a tensor to its row.
+// Adds `count` values at `p`, of which the first is value number `first` of its tensor, to the tensor's row.
 template <class Type, bool kPair>
-void read_values(const void* data, int64_t first, int64_t count, Row& row) {
-  const auto* p = static_cast<const typename Type::Storage*>(data) + first;
-  constexpr int kPerElement = kPair ? 2 : 1;
-  int64_t done = 0;
-  while (count - done >= kStep) {
-    const int64_t take = std::min<int64_t>(kBlock, (count - done) / kStep * kStep);
-    const FastBlock block = read_fast<Type, kPair>(p + done, take);
-    const bool all_zero = block.zero_count * kPerElement == take;
-    if (all_zero || (block.sq_sum >= kSafeLow && block.sq_sum <= kSafeHigh)) {
-      row.sq_sum += block.sq_sum;
-      row.sum += block.sum;
-      row.zero_count += block.zero_count;
-      row.min = merge::min(row.min, block.min);
-      row.max = merge::max(row.max, block.max);
-    } else if constexpr (kPair) {
-      for (int64_t i = done; i < done + take; i += 2) {
-        lift_pair(row, Type::to_float(p[i]), Type::to_float(p[i + 1]), (first + i) / 2);
-      }
+void read_values(const typename Type::Storage* p, int64_t first, int64_t count, Row& row) {
+  constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
+  static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
+  Pass<Type, kPair> total;
+  bool any = false;
+  for (int64_t done = 0; done < count; done += kBlock) {
+    const int64_t take = std::min(kBlock, count - done);
+    const auto* block = p + done;
+    Pass<Type, kPair> pass;
+    int64_t i = 0;
+    for (; i + Type::kStep <= take; i += Type::kStep) pass.add(block + i);
+    if (i < take) pass.add_rest(block + i, take - i);
+    if (pass.is_safe(take)) {
+      total.merge(pass);
+      any = true;
     } else {
-      read_exact<Type>(p + done, take, first + done, row);
-    }
-    done += take;
-  }
-  for (; done < count; done += kPerElement) {
-    if constexpr (kPair) {
-      lift_pair(row, Type::to_float(p[done]), Type::to_float(p[done + 1]), (first + done) / 2);
-    } else {
-      lift(row, Type::to_float(p[done]), first + done);
+      read_exactly<Type, kPair>(block, take, first + done, row);
     }
   }
-}
-
-// Float64: the same plan with float64 lanes; the exact path is the scalar lift, which scales.
-template <bool kPair>
-void read_doubles(const void* data, int64_t first, int64_t count, Row& row) {
-  constexpr int kDoubles = kLanes / 2;
-  const auto* p = static_cast<const double*>(data) + first;
-  int64_t done = 0;
-  while (!kPair && count - done >= 2 * kDoubles) {
-    const int64_t take = std::min<int64_t>(kBlock / 2, (count - done) / (2 * kDoubles) * (2 * kDoubles));
-    VDouble sq_sum[2] = {}, sum[2] = {};
-    VDouble low = VDouble{} + kInf;
-    VDouble high = -low;
-    VLong zeros = {};
-    for (int64_t i = done; i < done + take; i += 2 * kDoubles) {
-      const VDouble a = load<VDouble>(p + i);
-      const VDouble b = load<VDouble>(p + i + kDoubles);
-      sq_sum[0] += a * a;
-      sq_sum[1] += b * b;
-      sum[0] += a;
-      sum[1] += b;
-      low = vmin(vmin(a, b), low);
-      high = vmax(vmax(a, b), high);
-      zeros -= a == 0;
-      zeros -= b == 0;
-    }
-    const double squares = horizontal_sum(sq_sum[0] + sq_sum[1]);
-    int64_t zero_count = 0;
-    for (int lane = 0; lane < kDoubles; ++lane) zero_count += zeros[lane];
-    if (zero_count == take || (squares >= kSafeLowDouble && squares <= kSafeHighDouble)) {
-      row.sq_sum += squares;
-      row.sum += horizontal_sum(sum[0] + sum[1]);
-      row.zero_count += zero_count;
-      for (int lane = 0; lane < kDoubles; ++lane) {
-        row.min = merge::min(row.min, low[lane]);
-        row.max = merge::max(row.max, high[lane]);
-      }
-    } else {
-      for (int64_t i = done; i < done + take; ++i) lift(row, p[i], first + i);
-    }
-    done += take;
-  }
-  for (; done < count; done += kPair ? 2 : 1) {
-    if constexpr (kPair) {
-      lift_pair(row, p[done], p[done + 1], (first + done) / 2);
-    } else {
-      lift(row, p[done], first + done);
-    }
-  }
+  if (any) total.add_to(row);
 }
 
 template <class Type>
-void scale_values(void* data, int64_t first, int64_t count, float coefficient) {
+void scale_values(void* data, int64_t first, int64_t count, typename Type::Real coefficient) {
+  using V = typename Type::V;
+  constexpr int kTwo = 2 * Type::kValues;
   auto* p = static_cast<typename Type::Storage*>(data) + first;
+  const auto scale_two = [&](typename Type::Storage* at) __attribute__((always_inline)) {
+    V a, b;
+    Type::load_two(at, a, b);
+    Type::store_two(at, a * coefficient, b * coefficient);
+  };
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) Type::store_vector(p + i, Type::load_vector(p + i) * coefficient);
-  for (; i < count; ++i) p[i] = Type::from_float(Type::to_float(p[i]) * coefficient);
+  for (; i + kTwo <= count; i += kTwo) scale_two(p + i);
+  if (i < count) {
+    typename Type::Storage rest[kTwo] = {};
+    std::copy(p + i, p + count, rest);
+    scale_two(rest);
+    std::copy(rest, rest + (count - i), p + i);
+  }
+}
+
+template <class Type, bool kPair>
+void read_tensor(const Entry& entry, int64_t first, int64_t count, Row& row) {
+  read_values<Type, kPair>(static_cast<const typename Type::Storage*>(entry.data) + first, first, count, row);
 }
 
 void read(const Entry& entry, int64_t first, int64_t count, Row& row) {
   switch (entry.dtype) {
     case DType::kFloat32:
-      return entry.is_pair ? read_values<Float32, true>(entry.data, first, count, row)
-                           : read_values<Float32, false>(entry.data, first, count, row);
+      return entry.is_pair ? read_tensor<Float32, true>(entry, first, count, row)
+                           : read_tensor<Float32, false>(entry, first, count, row);
     case DType::kBFloat16:
-      return read_values<BFloat16, false>(entry.data, first, count, row);
+      return read_tensor<BFloat16, false>(entry, first, count, row);
     case DType::kFloat16:
-      return entry.is_pair ? read_values<Float16, true>(entry.data, first, count, row)
-                           : read_values<Float16, false>(entry.data, first, count, row);
+      return entry.is_pair ? read_tensor<Float16, true>(entry, first, count, row)
+                           : read_tensor<Float16, false>(entry, first, count, row);
     case DType::kFloat64:
-      return entry.is_pair ? read_doubles<true>(entry.data, first, count, row)
-                           : read_doubles<false>(entry.data, first, count, row);
+      return entry.is_pair ? read_tensor<Float64, true>(entry, first, count, row)
+                           : read_tensor<Float64, false>(entry, first, count, row);
     default:
-      return read_float8(entry, first, count, row);
+      break;
   }
+  if (count > kFewFloat8) return read_float8(entry, first, count, row);
+  float widened[kFewFloat8];
+  widen_float8(entry, first, count, widened);
+  read_values<Float32, false>(widened, first, count, row);
 }
 
 void scale(const Entry& entry, int64_t first, int64_t count, double coefficient) {
+  // Any NaN serves, but BFloat16 needs one that it can hold.
+  const float narrow = is_nan(coefficient) ? NAN : static_cast<float>(coefficient);
   switch (entry.dtype) {
     case DType::kFloat32:
-      return scale_values<Float32>(entry.data, first, count, static_cast<float>(coefficient));
+      return scale_values<Float32>(entry.data, first, count, narrow);
     case DType::kBFloat16:
-      return scale_values<BFloat16>(entry.data, first, count, static_cast<float>(coefficient));
+      return scale_values<BFloat16>(entry.data, first, count, narrow);
     case DType::kFloat16:
-      return scale_values<Float16>(entry.data, first, count, static_cast<float>(coefficient));
-    case DType::kFloat64: {
-      auto* p = static_cast<double*>(entry.data) + first;
-      for (int64_t i = 0; i < count; ++i) p[i] *= coefficient;
-      return;
-    }
+      return scale_values<Float16>(entry.data, first, count, narrow);
+    case DType::kFloat64:
+      return scale_values<Float64>(entry.data, first, count, coefficient);
     default:
-      return scale_float8(entry, first, count, static_cast<float>(coefficient));
+      return scale_float8(entry, first, count, narrow);
   }
 }
 

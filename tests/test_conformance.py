@@ -70,6 +70,22 @@ def duplicates(dtype: torch.dtype, device: str) -> list[Tensor]:
     return [x, x, random(3, dtype, device), x]
 
 
+def subnormals_among(dtype: torch.dtype, device: str) -> Tensor:
+    tiny = torch.finfo(dtype).smallest_normal
+    return torch.cat([random(300, dtype, device), random(300, dtype, device) * (tiny / 8)])
+
+
+def other_sign(dtype: torch.dtype, device: str) -> list[Tensor]:
+    """One positive among negatives and the reverse, at every place of a vector and in the rest."""
+    tensors = []
+    for sign in (1, -1):
+        for place in [*range(0, 66), 200, 4095, 4096, 4099]:
+            x = sign * (random(4100, dtype, device).abs() + 1)
+            x[place] = -sign
+            tensors.append(x if place > 66 else x[: 67 + place])
+    return tensors
+
+
 BLOCK_EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 127, 2047, 2048, 2049, 4095, 4096, 4097, 8191, 16385]
 CASES: dict[str, Case] = {
     "zero-size": lambda t, d: [random(0, t, d), random((3, 0, 2), t, d), random(5, t, d), random(0, t, d)],
@@ -88,7 +104,10 @@ CASES: dict[str, Case] = {
     "specials": lambda t, d: [with_values([math.nan, math.inf, -math.inf, 0.0, -0.0], t, d)],
     "one-nan-last": lambda t, d: [torch.cat([random(4999, t, d), full(math.nan, t, d, 1)])],
     "extremes": lambda t, d: [full(largest(t), t, d), full(torch.finfo(t).tiny, t, d), random(9, t, d)],
-    "subnormals": lambda t, d: [full(torch.finfo(t).smallest_normal / 4, t, d)],
+    "subnormals": lambda t, d: [full(torch.finfo(t).smallest_normal / 4, t, d), subnormals_among(t, d)],
+    "one-sign": lambda t, d: [sign * random(n, t, d).abs() for sign in (1, -1) for n in (3, 70, 5000)],
+    "one-of-other-sign": other_sign,
+    "zeros-of-both-signs": lambda t, d: [with_values([0.0, -0.0], t, d, 600).abs(), -random(600, t, d).relu()],
 }
 
 
@@ -156,6 +175,36 @@ def test_float8_every_code(dtype: torch.dtype, where: tuple[str, str]) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(9)[3:].to(device)
     tensors = [codes.view(dtype), torch.full((40,), 0x35, dtype=torch.uint8, device=device).view(dtype)]
     assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
+def test_every_length(dtype: torch.dtype, where: tuple[str, str]) -> None:
+    """Every remainder of a step, with plain values, and with a NaN first, last, or nowhere near."""
+    backend, device = where
+    step = 37 if backend == "triton" and device == "cpu" else 1  # the interpreter is slow
+    tensors = []
+    for size in range(0, 301, step):
+        x = torch.randn(size, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+        bad = x.clone()
+        if size:
+            bad[(0, -1, size // 2)[size % 3]] = math.nan
+        tensors += [x.to(dtype).to(device), bad.to(dtype).to(device)]
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_more_zeros_than_16_bits_count(dtype: torch.dtype) -> None:
+    """In one lane of 16 bits of a vector of 32, were it never emptied."""
+    x = torch.zeros(66_000 * 32 + 5, dtype=dtype)
+    x[7] = -0.0
+    row = dict(zip(gradstat.FIELDS, gradstat.stats([x], backend="native")[0].tolist(), strict=True))
+    assert row["zero_count"] == x.numel()
+    assert row["min"] == row["max"] == row["sum"] == row["sq_sum"] == 0
+    x[-1] = 3.0
+    row = dict(zip(gradstat.FIELDS, gradstat.stats([x], backend="native")[0].tolist(), strict=True))
+    assert row["zero_count"] == x.numel() - 1
+    assert (row["min"], row["max"], row["sum"], row["sq_sum"]) == (0.0, 3.0, 3.0, 9.0)
 
 
 @pytest.mark.parametrize(
