@@ -33,8 +33,10 @@ namespace {
 constexpr int64_t kBlockBytes = 8192;
 // Values per chunk: the unit of parallel work, and, since merging follows chunks, of reproducibility.
 constexpr int64_t kChunk = 65536;
-// Bytes below which another thread costs more than it saves.
+// Bytes of work dealt out at a time, and bytes below which one thread does it all: it takes 40 us then, about
+// as long as waking another takes when the machine has something else to do as well.
 constexpr int64_t kTaskBytes = 256 * 1024;
+constexpr int64_t kParallelBytes = 1024 * 1024;
 // What a tensor costs besides its bytes, in bytes that could be read meanwhile.
 constexpr int64_t kTensorBytes = 512;
 // Float8 elements for which a histogram takes longer than widening.
@@ -216,7 +218,8 @@ class Work {
   explicit Work(const std::vector<Entry>& entries) : entries_(entries) {
     int64_t total = 0;
     for (const Entry& entry : entries) total += kTensorBytes + entry.values() * size_of(entry.dtype);
-    const int64_t tasks = std::clamp<int64_t>(total / kTaskBytes, 1, 8 * torch::stable::get_num_threads());
+    const int64_t most = total < kParallelBytes ? 1 : 8 * torch::stable::get_num_threads();
+    const int64_t tasks = std::clamp<int64_t>(total / kTaskBytes, 1, most);
     Place place = {0, 0, 0};
     int64_t cost = 0;
     borders_.reserve(tasks + 1);
