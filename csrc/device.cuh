@@ -38,6 +38,25 @@ GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #endif
 }
 
+// Programmatic dependent launch: the scale kernel's blocks may be placed, and find their tensors, while the
+// last of the statistics kernel are still merging. Nothing where the hardware or the launch does not have it.
+
+// Everything the kernel before has written is visible behind this.
+GRADSTAT_DEVICE void wait_for_previous_kernel() {
+#if !defined(__CUDACC__)
+  cuda_on_host::wait_for_previous_kernel();
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may be placed once every block has come here.
+GRADSTAT_DEVICE void admit_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Packed 16-bit arithmetic ------------------------------------------------------------------------------
 
 GRADSTAT_DEVICE float low_bfloat16(uint32_t pair) { return bits_to_float(pair << 16); }

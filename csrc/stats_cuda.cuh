@@ -374,6 +374,8 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
     __syncthreads();
     leave_row(table, arguments, tensor, memory);
   }
+  // Not before: blocks of the scale kernel would wait where blocks of this one could read.
+  admit_next_kernel();
   if (arguments.wants_norm) finish(arguments, memory);
 }
 
