@@ -177,6 +177,7 @@ GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint3
   constexpr uint32_t kLow = static_cast<uint32_t>(1023 + Format::kSafeLow) << 20;
   constexpr uint32_t kHigh = static_cast<uint32_t>(1023 + Format::kSafeHigh) << 20;
   const uint32_t high = high_word(share.squares);
+  if (Format::is_suspect(share)) return false;
   return high - kLow < kHigh - kLow || (high == 0 && zeros == elements);
 }
 
@@ -274,8 +275,14 @@ GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, Row& 
     case DType::kFloat64:
       return is_pair ? read_fast(Float64Format<true>{}, segment, tile, row)
                      : read_fast(Float64Format<false>{}, segment, tile, row);
+    case DType::kFloat8E4M3FN:
+      return read_fast(Float8Format<DType::kFloat8E4M3FN>{}, segment, tile, row);
+    case DType::kFloat8E5M2:
+      return read_fast(Float8Format<DType::kFloat8E5M2>{}, segment, tile, row);
+    case DType::kFloat8E4M3FNUZ:
+      return read_fast(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, tile, row);
     default:
-      return read_fast(Float8Format(segment.place.dtype), segment, tile, row);
+      return read_fast(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, tile, row);
   }
 }
 
