@@ -118,7 +118,7 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
         "KB in flight on a multiprocessor": [
             f"{stats_blocks[g.name] * THREADS * IN_FLIGHT_BYTES / 1000:.0f}" for g in GPUS
         ],
-        "KB needed (bandwidth × latency)": [f"{g.bandwidth / g.multiprocessors * g.latency / 1000:.0f}" for g in GPUS],
+        "KB needed (bandwidth x latency)": [f"{g.bandwidth / g.multiprocessors * g.latency / 1000:.0f}" for g in GPUS],
     }
     for name, values in rows.items():
         yield f"| {name} | " + " | ".join(values) + " |"
@@ -135,12 +135,12 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
                 loop = loops.get(dtype)
                 if loop is None and dtype.startswith("float8"):
                     loop = loops.get("other float8")
-                if loop is None or (number == 0) == (dtype == "float8"):
+                if loop is None or (dtype.startswith("float8") and (number == 0) == (dtype == "float8")):
                     continue
                 unit, least = min(limits(loop, gpu).items(), key=lambda item: item[1])
                 share = least * factor / gpu.bytes_per_cycle
                 moved = min(READ_SHARE, ISSUE_SHARE * share) * gpu.bandwidth / 1e12
-                cells.append(f"{len(loop) / loop.elements:.1f}; {unit} {share:.1f}×; {moved:.2f}")
+                cells.append(f"{len(loop) / loop.elements:.1f}; {unit} {share:.1f} x; {moved:.2f}")
             if cells:
                 yield f"| {dtype} | " + " | ".join(cells) + " |"
     yield from render_clips()
@@ -148,8 +148,8 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
 
 def render_clips() -> Iterator[str]:
     """Bytes moved by a clip, and what follows for large gradients."""
-    yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more. torch's"
-    yield "foreach clip reads for the norms, then reads and writes to multiply, whether or not anything is clipped.\n"
+    yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more."
+    yield "torch's foreach clip reads for the norms, then reads and writes to multiply, whether or not anything is clipped.\n"
     yield "| | gradstat | torch | predicted ratio | the issue asks |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     yield "| nothing to clip | 1 | 3 | 3.0 | 2.5 |"
