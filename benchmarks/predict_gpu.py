@@ -149,7 +149,7 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
 def render_clips() -> Iterator[str]:
     """Bytes moved by a clip, and what follows for large gradients."""
     yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more."
-    yield "torch's foreach clip reads for the norms, then reads and writes to multiply, whether or not anything is clipped.\n"
+    yield "torch's foreach clip reads for the norms, then reads and writes to multiply, clipped or not.\n"
     yield "| | gradstat | torch | predicted ratio | the issue asks |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     yield "| nothing to clip | 1 | 3 | 3.0 | 2.5 |"

@@ -22,6 +22,9 @@ void launch_scale(const std::vector<Entry>& entries, const double* coefficient, 
                                  coefficient};
   // Not in graphs, which older drivers and tools read without knowing such dependencies; and not behind the
   // upload of a table, which is no kernel.
+#if defined(GRADSTAT_WITHOUT_OVERLAP)  // benchmarks/gpu_variants.py
+  follows_stats = false;
+#endif
   const bool overlaps = follows_stats && facts_of(device).can_overlap && !is_capturing(stream);
   with_table(entries, workspace, device, stream, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;

@@ -124,6 +124,9 @@ GRADSTAT_DEVICE double merge_rows(const Row* rows, uint32_t count, BlockMemory& 
 // Whether this block is the last of `count` to arrive. What the others wrote before is then visible. The
 // ticket is back at zero after the last.
 GRADSTAT_DEVICE bool arrives_last(uint32_t* ticket, uint32_t count, BlockMemory& memory) {
+#if defined(GRADSTAT_WITHOUT_FINISH)  // benchmarks/gpu_variants.py: what finishing costs
+  return false;
+#endif
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) memory.is_last = atomicInc(ticket, count - 1) == count - 1;
