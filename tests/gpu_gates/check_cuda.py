@@ -101,7 +101,7 @@ def type_of(opcodes: Counter[str]) -> str:
         return "float8_e5m2" if not has("HMUL2") and opcodes["LOP3.LUT"] < 50 else "other float8"
     if has("F2FP.BF16", "HMNMX2.BF16"):
         return "bfloat16"
-    return "float16" if has("F2FP.F16", "HMNMX2") else "float32"
+    return "float16" if opcodes["HADD2.F32"] >= 16 else "float32"
 
 
 def hot_loops(lines: list[str]) -> list[Loop]:
