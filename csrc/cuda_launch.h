@@ -20,8 +20,10 @@ int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device)
 void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
                   int32_t device, void* stream);
 
-// Multiplies every element by *coefficient. One kernel, which does nothing if it is exactly 1.
-void launch_scale(const std::vector<Entry>& entries, const double* coefficient, void* workspace, int32_t device,
-                  void* stream);
+// Multiplies every element by *coefficient. One kernel, which does nothing if it is exactly 1. Say that it
+// `follows_stats` only if nothing was enqueued on the stream since launch_stats but other calls of this: it may
+// then start while those are still running.
+void launch_scale(const std::vector<Entry>& entries, const double* coefficient, bool follows_stats,
+                  void* workspace, int32_t device, void* stream);
 
 }  // namespace gradstat

@@ -38,6 +38,25 @@ GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #endif
 }
 
+// Programmatic dependent launch: the scale kernel's blocks may be placed, and find their tensors, while the
+// last of the statistics kernel are still merging. Nothing where the hardware or the launch does not have it.
+
+// Everything the kernel before has written is visible behind this.
+GRADSTAT_DEVICE void wait_for_previous_kernel() {
+#if !defined(__CUDACC__)
+  cuda_on_host::wait_for_previous_kernel();
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may be placed once every block has come here.
+GRADSTAT_DEVICE void admit_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Packed 16-bit arithmetic ------------------------------------------------------------------------------
 
 GRADSTAT_DEVICE float low_bfloat16(uint32_t pair) { return bits_to_float(pair << 16); }
@@ -115,6 +134,35 @@ GRADSTAT_DEVICE uint32_t count_zero_halves(uint32_t count, uint32_t pair) {
 // The sum of both halves of such a count. 2^23 is added so that the float's bits are the integer.
 GRADSTAT_DEVICE uint32_t total_of_halves(uint32_t count) {
   return float_to_bits(low_half(count) + high_half(count) + 0x1p23f) - 0x4b000000u;
+}
+
+// Both halves times those of `factor`; exact, as used.
+GRADSTAT_DEVICE uint32_t to_half_pair(float low, float high);
+GRADSTAT_DEVICE uint32_t times_half(uint32_t pair, uint32_t factor) {
+#if defined(__CUDA_ARCH__)
+  uint32_t out;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(factor));
+  return out;
+#else
+  return to_half_pair(low_half(pair) * low_half(factor), high_half(pair) * high_half(factor));
+#endif
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr bool kHasFloat8Conversion = true;
+#else
+constexpr bool kHasFloat8Conversion = false;
+#endif
+
+// The lower two bytes of `bytes`, e4m3 numbers, as float16; NaN stays NaN. Where the hardware has it.
+GRADSTAT_DEVICE uint32_t e4m3_to_half_pair(uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t out;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(out) : "r"(bytes));
+  return out;
+#else
+  return bytes;  // not called
+#endif
 }
 
 GRADSTAT_DEVICE uint32_t high_word(double x) {

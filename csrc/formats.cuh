@@ -6,9 +6,7 @@
 // have eight members; those of float32 have four. Nothing here looks for NaN, Inf, overflow or underflow:
 // each shows in the share's sum of squares, which then is not `safe`, and the share is read again exactly.
 //
-// Cost in sm_90 code, all instructions of the hot loop divided by its elements: bfloat16 and float16 6.9,
-// float32 9.5, float8 10.3, float64 17. At 4.8 TB/s an H200 has time for 14, 28, 7 and 55: all but float8 are
-// bound by memory. The gate tests/gpu_gates/check_cuda.py prints these loops' lengths.
+// What the loops cost, and what devices have time for, is counted by benchmarks/predict_gpu.py.
 #pragma once
 
 #include "device.cuh"
@@ -18,10 +16,17 @@ namespace gradstat {
 // A sum of squares is trusted in [2^kSafeLow, 2^kSafeHigh). Below, squares that vanished could matter: at most
 // 64 of them, each off by at most 2^-150 in float32 (2^-34 of the smallest sum allowed); for float64, elements
 // under GRADSTAT_SMALL. Above, one may have overflowed, or exceeded GRADSTAT_LARGE.
-struct SafeFloat32 {
+struct AnySafe {
+  // Whether a share whose sum of squares is safe must not be trusted all the same.
+  template <class Share>
+  GRADSTAT_DEVICE static bool is_suspect(const Share&) {
+    return false;
+  }
+};
+struct SafeFloat32 : AnySafe {
   static constexpr int kSafeLow = -110, kSafeHigh = 120;
 };
-struct SafeFloat64 {
+struct SafeFloat64 : AnySafe {
   static constexpr int kSafeLow = -900, kSafeHigh = 970;
 };
 
@@ -140,94 +145,118 @@ struct PackedFormat : PackedExtremes<Packed> {
   }
 };
 
-// All four 8-bit types: a byte's magnitude moved to where bfloat16 has its exponent is the value times a
-// fixed power of two. Which codes are NaN or Inf differs; they are found in the bytes, and make the sum of
-// squares NaN.
-struct Float8Format : PackedExtremes<PackedBFloat16> {
+// The 8-bit types become float16, which holds their values exactly: e5m2 is the upper byte of one, e4m3 has an
+// instruction from sm_89 on. Otherwise the magnitude is moved to where float16 has its exponent and the number
+// multiplied by a power of two. Infinities and NaN of float16 make the share unsafe; the codes that mean
+// something else than their bits would in float16 are looked for.
+template <DType kType>
+struct Float8Format : PackedExtremes<PackedHalf> {
   static constexpr int kElements = 16;
-  int shift;           // from the byte in the upper half of 16 bits to bfloat16
-  uint32_t magnitude;  // mask of the moved magnitudes
-  float scale;         // from the moved number to the value
-  uint32_t addend;     // sets a byte's top bit for special magnitudes, or for all but zero
-  bool negative_zero_is_nan;
+  static constexpr bool kIsWide = kType == DType::kFloat8E5M2 || kType == DType::kFloat8E5M2FNUZ;
+  static constexpr bool kHasNegativeZero = kType == DType::kFloat8E4M3FN || kType == DType::kFloat8E5M2;
+  static constexpr bool kIsConverted = kType == DType::kFloat8E4M3FN && kHasFloat8Conversion;
 
-  GRADSTAT_DEVICE explicit Float8Format(DType dtype) {
-    const bool wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
-    negative_zero_is_nan = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
-    shift = wide ? 3 : 4;
-    magnitude = wide ? 0x0fe00fe0u : 0x07f007f0u;
-    const int bias = wide ? (negative_zero_is_nan ? 16 : 15) : (negative_zero_is_nan ? 8 : 7);
-    scale = bits_to_float(static_cast<uint32_t>(127 + 127 - bias) << 23);
-    addend = negative_zero_is_nan ? 0x7f7f7f7fu : (wide ? 0x04040404u : 0x01010101u);
+  // The bytes in the upper halves, as two float16.
+  GRADSTAT_DEVICE static uint32_t moved(uint32_t bytes) {
+    if (kType == DType::kFloat8E5M2) return bytes;
+    if (kIsWide) return times_half(bytes, 0x38003800u);  // 0.5
+    const uint32_t bits = ((bytes >> 1) & 0x3f803f80u) | (bytes & 0x80008000u);
+    return times_half(bits, kHasNegativeZero ? 0x5c005c00u : 0x58005800u);  // 256, 128
   }
 
-  GRADSTAT_DEVICE double widened_min(uint32_t x) const { return PackedExtremes::widened_min(x) * scale; }
-  GRADSTAT_DEVICE double widened_max(uint32_t x) const { return PackedExtremes::widened_max(x) * scale; }
-
-  GRADSTAT_DEVICE uint32_t special(uint32_t bytes) const {
-    const uint32_t marks = (bytes & 0x7f7f7f7fu) + addend;
-    return (negative_zero_is_nan ? ~marks & bytes : marks) & 0x80808080u;
-  }
-
-  // Every other byte, moved into two bfloat16.
-  GRADSTAT_DEVICE uint32_t moved(uint32_t bytes_in_upper_halves) const {
-    return ((bytes_in_upper_halves >> shift) & magnitude) | (bytes_in_upper_halves & 0x80008000u);
-  }
-
-  GRADSTAT_DEVICE void add_words(uint32_t a, uint32_t b, Share<uint32_t>& share, bool first) const {
-    const uint32_t w[4] = {moved(a << 8), moved(a & 0xff00ff00u), moved(b << 8), moved(b & 0xff00ff00u)};
-    float x[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[2 * i] = low_bfloat16(w[i]) * scale;
-      x[2 * i + 1] = high_bfloat16(w[i]) * scale;
+  // Four bytes as two pairs of float16, in whatever order.
+  GRADSTAT_DEVICE static void widen(uint32_t bytes, uint32_t* pairs) {
+    if constexpr (kIsConverted) {
+      pairs[0] = e4m3_to_half_pair(bytes);
+      pairs[1] = e4m3_to_half_pair(bytes >> 16);
+    } else {
+      pairs[0] = moved((bytes << 8) & 0xff00ff00u);
+      pairs[1] = moved(bytes & 0xff00ff00u);
     }
+  }
+
+  // Marks bytes that are 0x80, and perhaps others above such a one.
+  GRADSTAT_DEVICE static uint32_t negative_zeros(uint32_t bytes) {
+    const uint32_t others = bytes ^ 0x80808080u;
+    return (others - 0x01010101u) & ~others;
+  }
+
+  GRADSTAT_DEVICE static void add_words(uint32_t a, uint32_t b, Share<uint32_t>& share, bool first) {
+    uint32_t w[4];
+    widen(a, w);
+    widen(b, w + 2);
+    const float x[8] = {low_half(w[0]), high_half(w[0]), low_half(w[1]), high_half(w[1]),
+                        low_half(w[2]), high_half(w[2]), low_half(w[3]), high_half(w[3])};
     const Group group = group_of(x);
-    const double squares = (special(a) | special(b)) != 0 ? NAN : group.squares;
+    const double squares = group.squares, sum = group.sum;
     const uint32_t low = min(min(w[0], w[1]), min(w[2], w[3]));
     const uint32_t high = max(max(w[0], w[1]), max(w[2], w[3]));
     uint32_t zeros = first ? 0 : share.zeros;
 #pragma unroll
     for (int i = 0; i < 4; ++i) zeros = count_zero_halves(zeros, w[i]);
-    share = first ? Share<uint32_t>{squares, group.sum, low, high, zeros}
-                  : Share<uint32_t>{share.squares + squares, share.sum + group.sum, min(share.low, low),
+    share = first ? Share<uint32_t>{squares, sum, low, high, zeros}
+                  : Share<uint32_t>{share.squares + squares, share.sum + sum, min(share.low, low),
                                     max(share.high, high), zeros};
   }
 
   GRADSTAT_DEVICE void add(const uint4& v, Share<uint32_t>& share, bool first) const {
     add_words(v.x, v.y, share, first);
     add_words(v.z, v.w, share, false);
+    if constexpr (!kHasNegativeZero) {
+      const uint32_t marks =
+          negative_zeros(v.x) | negative_zeros(v.y) | negative_zeros(v.z) | negative_zeros(v.w);
+      if ((marks & 0x80808080u) != 0) share.squares = NAN;
+    }
   }
   GRADSTAT_DEVICE static uint32_t zeros(const Share<uint32_t>& share) { return total_of_halves(share.zeros); }
+
+  // Moved, the NaN of e4m3 looks like 480, which nothing else exceeds.
+  GRADSTAT_DEVICE static bool is_suspect(const Share<uint32_t>& share) {
+    constexpr bool kCanHide = kType == DType::kFloat8E4M3FN && !kIsConverted;
+    return kCanHide && (widened_max(share.high) == 480 || widened_min(share.low) == -480);
+  }
 };
 
-// Float64 in float64; only the exact path scales.
+// Float64 in float64; only the exact path scales. Comparisons are made on integers, for most devices have
+// little arithmetic for doubles: those of a consumer card would not keep up with its memory.
 template <bool kPair>
 struct Float64Format : SafeFloat64 {
-  using Extreme = double;
+  using Extreme =
+      int64_t;  // the bits, those of negative numbers inverted but for the sign: ordered like numbers
   static constexpr int kElements = kPair ? 1 : 2;
-  GRADSTAT_DEVICE static double positive_infinity() { return kInf; }
-  GRADSTAT_DEVICE static double negative_infinity() { return -kInf; }
-  GRADSTAT_DEVICE static double min(double a, double b) { return merge::min(a, b); }
-  GRADSTAT_DEVICE static double max(double a, double b) { return merge::max(a, b); }
-  GRADSTAT_DEVICE static double widened_min(double x) { return x; }
-  GRADSTAT_DEVICE static double widened_max(double x) { return x; }
+  static constexpr int64_t kInfinity = 0x7ff0000000000000;
+  GRADSTAT_DEVICE static int64_t positive_infinity() { return kInfinity; }
+  GRADSTAT_DEVICE static int64_t negative_infinity() { return ~kInfinity; }
+  GRADSTAT_DEVICE static int64_t min(int64_t a, int64_t b) { return b < a ? b : a; }
+  GRADSTAT_DEVICE static int64_t max(int64_t a, int64_t b) { return b > a ? b : a; }
+  GRADSTAT_DEVICE static double widened_min(int64_t x) { return double_of(x); }
+  GRADSTAT_DEVICE static double widened_max(int64_t x) { return double_of(x); }
 
-  GRADSTAT_DEVICE void add(const uint4& v, Share<double>& share, bool first) const {
+  GRADSTAT_DEVICE static int64_t ordered(uint32_t low, uint32_t high) {
+    const auto sign = static_cast<uint32_t>(static_cast<int32_t>(high) >> 31);
+    return static_cast<int64_t>((static_cast<uint64_t>(high ^ (sign >> 1)) << 32) | (low ^ sign));
+  }
+  GRADSTAT_DEVICE static double double_of(int64_t x) {
+    const auto bits = static_cast<uint64_t>(ordered(static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)));
+    return words_to_double(static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32));
+  }
+  GRADSTAT_DEVICE static bool is_zero(uint32_t low, uint32_t high) { return ((high & 0x7fffffffu) | low) == 0; }
+
+  GRADSTAT_DEVICE void add(const uint4& v, Share<int64_t>& share, bool first) const {
     const double a = words_to_double(v.x, v.y), b = words_to_double(v.z, v.w);
-    const double squares = fma(b, b, a * a), sum = a + b;
+    const int64_t c = ordered(v.x, v.y), d = ordered(v.z, v.w);
     uint32_t zeros = first ? 0 : share.zeros;
     if constexpr (kPair) {
-      zeros += a == 0 && b == 0;
+      zeros += is_zero(v.x | v.z, v.y | v.w);
     } else {
-      zeros += a == 0;
-      zeros += b == 0;
+      zeros += is_zero(v.x, v.y);
+      zeros += is_zero(v.z, v.w);
     }
-    share = first ? Share<double>{squares, sum, min(a, b), max(a, b), zeros}
-                  : Share<double>{share.squares + squares, share.sum + sum, min(share.low, min(a, b)),
-                                  max(share.high, max(a, b)), zeros};
+    share = first ? Share<int64_t>{fma(b, b, a * a), a + b, min(c, d), max(c, d), zeros}
+                  : Share<int64_t>{fma(b, b, fma(a, a, share.squares)), share.sum + a + b,
+                                   min(share.low, min(c, d)), max(share.high, max(c, d)), zeros};
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<double>& share) { return share.zeros; }
+  GRADSTAT_DEVICE static uint32_t zeros(const Share<int64_t>& share) { return share.zeros; }
 };
 
 }  // namespace gradstat

@@ -3,6 +3,7 @@
 #include "launch_state.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -13,11 +14,11 @@
 namespace gradstat {
 namespace {
 
-// The most blocks a launch has: three times the multiprocessors of any device known, and room.
+// The most blocks a launch has: four times the multiprocessors of any device known, and room.
 constexpr uint32_t kMostTickets = 4096;
 
-// Memory calls are refused while any stream of the process is captured in the default mode, although they do
-// not touch it. This thread may make them meanwhile.
+// Memory calls, and the loading of kernels, are refused while any stream of the process is captured in the
+// default mode, although they do not touch it. This thread may make them meanwhile.
 class AllowMemoryCalls {
  public:
   AllowMemoryCalls() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "exchanging capture mode"); }
@@ -99,24 +100,48 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-int32_t multiprocessors(int32_t device) {
-  static std::mutex mutex;
-  static std::vector<int32_t> known;
+LoadedKernels load_kernels(std::initializer_list<const void*> kernels) {
+  LoadedKernels loaded{INT32_MAX, true};
+  for (const void* kernel : kernels) {
+    cudaFuncAttributes attributes = {};
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+    int blocks = 0;
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
+               "asking how many blocks fit on a multiprocessor");
+    loaded.blocks_per_multiprocessor = std::min(loaded.blocks_per_multiprocessor, blocks);
+    // Not the device's: code compiled for an older one and translated on loading would not wait.
+    loaded.can_overlap = loaded.can_overlap && attributes.ptxVersion >= 90;
+  }
+  return loaded;
+}
+
+DeviceFacts facts_of(int32_t device) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& known = *new std::vector<DeviceFacts>;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (known.size() <= static_cast<size_t>(device)) known.resize(device + 1, 0);
-  if (known[device] == 0) {
+  if (known.size() <= static_cast<size_t>(device)) known.resize(device + 1);
+  DeviceFacts& facts = known[device];
+  if (facts.multiprocessors == 0) {
+    const OnDevice on_device(device);
+    const AllowMemoryCalls allow;
+    const LoadedKernels stats = load_stats_kernels(), scale = load_scale_kernels();
+    facts.blocks_per_multiprocessor =
+        std::max(1, std::min(stats.blocks_per_multiprocessor, scale.blocks_per_multiprocessor));
+    const char* overlap = std::getenv("GRADSTAT_CUDA_PDL");
+    const bool is_refused = overlap != nullptr && std::strcmp(overlap, "0") == 0;
+    facts.can_overlap = stats.can_overlap && scale.can_overlap && !is_refused;
     int count = 0;
     check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
                "asking for the number of multiprocessors");
-    known[device] = count;
+    facts.multiprocessors = count;
   }
-  return known[device];
+  return facts;
 }
 
 uint32_t blocks_for(uint32_t tiles, int32_t device) {
-  const auto most = std::min<uint32_t>(
-      kMostTickets - 1, kBlocksPerMultiprocessor * static_cast<uint32_t>(multiprocessors(device)));
-  return std::max<uint32_t>(1, std::min(tiles, most));
+  const DeviceFacts facts = facts_of(device);
+  const auto most = static_cast<uint32_t>(facts.blocks_per_multiprocessor * facts.multiprocessors);
+  return std::max<uint32_t>(1, std::min({tiles, most, kMostTickets - 1}));
 }
 
 uint32_t checked_tiles(const std::vector<Entry>& entries) {

@@ -1,20 +1,21 @@
-// What launches keep between calls: tickets and tables in device memory, pinned memory for uploads, and the
-// number of blocks a device runs at once. For the two .cu files only.
+// What launches keep between calls: tickets and tables in device memory, pinned memory for uploads, and what a
+// device makes of the kernels. For the two .cu files only.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <mutex>
 #include <vector>
 
 #include "entry.h"
 #include "tile_table.h"
 
-// The one piece of syntax that only nvcc knows, so that everything else also compiles as plain C++, where
-// tests/cuda_on_host gives it another meaning.
+// The one call whose meaning depends on the kernel's type, so that tests/cuda_on_host can give it another.
 #if !defined(GRADSTAT_LAUNCH)
-#define GRADSTAT_LAUNCH(kernel, blocks, stream, ...) kernel<<<blocks, kThreads, 0, stream>>>(__VA_ARGS__)
+#define GRADSTAT_LAUNCH(config, kernel, arguments) \
+  cudaLaunchKernelExC(config, reinterpret_cast<const void*>(kernel), arguments)
 #endif
 
 namespace gradstat {
@@ -37,12 +38,51 @@ class OnDevice {
 
 bool is_capturing(cudaStream_t stream);
 
-// Number of multiprocessors of a device, asked once.
-int32_t multiprocessors(int32_t device);
+// What the current device makes of some kernels.
+struct LoadedKernels {
+  int32_t blocks_per_multiprocessor;  // that fit at once, of any of them
+  bool can_overlap;                   // whether their code knows of programmatic dependent launch (sm_90 on)
+};
+
+// Also loads them: CUDA would do so at the first launch, which may be captured or timed.
+LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
+#define GRADSTAT_FOR_EVERY_TABLE(kernel)                                \
+  {reinterpret_cast<const void*>(kernel<ParameterTable<kSmallTable>>),  \
+   reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
+   reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
+   reinterpret_cast<const void*>(kernel<DeviceTable>)}
+LoadedKernels load_stats_kernels();  // in stats_cuda.cu
+LoadedKernels load_scale_kernels();  // in scale_cuda.cu
+
+// The same of all kernels together, and the device's size; found out once.
+struct DeviceFacts {
+  int32_t multiprocessors = 0;
+  int32_t blocks_per_multiprocessor = 0;
+  bool can_overlap = false;  // also false if GRADSTAT_CUDA_PDL=0 is set
+};
+DeviceFacts facts_of(int32_t device);
 
 // Blocks for a launch over `tiles`: what the device holds at once, or one for each tile if these are fewer.
 // Both kernels use the same number, so that their blocks take the same ranges.
 uint32_t blocks_for(uint32_t tiles, int32_t device);
+
+// Enqueues a kernel. With `overlaps_previous` it may start while the kernel enqueued just before is still
+// running, and waits for that one's results inside (wait_for_previous_kernel in device.cuh).
+template <class... Arguments>
+void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, bool overlaps_previous,
+            const char* what, const Arguments&... arguments) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim.x = blocks;
+  config.blockDim.x = kThreads;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = overlaps_previous ? 1 : 0;
+  void* pointers[] = {const_cast<Arguments*>(&arguments)...};
+  check_cuda(GRADSTAT_LAUNCH(&config, kernel, pointers), what);
+}
 
 // The number of tiles, which must fit in 32 bits (64 TB of gradients).
 uint32_t checked_tiles(const std::vector<Entry>& entries);

@@ -5,12 +5,14 @@
 
 namespace gradstat {
 
+LoadedKernels load_scale_kernels() { return load_kernels(GRADSTAT_FOR_EVERY_TABLE(scale_kernel)); }
+
 int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t) {
   return static_cast<int64_t>(table_bytes(entries.size()));
 }
 
-void launch_scale(const std::vector<Entry>& entries, const double* coefficient, void* workspace, int32_t device,
-                  void* stream_pointer) {
+void launch_scale(const std::vector<Entry>& entries, const double* coefficient, bool follows_stats,
+                  void* workspace, int32_t device, void* stream_pointer) {
   if (entries.empty()) return;
   const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
@@ -18,9 +20,17 @@ void launch_scale(const std::vector<Entry>& entries, const double* coefficient, 
   const uint32_t blocks = blocks_for(tiles, device);
   const ScaleArguments arguments{static_cast<int32_t>(entries.size()), Partition::of(tiles, blocks),
                                  coefficient};
+  // Not in graphs, which older drivers and tools read without knowing such dependencies; and not behind the
+  // upload of a table, which is no kernel.
+#if defined(GRADSTAT_WITHOUT_OVERLAP)  // benchmarks/gpu_variants.py
+  follows_stats = false;
+#endif
+  const bool overlaps = follows_stats && facts_of(device).can_overlap && !is_capturing(stream);
   with_table(entries, workspace, device, stream, [&](const auto& table) {
-    GRADSTAT_LAUNCH(scale_kernel, blocks, stream, table, arguments);
-    check_cuda(cudaGetLastError(), "launching the scale kernel");
+    using Table = std::decay_t<decltype(table)>;
+    constexpr bool kInParameters = !std::is_same_v<Table, DeviceTable>;
+    launch(scale_kernel<Table>, blocks, stream, overlaps && kInParameters, "launching the scale kernel", table,
+           arguments);
   });
 }
 

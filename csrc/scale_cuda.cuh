@@ -117,15 +117,17 @@ GRADSTAT_DEVICE void scale_tiles_of(const Place& place, const Extent& extent, ui
 
 template <class Table>
 GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& arguments, uint8_t* products) {
-  const double coefficient = *arguments.coefficient;
-  if (coefficient == 1.0) return;
   const uint32_t begin = arguments.partition.first_tile(blockIdx.x);
   const uint32_t end = arguments.partition.first_tile(blockIdx.x + 1);
-  if (begin == end) return;
+  int32_t tensor = find_tensor(table, arguments.tensors, end - 1);  // there are no more blocks than tiles
+  // Every block, whatever it will do: were this kernel to end first, the next one would not wait either.
+  wait_for_previous_kernel();
+  const double coefficient = *arguments.coefficient;
+  if (coefficient == 1.0) return;
   const Multiplier by{coefficient, static_cast<float>(coefficient), products};
 
   DType of_products = DType::kFloat32;  // none
-  for (int32_t tensor = find_tensor(table, arguments.tensors, end - 1); tensor >= 0; --tensor) {
+  for (; tensor >= 0; --tensor) {
     const uint32_t first = table.first_tile(tensor), last = table.first_tile(tensor + 1);
     if (last <= begin) return;
     const Place place = table.place(tensor);

@@ -19,6 +19,8 @@ struct Layout {
 
 }  // namespace
 
+LoadedKernels load_stats_kernels() { return load_kernels(GRADSTAT_FOR_EVERY_TABLE(stats_kernel)); }
+
 int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
   return static_cast<int64_t>(Layout(entries.size(), blocks_for(checked_tiles(entries), device)).end);
 }
@@ -41,8 +43,9 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
                                  norm != nullptr,
                                  norm != nullptr ? *norm : NormRequest{}};
   with_table(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
-    GRADSTAT_LAUNCH(stats_kernel, blocks, stream, entries_table, arguments);
-    check_cuda(cudaGetLastError(), "launching the statistics kernel");
+    using Table = std::decay_t<decltype(entries_table)>;
+    launch(stats_kernel<Table>, blocks, stream, false, "launching the statistics kernel", entries_table,
+           arguments);
   });
 }
 

@@ -124,6 +124,9 @@ GRADSTAT_DEVICE double merge_rows(const Row* rows, uint32_t count, BlockMemory& 
 // Whether this block is the last of `count` to arrive. What the others wrote before is then visible. The
 // ticket is back at zero after the last.
 GRADSTAT_DEVICE bool arrives_last(uint32_t* ticket, uint32_t count, BlockMemory& memory) {
+#if defined(GRADSTAT_WITHOUT_FINISH)  // benchmarks/gpu_variants.py: what finishing costs
+  return false;
+#endif
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) memory.is_last = atomicInc(ticket, count - 1) == count - 1;
@@ -177,6 +180,7 @@ GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint3
   constexpr uint32_t kLow = static_cast<uint32_t>(1023 + Format::kSafeLow) << 20;
   constexpr uint32_t kHigh = static_cast<uint32_t>(1023 + Format::kSafeHigh) << 20;
   const uint32_t high = high_word(share.squares);
+  if (Format::is_suspect(share)) return false;
   return high - kLow < kHigh - kLow || (high == 0 && zeros == elements);
 }
 
@@ -274,8 +278,14 @@ GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, Row& 
     case DType::kFloat64:
       return is_pair ? read_fast(Float64Format<true>{}, segment, tile, row)
                      : read_fast(Float64Format<false>{}, segment, tile, row);
+    case DType::kFloat8E4M3FN:
+      return read_fast(Float8Format<DType::kFloat8E4M3FN>{}, segment, tile, row);
+    case DType::kFloat8E5M2:
+      return read_fast(Float8Format<DType::kFloat8E5M2>{}, segment, tile, row);
+    case DType::kFloat8E4M3FNUZ:
+      return read_fast(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, tile, row);
     default:
-      return read_fast(Float8Format(segment.place.dtype), segment, tile, row);
+      return read_fast(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, tile, row);
   }
 }
 
@@ -374,6 +384,8 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
     __syncthreads();
     leave_row(table, arguments, tensor, memory);
   }
+  // Not before: blocks of the scale kernel would wait where blocks of this one could read.
+  admit_next_kernel();
   if (arguments.wants_norm) finish(arguments, memory);
 }
 

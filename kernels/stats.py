@@ -22,6 +22,7 @@ import triton.language as tl
 
 from gradstat import _fields
 from gradstat.kernels import _table
+from gradstat.kernels._launch import Launcher
 from gradstat.kernels._table import ADDRESS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES
 
 WARPS = 4
@@ -446,6 +447,7 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
             tl.store(tickets + tensor, 0)
 
 
+_launch_stats = Launcher(stats_kernel, WARPS)
 _scratch: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 _lock = threading.Lock()
 
@@ -456,20 +458,19 @@ def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tenso
     Both are kept per stream, whose order separates the launches that use them; every launch leaves the
     tickets at zero. A captured graph may be replayed on another stream, so it gets its own.
     """
-    if not table.is_split:
-        # Never read, but a pointer has to be given.
-        return table.buffer, table.buffer
     captured = _table.is_capturing(device)
     key = (device, 0 if captured else _table.stream_of(device))
-    length = table.chunks * len(_fields.FIELDS)
+    # A launch that splits no tensor uses neither, but of other types they would make another kernel.
+    length = table.chunks * len(_fields.FIELDS) if table.is_split else 1
+    count = table.tensors if table.is_split else 1
     with _lock:
         kept = None if captured else _scratch.get(key)
-        if kept is not None and kept[0].numel() >= length and kept[1].numel() >= table.tensors:
+        if kept is not None and kept[0].numel() >= length and kept[1].numel() >= count:
             return kept
         # Half as much again, lest lists that grow a little each time allocate each time.
         growth = 1 if captured else 1.5
         rows = torch.empty(int(length * growth), dtype=torch.float64, device=device)
-        tickets = torch.zeros(int(table.tensors * growth), dtype=torch.int32, device=device)
+        tickets = torch.zeros(int(count * growth), dtype=torch.int32, device=device)
         if not captured:
             _scratch[key] = (rows, tickets)
     return rows, tickets
@@ -491,14 +492,5 @@ def stats(tensors: list[torch.Tensor]) -> torch.Tensor:
         table = _table.table_of(tensors)
         rows, tickets = _scratch_for(table, device)
         out = torch.empty((table.tensors, len(_fields.FIELDS)), dtype=torch.float64, device=device)
-        stats_kernel[(table.chunks,)](
-            table.buffer,
-            rows,
-            tickets,
-            out,
-            table.tensors,
-            table.chunks,
-            num_warps=WARPS,
-            enable_fp_fusion=_table.FUSE,
-        )
+        _launch_stats(device, table.chunks, (table.buffer, rows, tickets, out), table.tensors, table.chunks)
     return out

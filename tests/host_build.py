@@ -18,7 +18,7 @@ def build(source: str, folder: Path, *includes: Path) -> ctypes.CDLL:
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     flags += ["-Wno-maybe-uninitialized"]  # a share begins with its first vector, which g++ does not see
-    flags += ["-fno-strict-aliasing", "-fPIC", "-shared"]
+    flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique"]
     flags += [f"-I{path}" for path in (*includes, ROOT / "csrc", SOURCES)]
     subprocess.run(["g++", *flags, str(SOURCES / source), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))

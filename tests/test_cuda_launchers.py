@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +17,27 @@ from host_build import SOURCES, build, needs_compiler
 
 from gradstat import _fields
 
-COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches")
+COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "overlaps")
 
 pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("launchers.cpp", tmp_path_factory.mktemp("launchers"), SOURCES / "runtime")
+    return declared(build("launchers.cpp", tmp_path_factory.mktemp("launchers"), SOURCES / "runtime"))
+
+
+@pytest.fixture
+def fresh(library: ctypes.CDLL, tmp_path: Path) -> ctypes.CDLL:
+    """The library once more, as a process finds it that has not called it yet."""
+    return declared(ctypes.CDLL(str(shutil.copy(library._name, tmp_path / "fresh.so"))))
+
+
+def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("new_stream", "end_capture"):
         getattr(loaded, name).restype = ctypes.c_void_p
+    for name in ("bytes_allocated", "stats_bytes", "scale_bytes"):
+        getattr(loaded, name).restype = ctypes.c_int64
     loaded.error_text.restype = ctypes.c_char_p
     return loaded
 
@@ -35,15 +48,21 @@ class Stream:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.handle = ctypes.c_void_p(library.new_stream())
+        self.under_way: list[object] = []  # memory that work yet to be done will read and write
 
     def synchronize(self) -> None:
         self.library.synchronize(self.handle)
+        self.under_way.clear()
 
     def stats(self, tensors: list[np.ndarray], max_norm: float = 1.0) -> Result:
         return Result(self, tensors, max_norm)
 
     def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray) -> None:
+        self.under_way.append((tensors, coefficient))
         self.check(self.library.start_scale(self.handle, *arguments(tensors), pointer(coefficient)))
+
+    def clip(self, tensors: list[np.ndarray], max_norm: float, times: int = 1) -> Result:
+        return Result(self, tensors, max_norm, times)
 
     def check(self, failed: int) -> None:
         if failed:
@@ -53,14 +72,16 @@ class Stream:
 class Result:
     """What one launch will have written once its stream is synchronized."""
 
-    def __init__(self, stream: Stream, tensors: list[np.ndarray], max_norm: float) -> None:
+    def __init__(self, stream: Stream, tensors: list[np.ndarray], max_norm: float, scalings: int = 0) -> None:
         self.tensors = tensors
+        self.max_norm = max_norm
         self.table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
         self.norm = np.full(1, 77, dtype=np.float32)
         self.coefficient = np.full(1, 77.0)
-        start = stream.library.start_stats
+        stream.under_way.append(self)
+        start = stream.library.start_clip if scalings else stream.library.start_stats
         outputs = pointer(self.table), pointer(self.norm), ctypes.c_double(max_norm), pointer(self.coefficient)
-        stream.check(start(stream.handle, *arguments(tensors), *outputs))
+        stream.check(start(stream.handle, *arguments(tensors), *outputs, *([scalings] if scalings else [])))
 
     def assert_right(self, tensors: list[np.ndarray] | None = None) -> None:
         """Holds it against ``tensors``: what the tensors of the launch held when it ran."""
@@ -71,7 +92,7 @@ class Result:
         np.testing.assert_array_equal(column["first_nonfinite"], math.inf)
         norm = math.sqrt(sum(np.square(t).sum() for t in expected))
         assert self.norm[0] == pytest.approx(norm, rel=2e-7)
-        assert self.coefficient[0] == pytest.approx(min(1.0, 1.0 / (norm + 1e-6)), rel=2e-7)
+        assert self.coefficient[0] == pytest.approx(min(1.0, self.max_norm / (norm + 1e-6)), rel=2e-7)
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
@@ -201,3 +222,157 @@ def test_a_refused_allocation_is_reported_and_the_next_call_works(library: ctype
     result = stream.stats(many)
     stream.synchronize()
     result.assert_right()
+
+
+def times(tensors: list[np.ndarray], coefficient: float) -> list[np.ndarray]:
+    return [tensor * np.float32(coefficient) for tensor in tensors]
+
+
+@pytest.mark.parametrize(("count", "size"), [(3, 30_000), (190, 60), (600, 50), (1620, 30)])
+def test_the_scale_kernel_overlaps_the_statistics_kernel(library: ctypes.CDLL, count: int, size: int) -> None:
+    """It then starts first, in this runtime, and gets at the coefficient only by waiting for it."""
+    stream, some = Stream(library), tensors(count, size)
+    originals = [tensor.copy() for tensor in some]
+    before = counted(library)
+    result = stream.clip(some, 1.0)
+    behind = stream.stats(some)
+    assert {"launches": 3, "overlaps": 1}.items() <= spent(library, before).items()
+    stream.synchronize()
+    result.assert_right(originals)
+    assert result.coefficient[0] < 1
+    for tensor, expected in zip(some, times(originals, result.coefficient[0]), strict=True):
+        np.testing.assert_array_equal(tensor, expected)
+    behind.assert_right()
+    # Nothing to clip: nothing is touched.
+    unclipped = [tensor.copy() for tensor in some]
+    stream.clip(some, 1e9)
+    stream.synchronize()
+    assert all(np.array_equal(*pair) for pair in zip(some, unclipped, strict=True))
+
+
+def test_scale_kernels_in_a_row_overlap(library: ctypes.CDLL) -> None:
+    """For tensors listed more than once; empty ones among them leave blocks without work."""
+    stream, some = Stream(library), [*tensors(5, 9000), np.zeros(0, dtype=np.float32)]
+    originals = [tensor.copy() for tensor in some]
+    before = counted(library)
+    result = stream.clip(some, 1.0, times=3)
+    assert {"launches": 4, "overlaps": 3}.items() <= spent(library, before).items()
+    stream.synchronize()
+    expected = originals
+    for _ in range(3):
+        expected = times(expected, result.coefficient[0])
+    assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+
+
+def test_scaling_alone_and_uploaded_tables_do_not_overlap(library: ctypes.CDLL) -> None:
+    stream, some, many = Stream(library), tensors(5, 9000), tensors(2000)
+    before = counted(library)
+    stream.scale(some, np.array([0.5]))
+    stream.clip(many, 1.0)
+    assert "overlaps" not in spent(library, before)
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("count", [3, 1800])
+def test_a_captured_clip_does_not_overlap_and_is_right(library: ctypes.CDLL, count: int) -> None:
+    stream, some = Stream(library), tensors(count, 9000 if count == 3 else 30, 5)
+    library.begin_capture(stream.handle)
+    before = counted(library)
+    captured = stream.clip(some, 1.0)
+    assert "overlaps" not in spent(library, before)
+    graph = ctypes.c_void_p(library.end_capture(stream.handle))
+    for _ in range(2):
+        originals = [tensor.copy() for tensor in some]
+        library.replay(graph, stream.handle)
+        stream.synchronize()
+        captured.assert_right(originals)
+        expected = times(originals, captured.coefficient[0]) if captured.coefficient[0] != 1 else originals
+        assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+        for tensor in some:
+            tensor *= 50
+
+
+@pytest.mark.parametrize("count", [3, 1800])
+def test_the_first_call_of_a_process_may_be_captured(fresh: ctypes.CDLL, count: int) -> None:
+    """CUDA loads a kernel when it is first launched, which a capture refuses: ours are loaded before."""
+    stream, some = Stream(fresh), tensors(count, 5000 if count == 3 else 30)
+    fresh.begin_capture(stream.handle)
+    captured = stream.clip(some, 1e9)
+    graph = ctypes.c_void_p(fresh.end_capture(stream.handle))
+    fresh.replay(graph, stream.handle)
+    stream.synchronize()
+    captured.assert_right()
+
+
+def test_a_check_loads_what_a_later_capture_needs(fresh: ctypes.CDLL) -> None:
+    stream, some = Stream(fresh), tensors(3)
+    stream.stats(some)
+    fresh.begin_capture(stream.handle)
+    stream.clip(tensors(700), 1.0)
+    fresh.end_capture(stream.handle)
+
+
+def overlaps_of(library: ctypes.CDLL) -> int:
+    stream = Stream(library)
+    stream.clip(tensors(3), 1.0)
+    stream.synchronize()
+    return counted(library)["overlaps"]
+
+
+def test_kernels_compiled_for_older_devices_do_not_overlap(fresh: ctypes.CDLL) -> None:
+    """Their code does not wait, whatever the device can do."""
+    fresh.set_device(3, 80)
+    assert overlaps_of(fresh) == 0
+
+
+@pytest.mark.parametrize(("value", "overlaps"), [("0", 0), ("1", 1), ("", 1)])
+def test_overlapping_can_be_turned_off(
+    fresh: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, value: str, overlaps: int
+) -> None:
+    monkeypatch.setenv("GRADSTAT_CUDA_PDL", value)
+    assert overlaps_of(fresh) == overlaps
+
+
+@pytest.mark.parametrize(("fits", "blocks"), [(1, 2), (3, 6), (5, 10), (100_000, 73)])
+def test_the_grid_is_what_the_device_holds(fresh: ctypes.CDLL, fits: int, blocks: int) -> None:
+    """On a device of two multiprocessors; never more blocks than tiles, of 4,096 elements."""
+    fresh.set_device(fits, 90)
+    stream, some = Stream(fresh), tensors(1, 73 * 4096)
+    result = stream.stats(some)
+    assert fresh.last_blocks() == blocks
+    stream.synchronize()
+    result.assert_right()
+    stream.stats(tensors(1, 3 * 4096))
+    assert fresh.last_blocks() == min(blocks, 3)
+    stream.synchronize()
+
+
+def test_memory_stays_the_same_over_ten_thousand_steps(library: ctypes.CDLL) -> None:
+    """Whatever the lists: their number, sizes and places change, and some are uploaded."""
+    stream, random = Stream(library), np.random.default_rng(3)
+    lists = [tensors(count, 9, count) for count in (1, 7, 300, 1621, 1900)]
+    for some in sorted(lists, key=len):
+        stream.clip(some, 1.0)
+        stream.synchronize()
+    before = counted(library), library.bytes_allocated()
+    library.run_kernels(0)  # which allocate nothing
+    for step in range(10_000):
+        count = int(random.integers(1, 5)) if step % 20 else 1621 + int(random.integers(0, 250))
+        offset = int(random.integers(0, 9))
+        some = lists[-1][offset : offset + count]
+        stream.clip(some, 1e9) if step % 2 else stream.stats(some)
+        stream.synchronize()
+    library.run_kernels(1)
+    assert library.bytes_allocated() == before[1]
+    assert {"allocations", "pinned_allocations", "fills"}.isdisjoint(spent(library, before[0]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 161, 1620, 1621, 5000])
+def test_device_memory_is_kilobytes_and_eight_bytes_per_field_and_tensor(library: ctypes.CDLL, count: int) -> None:
+    """The formula of docs/performance.md, for the six blocks of this device."""
+    some, fields = tensors(count), len(_fields.FIELDS)
+    blocks = min(6, max(count, 1))  # these tensors have a tile each
+    table = -(-(20 * count + 4) // 8) * 8 if count > library.table_capacity() else 0
+    expected = 8 * fields * (count + 2 * blocks) + (blocks + 2) // 2 * 8 + table
+    assert library.stats_bytes(*arguments(some)) == expected
+    assert library.scale_bytes(*arguments(some)) == table

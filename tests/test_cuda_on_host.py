@@ -229,6 +229,19 @@ def test_every_bit_pattern(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     check(pieces, stats(library, pieces, blocks=50)[0])
 
 
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_doubles_that_differ_in_their_last_bits(library: ctypes.CDLL, is_pair: bool) -> None:
+    """They are compared in two words, of which all but the lower agree here."""
+    random = np.random.default_rng(4)
+    pieces = []
+    for base in (1.0, -1.0, -3e-100, 7e50):
+        bits = np.full(1, base).view(np.int64) + random.permutation(5000)
+        pieces.append(Piece(torch.from_numpy(bits.view(np.float64).copy()), is_pair))
+    mixed = np.where(random.random(5000) < 0.5, -1.0, 1.0) * np.spacing(1.0) * random.permutation(5000)
+    pieces.append(Piece(torch.from_numpy(1e-3 + mixed), is_pair))
+    check(pieces, stats(library, pieces)[0])
+
+
 def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
     """More than the parameters of a launch hold, and each smaller table too."""
     random = np.random.default_rng(1)

@@ -6,8 +6,10 @@ something changes, the ends of vectors, steps and chunks.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,6 +23,9 @@ pytest.importorskip("triton")
 
 from gradstat import _fields
 from gradstat.kernels import _table
+from gradstat.kernels import scale as scale_module
+from gradstat.kernels import stats as stats_module
+from gradstat.kernels._launch import Launcher
 from gradstat.kernels.scale import scale_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
 
@@ -279,7 +284,8 @@ def test_misaligned_elements_are_refused() -> None:
 def test_compiled_once() -> None:
     """Neither number, size nor type of the tensors makes another kernel."""
     half = torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64, device=DEVICE)
-    for tensors in ([random_tensor(1, torch.float32)], many_tensors(16), many_tensors(33)):
+    split = random_tensor(3 * CHUNK_BYTES, torch.bfloat16)
+    for tensors in ([random_tensor(1, torch.float32)], many_tensors(16), [split], many_tensors(33)):
         stats(tensors)
         scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
         scale_(scalable, half[0])
@@ -288,15 +294,99 @@ def test_compiled_once() -> None:
         assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
 
-def test_nothing_is_specialized() -> None:
-    """What makes one compiled kernel serve every list: no run-time number takes part in Triton's cache key."""
+def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes one compiled kernel serve every list: Triton's binder finds the same in all arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
     from triton.runtime import JITFunction
+    from triton.runtime.jit import create_function_from_signature
 
-    for kernel in (stats_kernel, scale_kernel):
-        compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
-        numbers = [p for p in compiled.params if p.name in ("tensors", "chunks")]
-        assert len(numbers) == 2
-        assert all(parameter.do_not_specialize for parameter in numbers)
+    seen: dict[str, set[str]] = {}
+
+    def recorder(launcher: Launcher) -> Callable[..., None]:
+        kernel = launcher.kernel
+        jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        bind = create_function_from_signature(jit.signature, jit.params, make_backend(GPUTarget("cuda", 90, 32)))
+        keys = seen[jit.__name__] = set()
+
+        def record(device: torch.device, programs: int, pointers: tuple[torch.Tensor, ...], *rest: object) -> None:
+            keys.add(str(bind(*pointers, *rest)[1]))
+            launcher(device, programs, pointers, *rest)
+
+        return record
+
+    monkeypatch.setattr(stats_module, "_launch_stats", recorder(stats_module._launch_stats))
+    monkeypatch.setattr(scale_module, "_launch_scale", recorder(scale_module._launch_scale))
+    coefficients = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
+    split = random_tensor(2 * CHUNK_BYTES // 2 + 1, torch.bfloat16)
+    # One and sixteen and multiples of it are what Triton likes to specialize on.
+    for tensors in (
+        many_tensors(1),
+        many_tensors(16),
+        many_tensors(33),
+        [split],
+        [split] * 16,
+        [*many_tensors(2), split],
+    ):
+        stats(tensors)
+        for i in range(3):
+            scale_(
+                [tensor for tensor in tensors if tensor.dtype not in FLOAT8 and tensor.numel()] or [split],
+                coefficients[i],
+            )
+    assert {name: len(keys) for name, keys in seen.items()} == {"stats_kernel": 1, "scale_kernel": 1}
+
+
+class FakeKernel:
+    """A kernel as Triton's launcher sees it, and what it returns: something that launches too."""
+
+    def __init__(self, returns: object) -> None:
+        self.returns = returns
+        self.launches: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launch(*arguments: object, **options: object) -> object:
+            self.launches.append((grid, arguments, options))
+            return self.returns
+
+        return launch
+
+
+def test_the_second_launch_uses_what_the_first_returned() -> None:
+    compiled = FakeKernel(None)
+    kernel = FakeKernel(compiled)
+    launch = Launcher(kernel, warps=4)
+    pointer, number = torch.zeros(4), torch.zeros(3)[1:]
+    for programs in (1, 7, 8):
+        launch(DEVICE, programs, (pointer,), number, programs)
+    assert [grid for grid, *_ in kernel.launches] == [(1,)]
+    assert kernel.launches[0][2] == {"num_warps": 4, "enable_fp_fusion": _table.FUSE}
+    assert [(grid, arguments[1:]) for grid, arguments, _ in compiled.launches] == [
+        ((7, 1, 1), (number, 7)),
+        ((8, 1, 1), (number, 8)),
+    ]
+    # Each device has its own code; and so have pointers that are not aligned.
+    launch(torch.device("meta"), 1, (pointer,), number, 1)
+    launch(DEVICE, 1, (pointer[1:],), number, 1)
+    launch(DEVICE, 1, (pointer,), number, 1)
+    assert (len(kernel.launches), len(compiled.launches)) == (3, 3)
+
+
+def test_without_a_handle_every_launch_goes_through_triton() -> None:
+    kernel = FakeKernel(None)
+    launch = Launcher(kernel, warps=4)
+    for _ in range(3):
+        launch(DEVICE, 1, (torch.zeros(4),), 1)
+    assert len(kernel.launches) == 3
+
+
+def test_triton_has_the_handle() -> None:
+    """What Launcher uses, in the Triton installed here: tensors and numbers in the order of the kernel's."""
+    from triton.compiler import CompiledKernel
+
+    code = inspect.getsource(CompiledKernel.__getitem__)
+    assert "def runner(*args, stream=None)" in code
+    assert "self.run(grid[0], grid[1], grid[2], stream" in code
 
 
 def coefficient_of(value: float) -> torch.Tensor:

@@ -13,8 +13,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 using std::fma;  // the overloads for double and float, as in CUDA
@@ -87,7 +89,7 @@ class Block {
   }
 
  private:
-  static constexpr size_t kStackBytes = 64 * 1024;
+  static constexpr size_t kStackBytes = 128 * 1024;  // a table in parameters takes 32 KB
   static constexpr int kMostThreads = 1024;
 
   void meet(Meeting& meeting) {
@@ -164,14 +166,19 @@ inline void Block::start() {
   self.enter(self.next());
 }
 
-// Runs kernel() for every block, in an order drawn from `seed`.
+// Runs kernel() for every block, in an order drawn from `seed`. A kernel may be launched from within another
+// that waits for it (see overlap).
 template <class Kernel>
 void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
-  static Block runner(256);
+  static std::vector<std::unique_ptr<Block>> idle;
   if (threads != 256) std::abort();
   alarm(kMostSeconds);  // a kernel that never ends ends the process, rather than hanging the tests
-  block = &runner;
-  block_count = blocks;
+  if (idle.empty()) idle.push_back(std::make_unique<Block>(256));
+  std::unique_ptr<Block> own = std::move(idle.back());
+  idle.pop_back();
+  Block& runner = *own;
+  Block* const outer = std::exchange(block, &runner);
+  const uint32_t outer_number = block_number, outer_count = std::exchange(block_count, blocks);
   std::vector<uint32_t> order(blocks);
   for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
   std::mt19937 random(seed);
@@ -181,6 +188,33 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
     runner.run(kernel, static_cast<int>(random() % 256));
   }
   alarm(0);
+  block = outer;
+  block_number = outer_number;
+  block_count = outer_count;
+  idle.push_back(std::move(own));
+}
+
+// Programmatic dependent launch, at its worst: the kernel before has not even begun when this one reaches the
+// place where it waits.
+inline std::function<void()> kernel_before;
+inline uint64_t waits = 0;
+
+inline void wait_for_previous_kernel() {
+  ++waits;
+  if (kernel_before) std::exchange(kernel_before, nullptr)();
+}
+
+// Runs `kernel`, and `before` when it first waits.
+template <class Kernel>
+void overlap(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel, std::function<void()> before) {
+  const uint64_t outer_waits = std::exchange(waits, 0);
+  kernel_before = std::move(before);
+  launch(blocks, threads, seed, kernel);
+  if (waits != static_cast<uint64_t>(blocks) * static_cast<uint64_t>(threads)) {
+    std::fprintf(stderr, "not every thread waited for the kernel before\n");
+    std::abort();
+  }
+  waits = outer_waits;
 }
 
 struct ThreadIndex {

@@ -1,8 +1,8 @@
 """Compiles the CUDA kernels for every architecture and judges the machine code; needs nvcc, no GPU.
 
-Fails if a kernel spills registers or has a stack frame, or if reading or writing is not done 16 bytes at a
-time for every element type. Prints registers, shared memory and what that allows in parallel, and the length
-of the hot loops.
+Fails if a kernel spills registers or has a stack frame, if reading or writing is not done 16 bytes at a time for
+every element type, or if the scale kernel reads memory before it has waited for the statistics kernel. Prints
+registers, shared memory and what that allows in parallel, and the length of the hot loops.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,13 +24,29 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # The ones setup.py builds for.
 ARCHITECTURES = re.findall(r'"(\d+)"', re.findall(r"CUDA_ARCHITECTURES = (.*)", (ROOT / "setup.py").read_text())[0])
 
-# 16-byte instructions a kernel must have. Statistics: eight formats, each with four loads ahead of the loop,
+# 16-byte instructions a kernel must have. Statistics: eleven formats, each with four loads ahead of the loop,
 # four in it and four for a partial tile. Scaling: five formats of four loads and four stores.
-EXPECTED = {"stats": {"LDG": 8 * 12, "STG": 0}, "scale": {"LDG": 5 * 4, "STG": 5 * 4}}
+EXPECTED = {"stats": {"LDG": 11 * 12, "STG": 0}, "scale": {"LDG": 5 * 4, "STG": 5 * 4}}
 THREADS = 256
 # Per multiprocessor: registers, and threads at most.
 REGISTERS = 65536
 MOST_THREADS = {"80": 2048, "86": 1536, "89": 1536, "90": 2048, "100": 2048, "120": 1536}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A hot loop: what one thread does for a tile of 64 bytes of its own."""
+
+    dtype: str
+    opcodes: Counter[str]
+
+    @property
+    def elements(self) -> int:
+        sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+        return 64 // sizes.get(self.dtype, 1)
+
+    def __len__(self) -> int:
+        return self.opcodes.total()
 
 
 @dataclass
@@ -39,7 +56,8 @@ class Kernel:
     shared_bytes: int = 0
     stack_and_spills: list[int] = field(default_factory=list)
     wide: dict[str, int] = field(default_factory=dict)
-    loops: list[int] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+    waits_too_late: bool = False
 
 
 def find_nvdisasm(nvcc: str) -> str:
@@ -62,8 +80,32 @@ def short_name(mangled: str) -> str:
     return f"{kind[1] if kind else mangled}/{capacity[1] if capacity else 'uploaded'}"
 
 
-def hot_loops(lines: list[str]) -> list[int]:
-    """Lengths, in instructions, of the innermost loops with four 16-byte loads."""
+def opcode_of(line: str) -> str:
+    return re.search(r"\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", line)[1]
+
+
+def type_of(opcodes: Counter[str]) -> str:
+    """Whose loop it is, from the arithmetic that only one type needs."""
+
+    def has(*beginnings: str) -> bool:
+        return any(name.startswith(beginnings) for name in opcodes)
+
+    promoted = opcodes["F2F.F64.F32"]
+    if has("LDS"):
+        return "float8"
+    if has("DMUL", "DFMA"):
+        return "float64"
+    if has("F2FP.F16.E4M3"):
+        return "float8_e4m3fn"
+    if promoted > 8:
+        return "float8_e5m2" if not has("HMUL2") and opcodes["LOP3.LUT"] < 50 else "other float8"
+    if has("F2FP.BF16", "HMNMX2.BF16"):
+        return "bfloat16"
+    return "float16" if opcodes["HADD2.F32"] >= 16 else "float32"
+
+
+def hot_loops(lines: list[str]) -> list[Loop]:
+    """The innermost loops with four 16-byte loads, the shortest first."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     spans: list[tuple[int, int]] = []
@@ -80,7 +122,15 @@ def hot_loops(lines: list[str]) -> list[int]:
     # The walk over a segment contains loads too; it is several times as long as any hot loop.
     fitting = [(begin, end) for begin, end in spans if sum(loads[begin:end]) == 4 and end - begin < 1000]
     inner = [s for s in fitting if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in fitting)]
-    return sorted(end - begin for begin, end in inner)
+    counted = [Counter(opcode_of(line) for line in instructions[begin:end]) for begin, end in inner]
+    return sorted((Loop(type_of(opcodes), opcodes) for opcodes in counted), key=len)
+
+
+def waits_too_late(lines: list[str]) -> bool:
+    """Whether memory is read before the instruction that waits for the kernel before."""
+    opcodes = [opcode_of(line) for line in lines if re.search(r"/\*[0-9a-f]{4,}\*/ ", line)]
+    reads = [i for i, name in enumerate(opcodes) if name.startswith(("LDG", "LD."))]
+    return "ACQBULK" not in opcodes or min(reads) < opcodes.index("ACQBULK")
 
 
 def compile_and_read(nvcc: str, nvdisasm: str, source: Path, architecture: str, folder: Path) -> list[Kernel]:
@@ -109,6 +159,9 @@ def compile_and_read(nvcc: str, nvdisasm: str, source: Path, architecture: str, 
             for name in ("LDG", "STG"):
                 kernels[mangled].wide[name] = sum(bool(re.search(rf"{name}\S*\.128", line)) for line in lines)
             kernels[mangled].loops = hot_loops(lines)
+            # An uploaded table may be read sooner: such launches never overlap.
+            if kernels[mangled].name.startswith("scale/") and "uploaded" not in kernels[mangled].name:
+                kernels[mangled].waits_too_late = int(architecture) >= 90 and waits_too_late(lines)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
 
 
@@ -116,6 +169,8 @@ def problems_of(kernel: Kernel) -> list[str]:
     problems = []
     if kernel.stack_and_spills != [0, 0, 0]:
         problems.append("stack frame, spill stores and spill loads: {} {} {} bytes".format(*kernel.stack_and_spills))
+    if kernel.waits_too_late:
+        problems.append("reads memory before it waits for the kernel before")
     for instruction, count in EXPECTED[kernel.name.split("/")[0]].items():
         if kernel.wide.get(instruction, 0) < count:
             problems.append(f"{kernel.wide.get(instruction, 0)} {instruction}.128, expected {count}")
@@ -147,7 +202,8 @@ def main() -> int:
                 threads = min(threads, MOST_THREADS.get(architecture, 2048))
                 print(
                     f"{kernel.name:16} {architecture:>4} {kernel.registers:5} {kernel.shared_bytes:6} {threads:11}"
-                    f" {kernel.wide.get('LDG', 0):8} {kernel.wide.get('STG', 0):8}  {kernel.loops}"
+                    f" {kernel.wide.get('LDG', 0):8} {kernel.wide.get('STG', 0):8}  "
+                    f"{[len(loop) for loop in kernel.loops]}"
                 )
                 for problem in problems_of(kernel):
                     failures += 1

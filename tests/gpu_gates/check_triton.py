@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for NVIDIA GPUs, without one, and checks the machine code.
 
-    python tests/gpu_gates/check_triton.py            # sm_80 and sm_90, about 20 seconds
+    python tests/gpu_gates/check_triton.py            # four architectures, about 40 seconds
 
 For every kernel and architecture it prints registers, spills and shared memory, and fails if anything is
 spilled, if the main loop of any element type does not load (and, for scaling, store) 16 bytes at a time, or
@@ -179,7 +179,7 @@ def check(gate: Gate, architecture: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "architectures", nargs="*", type=int, default=[80, 90], help="compute capabilities, such as 80 90"
+        "architectures", nargs="*", type=int, default=[80, 90, 100, 120], help="compute capabilities, such as 80 90"
     )
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*TRITON_DEFAULT_FP_FUSION.*")

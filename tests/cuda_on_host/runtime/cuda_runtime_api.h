@@ -7,10 +7,16 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <set>
 #include <utility>
 #include <vector>
 
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorMemoryAllocation,
+  cudaErrorNotReady,
+  cudaErrorStreamCaptureUnsupported
+};
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice };
@@ -22,29 +28,51 @@ struct FakeEvent {
 };
 using cudaEvent_t = FakeEvent*;
 
+struct FakeWork {
+  std::function<void()> run;
+  bool is_kernel = false;
+};
+
 struct FakeStream {
   unsigned long long id;
-  std::vector<std::function<void()>> queue, graph;
+  std::vector<FakeWork> queue, graph;
   bool capturing = false;
 
-  void add(std::function<void()> work) { (capturing ? graph : queue).push_back(std::move(work)); }
+  void add(std::function<void()> work, bool is_kernel = false) {
+    (capturing ? graph : queue).push_back({std::move(work), is_kernel});
+  }
   void synchronize() {
-    for (const auto& work : std::exchange(queue, {})) work();
+    for (const FakeWork& work : std::exchange(queue, {})) work.run();
   }
 };
 using cudaStream_t = FakeStream*;
 
 struct FakeRuntime {
-  int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, seed = 0;
-  int failures_due = 0;  // allocations to refuse
+  int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, overlaps = 0, bytes = 0;
+  int64_t seed = 0;
+  int failures_due = 0;     // allocations to refuse
+  int capturing = 0;        // streams
+  int blocks_that_fit = 3;  // on one of the two multiprocessors
+  int ptx_version = 90;     // the kernels were compiled for
+  uint32_t last_blocks = 0;
+  bool runs_kernels = true;                                  // else launches are only counted
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;  // of the only thread
+  std::set<const void*> loaded;                              // kernels
+
+  bool refuses_unsafe_calls() const { return capturing > 0 && mode != cudaStreamCaptureModeRelaxed; }
 };
 inline FakeRuntime fake;
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t) { return "out of memory"; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
+                                                    : "out of memory";
+}
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  return std::swap(*mode, fake.mode), cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
 inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   return *id = stream->id, cudaSuccess;
@@ -56,8 +84,10 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
 
 // New memory is never zero by luck.
 inline cudaError_t fake_allocate(void** memory, size_t bytes, int64_t& counter) {
+  if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
   if (fake.failures_due > 0 && fake.failures_due-- > 0) return cudaErrorMemoryAllocation;
   ++counter;
+  fake.bytes += static_cast<int64_t>(bytes);
   *memory = std::memset(std::aligned_alloc(256, (bytes + 255) / 256 * 256), 0xa5, bytes);
   return cudaSuccess;
 }
@@ -89,7 +119,63 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) { return event->done ? cudaSuccess : cudaErrorNotReady; }
 
-#define GRADSTAT_LAUNCH(kernel, blocks, stream, ...)                                                          \
-  (++fake.launches, stream->add([=] {                                                                         \
-    cuda_on_host::launch(blocks, kThreads, static_cast<uint32_t>(fake.seed++), [&] { kernel(__VA_ARGS__); }); \
-  }))
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
+  fake.loaded.insert(kernel);
+  return attributes->ptxVersion = fake.ptx_version, cudaSuccess;
+}
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  return *blocks = fake.blocks_that_fit, cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  struct {
+    uint32_t x;
+  } gridDim, blockDim;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+// A kernel that may overlap the one before is run first, which then runs where this one waits for it.
+template <class Table, class Arguments>
+cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Table, Arguments), void** pointers) {
+  FakeStream* const stream = config->stream;
+  const bool was_loaded = fake.loaded.count(reinterpret_cast<const void*>(kernel)) > 0;
+  if (!was_loaded && fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
+  ++fake.launches;
+  fake.last_blocks = config->gridDim.x;
+  const uint32_t blocks = config->gridDim.x;
+  const int threads = static_cast<int>(config->blockDim.x);
+  const auto run = [kernel, table = *static_cast<Table*>(pointers[0]),
+                    arguments = *static_cast<Arguments*>(pointers[1])] { kernel(table, arguments); };
+  if (!fake.runs_kernels) return cudaSuccess;
+  const auto seed = [] { return static_cast<uint32_t>(fake.seed++); };
+  if (config->numAttrs == 0) {
+    stream->add([=] { cuda_on_host::launch(blocks, threads, seed(), run); }, true);
+    return cudaSuccess;
+  }
+  ++fake.overlaps;
+  std::function<void()> before;
+  if (!stream->queue.empty()) {
+    if (stream->capturing || !stream->queue.back().is_kernel) {
+      std::fprintf(stderr, "a kernel is to overlap what is no kernel, or is captured\n");
+      std::abort();
+    }
+    before = std::move(stream->queue.back().run);
+    stream->queue.pop_back();
+  }
+  stream->add([=] { cuda_on_host::overlap(blocks, threads, seed(), run, before); }, true);
+  return cudaSuccess;
+}
+#define GRADSTAT_LAUNCH(config, kernel, arguments) fake_launch(config, kernel, arguments)

@@ -1,0 +1,245 @@
+"""The ladder of docs/performance.md on a GPU: the CUDA kernels compiled in variants and timed in turn.
+
+Each variant is the launchers and kernels alone, compiled for this device with other constants (needs nvcc), loaded
+beside the others and called with the same tensors, so that differences are the kernels' own. Triton's variants are
+other constants in its modules. Takes about three minutes on a GPU; ``--compile`` only compiles, on any machine, and
+prints registers and spills. Rows go to ``benchmarks/results/<device>/gpu_variants.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+
+# Name, and macros. The first is what is shipped.
+VARIANTS: dict[str, list[str]] = {
+    "as shipped": [],
+    "2 blocks per multiprocessor": ["GRADSTAT_BLOCKS_PER_MULTIPROCESSOR=2"],
+    "4 blocks per multiprocessor": ["GRADSTAT_BLOCKS_PER_MULTIPROCESSOR=4"],
+    "2 vectors per thread": ["GRADSTAT_VECTORS_PER_THREAD=2"],
+    "8 vectors per thread, 2 blocks": ["GRADSTAT_VECTORS_PER_THREAD=8", "GRADSTAT_BLOCKS_PER_MULTIPROCESSOR=2"],
+    "no overlap of the kernels": ["GRADSTAT_WITHOUT_OVERLAP"],
+    "no finish (wrong results)": ["GRADSTAT_WITHOUT_FINISH"],
+}
+
+INTERFACE = r"""
+#include "launch_state.cpp"
+#include "stats_cuda.cu"
+#include "scale_cuda.cu"
+using namespace gradstat;
+namespace {
+std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const int64_t* numels, int32_t dtype) {
+  std::vector<Entry> entries;
+  for (int64_t i = 0; i < count; ++i)
+    entries.push_back({reinterpret_cast<void*>(addresses[i]), numels[i], static_cast<DType>(dtype), false});
+  return entries;
+}
+}  // namespace
+extern "C" int64_t workspace_bytes(int64_t n, const uint64_t* a, const int64_t* m, int32_t dtype) {
+  const auto entries = entries_of(n, a, m, dtype);
+  return std::max(stats_workspace_bytes(entries, 0), scale_workspace_bytes(entries, 0));
+}
+extern "C" int32_t run(int64_t n, const uint64_t* a, const int64_t* m, int32_t dtype, double* table, float* norm,
+                       double* coefficient, double max_norm, int32_t scales, void* workspace, void* stream) {
+  try {
+    const auto entries = entries_of(n, a, m, dtype);
+    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient};
+    launch_stats(entries, reinterpret_cast<Row*>(table), &request, workspace, 0, stream);
+    if (scales) launch_scale(entries, coefficient, true, workspace, 0, stream);
+    return 0;
+  } catch (const std::exception& error) {
+    return 1;
+  }
+}
+"""
+
+
+def compiled(nvcc: str, architecture: str, folder: Path, name: str) -> Path:
+    """The library of one variant; prints what the compiler says of it."""
+    stem = re.sub(r"\W+", "_", name)
+    source, library = folder / f"{stem}.cu", folder / f"{stem}.so"
+    source.write_text(INTERFACE)
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{architecture}", f"-I{CSRC}", "-Xptxas", "-v", "-shared"]
+    command += ["-Xcompiler", "-fPIC,-fvisibility=default", *(f"-D{macro}" for macro in VARIANTS[name])]
+    run = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        sys.exit(run.stderr)
+    for kernel in ("stats", "scale"):
+        found = re.search(
+            rf"entry function '\w*{kernel}_kernel.*?(\d+) bytes spill stores.*?Used (\d+)", run.stderr, re.S
+        )
+        assert found is not None
+        print(f"{name:<34} {kernel}: {found[2]} registers, {found[1]} bytes spilled", flush=True)
+    return library
+
+
+class Kernels:
+    """One variant and one list of tensors."""
+
+    def __init__(self, library: ctypes.CDLL, tensors: list[Any]) -> None:
+        import torch
+
+        count = len(tensors)
+        dtype = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.float8_e4m3fn: 4}
+        self.arguments = [
+            ctypes.c_int64(count),
+            (ctypes.c_uint64 * count)(*(tensor.data_ptr() for tensor in tensors)),
+            (ctypes.c_int64 * count)(*(tensor.numel() for tensor in tensors)),
+            ctypes.c_int32(dtype[tensors[0].dtype]),
+        ]
+        library.workspace_bytes.restype = ctypes.c_int64
+        self.library = library
+        new = partial(torch.zeros, device="cuda", dtype=torch.float64)
+        self.memory = new(library.workspace_bytes(*self.arguments) // 8 + 1)
+        self.table, self.norm, self.coefficient = new(count, 10), new(1, dtype=torch.float32), new(1)
+        self.stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+    def __call__(self, max_norm: float, scales: bool) -> None:
+        outputs = [ctypes.c_void_p(t.data_ptr()) for t in (self.table, self.norm, self.coefficient)]
+        workspace = ctypes.c_void_p(self.memory.data_ptr())
+        rest = [ctypes.c_double(max_norm), int(scales), workspace, self.stream]
+        if self.library.run(*self.arguments, *outputs, *rest):
+            raise RuntimeError("a launch failed")
+
+
+def cases() -> dict[str, Callable[[], list[Any]]]:
+    import torch
+
+    def filled(dtype: torch.dtype, *numels: int) -> list[Any]:
+        return [torch.randn(numel, device="cuda").to(dtype) for numel in numels]
+
+    resnet = [int(numel) for numel in torch.linspace(64, 317_410, 161)]  # 161 tensors, 25.55 M elements
+    return {
+        **{
+            f"256 MiB, {str(dtype).removeprefix('torch.')}": partial(filled, dtype, (1 << 28) // dtype.itemsize)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
+        },
+        "1.5 GiB, float32": partial(filled, torch.float32, 3 << 27),
+        "161 tensors, 25.5 M float32": partial(filled, torch.float32, *resnet),
+        "300 tensors of 64 float32": partial(filled, torch.float32, *[64] * 300),
+        "2,500 tensors of 64 float32": partial(filled, torch.float32, *[64] * 2500),
+    }
+
+
+def measure_cuda(libraries: dict[str, Path], rounds: int) -> list[Any]:
+    import torch
+    from rows import Row
+
+    interleaved = importlib.import_module("gradstat.bench.timing").interleaved
+    rows = []
+    for case, make in cases().items():
+        tensors = make()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        kernels = {name: Kernels(ctypes.CDLL(str(path)), tensors) for name, path in libraries.items()}
+        first = kernels["as shipped"]
+        for name, kernel in kernels.items():
+            kernel(1e30, False)
+            torch.cuda.synchronize()
+            if "wrong" not in name:
+                torch.testing.assert_close(kernel.norm, first.norm, rtol=1e-6, atol=0)
+        # A clip by almost nothing leaves the tensors what they are, but writes them.
+        limit = 0.99999 * float(first.norm)
+        kinds = {"statistics": (1e30, False), "clip, unclipped": (1e30, True), "clip, clipped": (limit, True)}
+        for kind, (max_norm, scales) in kinds.items():
+            if kind == "clip, clipped" and tensors[0].element_size() == 1:
+                continue  # multiplying would not leave them as they are
+            calls = {
+                name: partial(kernel, max_norm, scales)
+                for name, kernel in kernels.items()
+                if not (kind == "clip, clipped" and "wrong" in name)
+            }
+            for name, (low, median, high) in interleaved(calls, rounds=rounds, warmup=5).items():
+                label = f"{kind}: {case}"
+                rows.append(Row(f"cuda, {name}", label, "median time", "us", median * 1e6, size, low * 1e6, high * 1e6))
+                print(f"{label:<46} {name:<32} {median * 1e6:10.1f} us {size / median / 1e9:8.0f} GB/s", flush=True)
+        del tensors, kernels, first
+    return rows
+
+
+def measure_triton(rounds: int) -> None:
+    """Other warps and chunks, as source with other numbers: Triton reads constants when it compiles."""
+    for warps, chunk in ((4, 4096), (2, 2048), (8, 4096), (4, 2048), (4, 8192)):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder)
+            shutil.copytree(ROOT / "gradstat", copy / "gradstat", symlinks=False)
+            kernels = copy / "gradstat" / "kernels"
+            numbers = (("stats.py", "WARPS", warps), ("_table.py", "CHUNK_VECTORS", chunk))
+            for file, name, value in numbers:
+                text, count = re.subn(rf"^{name} = \d+", f"{name} = {value}", (kernels / file).read_text(), flags=re.M)
+                assert count == 1, file
+                (kernels / file).write_text(text)
+            environment = {**os.environ, "PYTHONPATH": f"{copy}:{ROOT / 'benchmarks'}"}
+            command = [sys.executable, __file__, "--triton", f"{warps} warps, chunks of {chunk // 64} KB"]
+            run = subprocess.run([*command, "--rounds", str(rounds)], env=environment, check=False)
+            if run.returncode != 0:
+                print(f"Triton with {warps} warps and chunks of {chunk} vectors failed")
+
+
+def measure_triton_here(name: str, rounds: int) -> list[Any]:
+    from rows import Row
+
+    import gradstat
+
+    interleaved = importlib.import_module("gradstat.bench.timing").interleaved
+    rows = []
+    for case, make in cases().items():
+        tensors = make()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        calls = {name: partial(gradstat.stats, tensors, backend="triton")}
+        for low, median, high in interleaved(calls, rounds=rounds, warmup=5).values():
+            label = f"statistics: {case}"
+            rows.append(Row(f"triton, {name}", label, "median time", "us", median * 1e6, size, low * 1e6, high * 1e6))
+            print(f"{label:<46} {name:<32} {median * 1e6:10.1f} us {size / median / 1e9:8.0f} GB/s", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile, for instance for 90")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--triton", metavar="NAME", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.triton:
+        from rows import append
+
+        append(measure_triton_here(arguments.triton, arguments.rounds), "gpu_variants")
+        return 0
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    architecture = arguments.compile
+    if architecture is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no CUDA device; --compile 90 compiles without one")
+        architecture = "{}{}".format(*torch.cuda.get_device_capability())
+    with tempfile.TemporaryDirectory() as folder:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            built = pool.map(partial(compiled, nvcc, architecture, Path(folder)), VARIANTS)
+            libraries = dict(zip(VARIANTS, built, strict=True))
+        if arguments.compile:
+            return 0
+        sys.path.insert(0, str(ROOT))
+        from rows import append
+
+        print(f"rows appended to {append(measure_cuda(libraries, arguments.rounds), 'gpu_variants')}")
+    measure_triton(arguments.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What the CUDA kernels should reach on GPUs nobody has measured yet, from the compiler's output and data sheets.
+
+Compiles the kernels (needs nvcc and a disassembler, no GPU), counts the instructions of every hot loop and holds
+them against what a multiprocessor can issue while memory delivers the bytes. ``--write`` renders the tables into
+docs/performance.md. They are predictions: a measurement confirms or refutes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "performance.md"
+MARKED = re.compile(r"(<!-- predictions -->\n).*?(<!-- end of predictions -->)", re.DOTALL)
+sys.path.insert(0, str(ROOT / "tests" / "gpu_gates"))
+
+from check_cuda import MOST_THREADS, REGISTERS, THREADS, Kernel, Loop, compile_and_read, find_nvdisasm  # noqa: E402
+
+ISSUED = 128  # instructions of threads, per cycle and multiprocessor: four warps
+READ_SHARE = 0.92  # of the data sheet's bandwidth, assumed of a plain read
+ISSUE_SHARE = 0.9  # of the cycles, assumed of a loop that nothing else holds up
+IN_FLIGHT_BYTES = 64  # of each thread, while it works on the 64 before
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its maker describes it, and its arithmetic as the CUDA programming guide does.
+
+    Attributes:
+        architecture: What the kernels are compiled for.
+        bandwidth: Bytes per second.
+        clock: Hz, boost.
+        latency: Seconds from a load to its data, assumed.
+        fp32, fp64, conversions: Results per cycle and multiprocessor: float32 and half arithmetic, float64
+            arithmetic, conversions from and to it. Everything else: 64.
+    """
+
+    name: str
+    architecture: str
+    bandwidth: float
+    multiprocessors: int
+    clock: float
+    l2_megabytes: int
+    latency: float
+    fp32: int
+    fp64: int
+    conversions: int
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Of one multiprocessor."""
+        return self.bandwidth / self.multiprocessors / self.clock
+
+
+GPUS = [
+    Gpu("H200", "90", 4.8e12, 132, 1.98e9, 60, 0.9e-6, 128, 64, 16),
+    Gpu("A100 80 GB", "80", 2.04e12, 108, 1.41e9, 40, 0.8e-6, 64, 32, 16),
+    Gpu("RTX 4090", "89", 1.008e12, 128, 2.52e9, 72, 0.8e-6, 128, 2, 2),
+    Gpu("RTX 5090", "120", 1.79e12, 170, 2.41e9, 96, 0.8e-6, 128, 2, 2),
+]
+WIDE = ["float32", "bfloat16", "float16", "float64"]
+TYPES = ([*WIDE, "float8_e4m3fn", "float8_e5m2"], [*WIDE, "float8"])  # with loops of their own, by kernel
+
+
+def pipe_of(opcode: str) -> str:
+    if opcode.startswith(("LDG", "STG", "LDS", "NOP")):
+        return "memory"
+    if opcode.startswith("F2F") and "F64" in opcode:
+        return "conversions"
+    if opcode.startswith("D"):
+        return "fp64"
+    if opcode.startswith(("FADD", "FMUL", "FFMA", "HADD", "HMUL", "HFMA", "HSET", "IMAD")):
+        return "fp32"
+    return "other"
+
+
+def limits(loop: Loop, gpu: Gpu) -> dict[str, float]:
+    """Bytes per cycle and multiprocessor that each unit could keep up with."""
+    rates = {"fp32": gpu.fp32, "fp64": gpu.fp64, "conversions": gpu.conversions, "other": 64}
+    used: Counter[str] = Counter()
+    for opcode, count in loop.opcodes.items():
+        used[pipe_of(opcode)] += count
+    if gpu.fp64 == gpu.conversions:  # one unit does both
+        used["fp64"] += used.pop("conversions", 0)
+    found = {unit: 64 * rates[unit] / count for unit, count in used.items() if unit in rates and count}
+    return found | {"issue": 64 * ISSUED / len(loop)}
+
+
+def loops_of(kernel: Kernel) -> dict[str, Loop]:
+    """The longest loop of every type, complex ones counted with their parts."""
+    return {loop.dtype: loop for loop in kernel.loops}
+
+
+def blocks_of(kernel: Kernel, architecture: str) -> int:
+    registers = (kernel.registers + 7) // 8 * 8
+    return min(REGISTERS // (registers * THREADS), MOST_THREADS[architecture] // THREADS)
+
+
+def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
+    stats_blocks = {gpu.name: min(blocks_of(k, gpu.architecture) for k in kernels[gpu.architecture]) for gpu in GPUS}
+    yield "Devices, from their makers' data sheets; latencies are assumed. Both kernels share one grid.\n"
+    yield "| | " + " | ".join(gpu.name for gpu in GPUS) + " |"
+    yield "| --- |" + " ---: |" * len(GPUS)
+    rows = {
+        "bandwidth, TB/s": [f"{g.bandwidth / 1e12:.2f}" for g in GPUS],
+        "multiprocessors, boost GHz": [f"{g.multiprocessors}, {g.clock / 1e9:.2f}" for g in GPUS],
+        "second-level cache, MB": [str(g.l2_megabytes) for g in GPUS],
+        "registers, statistics and scale": [", ".join(str(k.registers) for k in kernels[g.architecture]) for g in GPUS],
+        "blocks on a multiprocessor": [str(stats_blocks[g.name]) for g in GPUS],
+        "KB in flight on a multiprocessor": [
+            f"{stats_blocks[g.name] * THREADS * IN_FLIGHT_BYTES / 1000:.0f}" for g in GPUS
+        ],
+        "KB needed (bandwidth x latency)": [f"{g.bandwidth / g.multiprocessors * g.latency / 1000:.0f}" for g in GPUS],
+    }
+    for name, values in rows.items():
+        yield f"| {name} | " + " | ".join(values) + " |"
+    for number, (name, factor) in enumerate((("statistics", 1.0), ("scale", 2.0))):
+        what = "reads every byte once" if number == 0 else "reads and writes every byte"
+        yield f"\nThe {name} kernel, which {what}: instructions per element; the unit that would be the first to"
+        yield "fall behind memory and the share of memory's bandwidth it allows; predicted TB/s moved.\n"
+        yield "| type | " + " | ".join(gpu.name for gpu in GPUS) + " |"
+        yield "| --- |" + " --- |" * len(GPUS)
+        for dtype in TYPES[number]:
+            cells = []
+            for gpu in GPUS:
+                loops = loops_of(kernels[gpu.architecture][number])
+                loop = loops.get(dtype)
+                if loop is None and dtype.startswith("float8"):
+                    loop = loops.get("other float8")
+                if loop is None:
+                    raise SystemExit(f"no {name} loop for {dtype} on sm_{gpu.architecture}: type_of needs a look")
+                unit, least = min(limits(loop, gpu).items(), key=lambda item: item[1])
+                share = least * factor / gpu.bytes_per_cycle
+                moved = min(READ_SHARE, ISSUE_SHARE * share) * gpu.bandwidth / 1e12
+                cells.append(f"{len(loop) / loop.elements:.1f}; {unit} {share:.1f} x; {moved:.2f}")
+            yield f"| {dtype} | " + " | ".join(cells) + " |"
+    yield from render_clips()
+
+
+def render_clips() -> Iterator[str]:
+    """Bytes moved by a clip, and what follows for large gradients."""
+    yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more."
+    yield "torch's foreach clip reads for the norms, then reads and writes to multiply, clipped or not.\n"
+    yield "| | gradstat | torch | predicted ratio | the issue asks |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| nothing to clip | 1 | 3 | 3.0 | 2.5 |"
+    yield "| clipped, nothing found in the cache | 3 | 3 | 1.0 | 1.2 |"
+    for gpu in GPUS:
+        saved = 0.5 * gpu.l2_megabytes / 1000
+        yield (
+            f"| clipped, 1 GB, half of the {gpu.name}'s cache found again | {3 - saved:.2f} | 3 | {3 / (3 - saved):.2f}"
+            " | 1.2 |"
+        )
+    size = 25_557_032 * 4
+    times = ", ".join(f"{g.name} {size / (READ_SHARE * g.bandwidth) * 1e6:.0f} µs" for g in GPUS)
+    yield "\nResNet-50's gradients (161 tensors, 102.2 MB of float32) take the statistics kernel, at that bandwidth:"
+    yield f"{times}. To it come, assumed,"
+    yield "5 µs for starting a kernel and merging in the last block, 5 µs for the copy of 13 KB and its event, and the"
+    yield "host's part, which is measured on the CPU (above)."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rewrite the document instead of printing the tables")
+    arguments = parser.parse_args()
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        parser.error("no nvcc on PATH")
+    nvdisasm = find_nvdisasm(nvcc)
+    sources = [ROOT / "csrc" / name for name in ("stats_cuda.cu", "scale_cuda.cu")]
+    jobs = [(source, gpu.architecture) for gpu in GPUS for source in sources]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        compiled = list(pool.map(lambda job: compile_and_read(nvcc, nvdisasm, job[0], job[1], Path(folder)), jobs))
+    # By the number of entries in the table: all have the same loops.
+    smallest = [next(kernel for kernel in kernels if kernel.name.endswith("/190")) for kernels in compiled]
+    kernels = {gpu.architecture: (smallest[2 * i], smallest[2 * i + 1]) for i, gpu in enumerate(GPUS)}
+    text = "\n".join(render(kernels)) + "\n"
+    if not arguments.write:
+        print(text)
+        return 0
+    DOCUMENT.write_text(MARKED.sub(lambda match: match[1] + "\n" + text + "\n" + match[2], DOCUMENT.read_text()))
+    print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What checks and clips must not cost on a GPU: memory, compilations, the caller's order of work.
+
+Without a GPU the same promises are held against a runtime that stands in for CUDA's, in test_cuda_launchers.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradstat
+
+pytestmark = pytest.mark.cuda
+BACKENDS = ["native", "triton"]
+
+
+def parameters(count: int, size: int = 1000, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        parameter = torch.nn.Parameter(torch.zeros(size + i, device="cuda"))
+        parameter.grad = torch.randn(size + i, generator=generator).cuda()
+        made.append(parameter)
+    return made
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_stays_the_same_over_ten_thousand_steps(backend: str) -> None:
+    """Of device memory that torch allocates, and of what the libraries allocate beside it."""
+    every = parameters(40)
+    some = [every[:n] for n in (1, 7, 19, 40)]
+
+    def step(number: int) -> None:
+        chosen = some[number % len(some)]
+        assert gradstat.check(chosen, backend=backend).ok
+        gradstat.clip_grad_norm_(chosen, 1e9, backend=backend)
+
+    for number in range(50):
+        step(number)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    for number in range(10_000):
+        step(number)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    assert after[:2] == before[:2]
+    assert before[2] - after[2] < 1 << 20  # other processes may use the device, too
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("count", [3, 2000])
+def test_a_call_takes_kilobytes(backend: str, count: int) -> None:
+    tensors = [p.grad for p in parameters(count, 50)]
+    kept = gradstat.stats(tensors, backend=backend)  # makes what is kept
+    torch.cuda.synchronize()
+    del kept
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    table = gradstat.stats(tensors, backend=backend)
+    peak = torch.cuda.max_memory_allocated() - before
+    slots = 2 * 8 * 10 * 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    # The table, eight bytes per field and tensor for its parts, 20 bytes per tensor for where it is.
+    assert peak <= table.nbytes + 8 * 10 * count + 20 * count + slots + 16384
+
+
+def test_triton_compiles_each_kernel_once() -> None:
+    from gradstat.kernels import scale, stats
+
+    for count, size in ((1, 8), (16, 100), (33, 1000), (2, 100_000)):
+        gradstat.clip_grad_norm_(parameters(count, size), 1e-3, backend="triton")
+    device = torch.cuda.current_device()
+    for kernel in (stats.stats_kernel, scale.scale_kernel):
+        assert len(kernel.device_caches[device][0]) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("max_norm", [1e-2, 1e9])
+def test_a_side_stream_keeps_its_order(backend: str, max_norm: float) -> None:
+    """Values written just before on the caller's stream are measured; values read just after are clipped."""
+    (parameter,) = parameters(1, 1 << 22)
+    gradient = parameter.grad
+    assert gradient is not None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for step in range(1, 20):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000)
+            gradient.fill_(float(step))
+            norm = gradstat.clip_grad_norm_([parameter], max_norm, backend=backend)
+            after = gradient.clone()
+            gradient.fill_(-1.0)
+        stream.synchronize()
+        expected = step * gradient.numel() ** 0.5
+        torch.testing.assert_close(norm.cpu(), torch.tensor(expected), rtol=1e-6, atol=0)
+        factor = min(1.0, max_norm / (expected + 1e-6))
+        torch.testing.assert_close(after, torch.full_like(after, step * factor), rtol=1e-5, atol=0)
+
+
+def test_clips_in_quick_succession_see_each_other() -> None:
+    """Kernels that overlap their predecessors still wait for them, hundreds of times in a row."""
+    every = parameters(100, 5000)
+    originals = [p.grad.clone() for p in every]
+    norms = []
+    for step in range(300):
+        norms.append(gradstat.clip_grad_norm_(every, 1000.0 * 0.99**step, backend="native"))
+    seen = torch.stack(norms).cpu()
+    limits = torch.tensor([1000.0 * 0.99**step for step in range(299)])
+    first = torch.cat([g.flatten() for g in originals]).norm().cpu()
+    expected = torch.cat([first[None], torch.minimum(first, limits)])
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=0)
