@@ -25,7 +25,7 @@ struct Cpu {
 
   static bool is_known_to_be_one(const double* coefficient) { return *coefficient == 1.0; }
 
-  static void scale(const std::vector<Entry>& entries, int32_t, const double* coefficient) {
+  static void scale(const std::vector<Entry>& entries, int32_t, const double* coefficient, bool) {
     scale_cpu(entries, *coefficient);
   }
 };

@@ -42,29 +42,13 @@ struct Cuda {
   // The kernel looks at the coefficient itself.
   static bool is_known_to_be_one(const double*) { return false; }
 
-  static void scale(const std::vector<Entry>& entries, int32_t device, const double* coefficient) {
-    scale(entries, device, coefficient, false);
-  }
-
   static void scale(const std::vector<Entry>& entries, int32_t device, const double* coefficient,
-                    bool follows_stats) {
+                    bool follows_measure) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     const Tensor memory = workspace(scale_workspace_bytes(entries, device), device);
-    launch_scale(entries, coefficient, follows_stats, memory.data_ptr(), device, current_stream(device));
+    launch_scale(entries, coefficient, follows_measure, memory.data_ptr(), device, current_stream(device));
   }
 };
-
-// In a clip nothing comes between measuring and scaling.
-struct CudaClip : Cuda {
-  static void scale(const std::vector<Entry>& entries, int32_t device, const double* coefficient) {
-    Cuda::scale(entries, device, coefficient, true);
-  }
-};
-
-template <>
-Tensor Ops<Cuda>::clip_(const std::vector<Tensor>& tensors, double max_norm, double norm_type) {
-  return Ops<CudaClip>::clip_(tensors, max_norm, norm_type);
-}
 
 }  // namespace gradstat
 

@@ -2,7 +2,8 @@
 //   static int32_t type();
 //   static void measure(const TensorList&, Row* table, const NormRequest* norm);
 //   static bool is_known_to_be_one(const double* coefficient);   without waiting for the device
-//   static void scale(const std::vector<Entry>&, int32_t device_index, const double* coefficient);
+//   static void scale(const std::vector<Entry>&, int32_t device_index, const double* coefficient,
+//                     bool follows_measure);   whether nothing was enqueued since measure wrote *coefficient
 // and gets the schemas of ops.cpp in return. All pointers are to the device's memory.
 #pragma once
 
@@ -55,16 +56,19 @@ inline NormRequest norm_request(const TensorList& list, double max_norm, double 
 }
 
 // A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
-// entries of a pass at once.
+// entries of a pass at once. For `follows_measure` see above.
 template <class Device>
-void scale_list(const TensorList& list, const double* coefficient) {
+void scale_list(const TensorList& list, const double* coefficient, bool follows_measure) {
   if (Device::is_known_to_be_one(coefficient)) return;
-  if (!has_repeated(list.entries())) return Device::scale(list.entries(), list.device_index(), coefficient);
+  if (!has_repeated(list.entries())) {
+    return Device::scale(list.entries(), list.device_index(), coefficient, follows_measure);
+  }
   std::vector<Entry> pass = list.entries();
   while (!pass.empty()) {
     std::vector<Entry> repeated = take_repeated(pass);
-    Device::scale(pass, list.device_index(), coefficient);
+    Device::scale(pass, list.device_index(), coefficient, follows_measure);
     pass = std::move(repeated);
+    follows_measure = false;
   }
 }
 
@@ -108,14 +112,14 @@ struct Ops {
                     "gradstat: the coefficient must be one float64 element");
     STD_TORCH_CHECK(coefficient.get_device_index() == list.device_index(),
                     "gradstat: the coefficient must be on the tensors' device");
-    scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()));
+    scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()), false);
   }
 
   // measure and scale_ with the list unpacked once.
   static Tensor clip_(const std::vector<Tensor>& tensors, double max_norm, double norm_type) {
     const TensorList list = list_of(tensors, Device::type());
     auto [table, norm, coefficient] = measure_list(list, max_norm, norm_type);
-    if (max_norm != kInf) scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()));
+    if (max_norm != kInf) scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()), true);
     return norm;
   }
 };

@@ -279,7 +279,7 @@ struct PythonOps {
     return measured(arguments, [](const TensorList& list, double max_norm, NewTensor& norm, NewTensor& memory) {
       if (max_norm != kInf) {
         const WithoutGil others_may_run;
-        scale_list<Device>(list, static_cast<const double*>(memory.data()));
+        scale_list<Device>(list, static_cast<const double*>(memory.data()), true);
       }
       return norm.to_python();
     });
@@ -307,7 +307,7 @@ struct PythonOps {
       }
       {
         const WithoutGil others_may_run;
-        scale_list<Device>(direct->list, static_cast<const double*>(factor.entries()[0].data));
+        scale_list<Device>(direct->list, static_cast<const double*>(factor.entries()[0].data), false);
       }
       Py_RETURN_TRUE;
     });
