@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradstat
-from gradstat.demo.costs import naive_loop
+from gradstat.bench.steps import naive_loop
 
 SHAPES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "300 tensors of 8x8": lambda: [(8, 8)] * 300,
