@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from gradstat.bench.machine import synchronize
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callable[[], object] | None = None) -> int:
+def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callable[[], object] = lambda: None) -> int:
     """The most bytes that ``call`` holds at any moment, beyond what was held before it.
 
     Args:
@@ -33,8 +33,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callab
     return _on_gpu(call, device, prepare) if device.type == "cuda" else _on_cpu(call, prepare)
 
 
-def _on_gpu(call: Callable[[], object], device: torch.device, prepare: Callable[[], object] | None) -> int:
-    _ready(prepare)
+def _on_gpu(call: Callable[[], object], device: torch.device, prepare: Callable[[], object]) -> int:
+    prepare()
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
@@ -43,28 +43,36 @@ def _on_gpu(call: Callable[[], object], device: torch.device, prepare: Callable[
     return torch.cuda.max_memory_allocated(device) - held
 
 
-def _on_cpu(call: Callable[[], object], prepare: Callable[[], object] | None) -> int:
-    _ready(prepare)
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+def _on_cpu(call: Callable[[], object], prepare: Callable[[], object]) -> int:
+    collecting = gc.isenabled()
+    gc.disable()  # what was thrown away before must not be freed inside
+    try:
+        prepare()
+        return _torch_peak(call) + _python_peak(call, prepare)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _torch_peak(call: Callable[[], object]) -> int:
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     held = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    _ready(prepare)
+    return peak
+
+
+def _python_peak(call: Callable[[], object], prepare: Callable[[], object]) -> int:
+    prepare()
     tracemalloc.start()
     try:
         call()
-        return peak + tracemalloc.get_traced_memory()[1]
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-def _ready(prepare: Callable[[], object] | None) -> None:
-    if prepare is not None:
-        prepare()
-    gc.collect()
 
 
 @contextlib.contextmanager
