@@ -39,6 +39,16 @@ def test_the_first_example_of_the_readme_runs_as_printed() -> None:
     assert names["norm"] > 0  # type: ignore[operator]
 
 
+def test_the_factory_of_the_readme_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradstat.bench import command
+
+    (example,) = re.findall(r"```python\n# bench_me.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "bench_me.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, loss = command.load("bench_me:factory", torch.device("cpu"))
+    assert loss().item() > 0
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_names_of_files_exist(document: Path) -> None:
     text = document.read_text()

@@ -31,11 +31,11 @@ FACTORY is called without arguments, with --device as torch's default device, an
 
 A file bench_me.py in the current folder may hold:
 
-  import torch, torchvision
+  import torch
 
   def factory():
-      model = torchvision.models.resnet18()
-      images, labels = torch.randn(8, 3, 224, 224), torch.randint(1000, (8,))
+      model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
+      images, labels = torch.randn(64, 512), torch.randint(10, (64,))
       return model, lambda: torch.nn.functional.cross_entropy(model(images), labels)
 
   $ python -m gradstat bench --model bench_me:factory
