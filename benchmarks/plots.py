@@ -7,6 +7,7 @@ The same rows give the same picture.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,7 +79,8 @@ def step_overhead(members: Sequence[Row], path: Path) -> None:
         ax.xaxis.set_major_formatter("{x:g} %")
         ax.grid(axis="x", color=_GRID, linewidth=0.8)
         ax.set_axisbelow(True)
-    _finish(figure, "Time added to a training step (in brackets peak memory, from 0.1 MB)", members, path)
+    title = "Time added to a training step (in brackets: peak memory added, where 0.1 MB or more)"
+    _finish(figure, title, members, path)
 
 
 def time_vs_bytes(members: Sequence[Row], path: Path) -> None:
@@ -116,13 +118,11 @@ def _growth(
     ax.set_xscale("log")
     ax.set_yscale("log")
     bottom, top = ax.get_ylim()
-    # Labels at the lines' ends, pushed apart: each takes a twentieth of the axis.
-    step = (top / bottom) ** 0.055
-    at = 0.0
-    right = place(limit[-1])
-    for value, name, color in sorted(ends):
-        at = max(value, at * step)
-        beside = (right * (right / place(limit[0])) ** 0.02, at)
+    ends.sort()
+    span, right = math.log(top / bottom), place(limit[-1])
+    heights = _apart([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
+    for (value, name, color), height in zip(ends, heights, strict=True):
+        beside = (right * (right / place(limit[0])) ** 0.02, bottom * math.exp(height * span))
         ax.annotate(name, (right, value), beside, color=color, fontsize=9.5, va="center", annotation_clip=False)
     ax.set_ylim(bottom, top)
     ax.set_xlabel(label, fontsize=10)
@@ -130,11 +130,30 @@ def _growth(
     ax.xaxis.set_major_locator(LogLocator(10))
     ax.yaxis.set_major_locator(LogLocator(10))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value).replace(".0", "")))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_time(value).replace(".0", "")))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short_time(value)))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.grid(color=_GRID, linewidth=0.8)
     _finish(figure, f"Time against {label.split(',')[0]} (median, quartiles shaded)", members, path)
+
+
+def _apart(heights: list[float], least: float) -> list[float]:
+    """Rising ``heights``, moved as little as it takes for neighbours to be ``least`` apart."""
+    moved = list(heights)
+    for _ in range(200):
+        for i in range(len(moved) - 1):
+            lacking = least - (moved[i + 1] - moved[i])
+            if lacking > 0:
+                moved[i] -= lacking / 2
+                moved[i + 1] += lacking / 2
+    return moved
+
+
+def _short_time(micro: float) -> str:
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if micro >= size:
+            return f"{micro / size:g} {unit}"
+    return f"{micro:g} µs"
 
 
 def _of(members: Sequence[Row], metric: str) -> list[Row]:
