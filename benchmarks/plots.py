@@ -177,7 +177,7 @@ def _figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tu
 
 def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None:
     last = members[-1]
-    where = f"driver {last.driver}" if last.driver else f"{last.threads} threads"
+    where = f"driver {last.driver}" if last.driver else f"{last.threads} thread{'s' * (last.threads != 1)}"
     figure.suptitle(f"{title}\n{last.device}, {where}, {last.time[:10]}", x=0.012, ha="left", fontsize=12, color=_INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})

@@ -48,7 +48,7 @@ def in_time(micro: float) -> str:
 def where(rows: Sequence[Row]) -> str:
     """A line about the machine and the day."""
     last = rows[-1]
-    driver = f"driver {last.driver}" if last.driver else f"{last.threads} threads"
+    driver = f"driver {last.driver}" if last.driver else f"{last.threads} thread{'s' * (last.threads != 1)}"
     return f"{last.device}, {driver}; {last.versions}; {last.time[:10]}."
 
 

@@ -369,6 +369,17 @@ def test_verifying_leaves_the_gradients_alone() -> None:
     assert all(torch.allclose(a, b) for a, b in zip(before, given.gradients, strict=True))
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES[:4], ids=str)
+@pytest.mark.parametrize("name", [cases.CLIPPED, cases.TORCH_CLIPPED])
+def test_a_clipped_clip_clips_every_time(name: str, dtype: torch.dtype) -> None:
+    given = input_of([(400, 30), (50,)], dtype)
+    limits = iter([given.max_norm * (1 - 1e-6 * number) for number in range(5)])
+    for limit in limits:
+        assert limit / (cases.facts_of(given.gradients).norm + 1e-6) < 1
+        provider(name).run(given)
+    assert next(given.calls) == 5
+
+
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
     """Results of the whole suite on tiny inputs, and what it printed."""

@@ -149,7 +149,7 @@ class Setting:
         return (
             f"{model}: {self.parameters:,} trained parameters in {self.tensors:,} tensors of {', '.join(self.dtypes)}"
             f"{autocast}; optimizer {self.optimizer}\n"
-            f"on {self.device}{f', driver {self.driver}' if self.driver else f', {self.threads} threads'}; "
+            f"on {self.device}{f', driver {self.driver}' if self.driver else f', {self.threads} thread' + 's' * (self.threads != 1)}; "
             f"{self.versions}"
         )
 

@@ -64,7 +64,7 @@ def versions() -> str:
 def description(device: torch.device) -> str:
     """Device and, on a CPU, threads, in words."""
     threads = torch.get_num_threads()
-    return device_name(device) + (f", {threads} thread{'s'[: threads != 1]}" if device.type == "cpu" else "")
+    return device_name(device) + (f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else "")
 
 
 @cache
