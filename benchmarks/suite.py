@@ -76,14 +76,14 @@ Work = Iterator[tuple[str, Callable[[], list[Row]]]]
 
 def compare(
     plan: Plan,
-    flush: machine.Flush,
+    before: Callable[[], object],
     group: str,
     case: str,
     shapes: list[Shape],
     dtype: torch.dtype,
     choose: Callable[[Input], list[Provider]],
 ) -> list[Row]:
-    """Every chosen provider held against the truth, then timed, interleaved, caches flushed before each call."""
+    """Every chosen provider held against the truth, then timed, interleaved, ``before`` ahead of each call."""
     given = input_of(shapes, dtype, str(plan.device))
     providers = choose(given)
     about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
@@ -94,9 +94,9 @@ def compare(
             made.append(row(group, case, provider.name, "norm error", "", error, plan.device, **about))
     calls = {provider.name: (lambda p=provider: p.run(given)) for provider in providers}
     start = time.perf_counter()
-    interleaved(calls, 1, 0, device=plan.device, before=flush)
+    interleaved(calls, 1, 0, device=plan.device, before=before)
     rounds = plan.rounds(time.perf_counter() - start)
-    samples = interleaved(calls, rounds, 1, device=plan.device, before=flush)
+    samples = interleaved(calls, rounds, 1, device=plan.device, before=before)
     for name, sample in samples.items():
         metrics = {"wall time": sample.wall}
         if sample.device:
@@ -153,11 +153,22 @@ def growth_in_bytes(plan: Plan) -> Work:
 
 
 def growth_in_tensors(plan: Plan) -> Work:
-    """Tensors of 64 float32 elements, from one to 20,000."""
-    flush = machine.Flush(plan.device)
+    """Tensors of 64 float32 elements, from one to 20,000, after something large was written, as after a backward pass.
+
+    That also throws the tensors' own objects out of the caches, which dominates.
+    """
+    yield from _growth_in_tensors(plan, "growth in tensors", machine.Flush(plan.device))
+
+
+def warm_growth_in_tensors(plan: Plan) -> Work:
+    """The same with warm caches."""
+    yield from _growth_in_tensors(plan, "growth in tensors, warm", lambda: None)
+
+
+def _growth_in_tensors(plan: Plan, group: str, before: Callable[[], object]) -> Work:
     for count in TENSORS:
         what, shapes = f"{count:,} tensors", [(64,)] * count
-        yield what, partial(compare, plan, flush, "growth in tensors", what, shapes, torch.float32, _growing)
+        yield what, partial(compare, plan, before, group, what, shapes, torch.float32, _growing)
 
 
 def host(plan: Plan) -> Work:
@@ -254,6 +265,7 @@ GROUPS: dict[str, Callable[[Plan], Work]] = {
     "host path": host,
     "growth in bytes": growth_in_bytes,
     "growth in tensors": growth_in_tensors,
+    "growth in tensors, warm": warm_growth_in_tensors,
     "memory": memory,
 }
 QUICK = ("steps", "lists", "host path")

@@ -216,9 +216,10 @@ def _section(name: str, rows: list[Row]) -> list[str]:
             parts += ["The same on the device alone:\n", clipping(rows, "device time")]
         return [*parts, "Relative error of the norm (clips return it in the gradients' dtype):\n", accuracy(rows)]
     if name == "growth in bytes":
-        return ["One float32 tensor, as it grows:\n", growth(rows)]
-    if name == "growth in tensors":
-        return ["Tensors of 64 float32 elements, as they become more:\n", growth(rows), slopes(rows)]
+        return ["One float32 tensor, as it grows, caches flushed:\n", growth(rows)]
+    if name.startswith("growth in tensors"):
+        caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
+        return [f"Tensors of 64 float32 elements, as they become more, {caches}:\n", growth(rows), slopes(rows)]
     return [f"{name.capitalize()}:\n"] * bool(name) + [plainly(rows)]
 
 

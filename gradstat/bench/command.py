@@ -146,11 +146,11 @@ class Setting:
 
     def text(self, model: str) -> str:
         autocast = f", autocast to {self.autocast}" if self.autocast else ""
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
         return (
             f"{model}: {self.parameters:,} trained parameters in {self.tensors:,} tensors of {', '.join(self.dtypes)}"
             f"{autocast}; optimizer {self.optimizer}\n"
-            f"on {self.device}{f', driver {self.driver}' if self.driver else f', {self.threads} thread' + 's' * (self.threads != 1)}; "
-            f"{self.versions}"
+            f"on {self.device}, {f'driver {self.driver}' if self.driver else threads}; {self.versions}"
         )
 
 
