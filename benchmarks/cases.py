@@ -5,11 +5,11 @@ Everything that measures lists of gradients runs over `PROVIDERS` x `CASES` x th
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +118,7 @@ class Input:
         max_norm: The norm of the gradients.
         facts: The truth.
         words: The same number of bytes in one piece, as float32: what a plain read reads.
-        calls: Counts the calls that clip.
+        restore: Makes the gradients what they were, after something clipped them.
     """
 
     parameters: list[nn.Parameter]
@@ -126,11 +126,7 @@ class Input:
     max_norm: float
     facts: Facts
     words: Tensor
-    calls: Iterator[int] = field(default_factory=itertools.count)
-
-    def falling_norm(self) -> float:
-        """A limit a millionth lower each time, so that a call finds something to clip whatever the one before did."""
-        return self.max_norm * (1 - 1e-6 * next(self.calls))
+    restore: Callable[[], None] = lambda: None
 
     @property
     def bytes(self) -> int:
@@ -161,20 +157,25 @@ def parameter_of(gradient: Tensor) -> nn.Parameter:
 def input_of(shapes: list[Shape], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Input:
     """Random gradients of these shapes, every one in memory of its own."""
     block = (_SPREAD * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))).to(device).to(dtype)
-    gradients, start = [], 0
-    for shape in shapes:
-        gradient = torch.empty(shape, dtype=dtype, device=device)
-        flat, at = gradient.view(-1), 0
-        while at < flat.numel():
-            count = min(flat.numel() - at, _BLOCK - start)
-            flat[at : at + count] = block[start : start + count]
-            at, start = at + count, (start + count) % _BLOCK
-        gradients.append(gradient)
+    gradients = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    _fill(gradients, block)
     size = sum(g.numel() * g.element_size() for g in gradients)
     one_piece = len(gradients) == 1 and size % 4 == 0
     words = gradients[0].view(-1).view(torch.float32) if one_piece else torch.ones(size // 4, device=device)
     facts = facts_of(gradients)
-    return Input([parameter_of(g) for g in gradients], gradients, facts.norm, facts, words)
+    parameters = [parameter_of(g) for g in gradients]
+    return Input(parameters, gradients, facts.norm, facts, words, partial(_fill, gradients, block))
+
+
+def _fill(gradients: list[Tensor], block: Tensor) -> None:
+    """Writes ``block`` again and again over the gradients, one behind the other."""
+    start = 0
+    for gradient in gradients:
+        flat, at = gradient.view(-1), 0
+        while at < flat.numel():
+            count = min(flat.numel() - at, len(block) - start)
+            flat[at : at + count] = block[start : start + count]
+            at, start = at + count, (start + count) % len(block)
 
 
 def facts_of(gradients: list[Tensor]) -> Facts:
@@ -203,7 +204,8 @@ class Provider:
         answer: What the result of ``run`` says, by the names of `Facts`.
         tolerance: Relative error allowed for the norm.
         rounded: Whether the norm is given in the gradients' own dtype, whose rounding is then allowed too.
-        factor: What ``run`` multiplies gradients by when ``max_norm`` is half of their norm; None if it changes none.
+        factor: What ``run`` multiplies gradients by; None if it clips none. They are restored, untimed, ahead of calls
+            of a provider whose factor is not 1.
         serves: Whether it runs on an input.
     """
 
@@ -214,6 +216,11 @@ class Provider:
     rounded: bool = False
     factor: float | None = None
     serves: Callable[[Input], bool] = lambda given: True
+
+    @property
+    def changes(self) -> bool:
+        """Whether ``run`` leaves other gradients than it found."""
+        return self.factor not in (None, 1.0)
 
 
 LIMIT = "plain read"
@@ -312,7 +319,7 @@ PROVIDERS = (
     ),
     Provider(
         CLIPPED,
-        lambda given: gradstat.clip_grad_norm_(given.parameters, given.falling_norm()),
+        lambda given: gradstat.clip_grad_norm_(given.parameters, 0.5 * given.max_norm),
         _read_norm,
         rounded=True,
         factor=0.5,
@@ -320,7 +327,7 @@ PROVIDERS = (
     ),
     Provider(
         TORCH_CLIPPED,
-        lambda given: nn.utils.clip_grad_norm_(given.parameters, given.falling_norm()),
+        lambda given: nn.utils.clip_grad_norm_(given.parameters, 0.5 * given.max_norm),
         _read_norm,
         TORCH_ERROR,
         factor=0.5,
@@ -358,14 +365,14 @@ def verify(provider: Provider, given: Input) -> float | None:
     tolerance = provider.tolerance + rounding * provider.rounded
     if provider.factor is not None and given.bytes <= _COPIED_AT_MOST:
         copies = [gradient.clone() for gradient in given.gradients]
-        # Unclipped means a limit of twice ``max_norm``, which must not touch anything; clipped the limit itself.
-        limit = given.max_norm * (0.5 if provider.factor != 1 else 1.0)
-        provider.run(Input([parameter_of(g) for g in copies], copies, limit, given.facts, given.words))
+        provider.run(Input([parameter_of(g) for g in copies], copies, given.max_norm, given.facts, given.words))
         for before, after in zip(given.gradients, copies, strict=True):
             wanted = before * provider.factor if provider.factor != 1 else before
             if not torch.allclose(after, wanted, rtol=provider.tolerance + 2 * rounding, atol=1e-6):
                 raise WrongAnswerError(f"{provider.name} did not multiply the gradients by {provider.factor}")
     said = provider.answer(provider.run(given))
+    if provider.changes:
+        given.restore()
     for name, value in said.items():
         truth = getattr(given.facts, name)
         if not math.isclose(value, truth, rel_tol=tolerance, abs_tol=0.0):

@@ -92,11 +92,18 @@ def compare(
         error = verify(provider, given)
         if error is not None:
             made.append(row(group, case, provider.name, "norm error", "", error, plan.device, **about))
+    changing = {provider.name for provider in providers if provider.changes}
+
+    def ready(name: str) -> None:
+        if name in changing:
+            given.restore()
+        before()
+
     calls = {provider.name: (lambda p=provider: p.run(given)) for provider in providers}
     start = time.perf_counter()
-    interleaved(calls, 1, 0, device=plan.device, before=before)
+    interleaved(calls, 1, 0, device=plan.device, before=ready)
     rounds = plan.rounds(time.perf_counter() - start)
-    samples = interleaved(calls, rounds, 1, device=plan.device, before=before)
+    samples = interleaved(calls, rounds, 1, device=plan.device, before=ready)
     for name, sample in samples.items():
         metrics = {"wall time": sample.wall}
         if sample.device:
@@ -253,7 +260,7 @@ def _memory(plan: Plan, case: Case) -> list[Row]:
             continue
         for _ in range(2):
             provider.run(given)
-        peak = peak_bytes(lambda p=provider: p.run(given), plan.device)
+        peak = peak_bytes(lambda p=provider: p.run(given), plan.device, given.restore)
         about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
         made.append(row("memory", case.name, provider.name, "peak memory", "B", float(peak), plan.device, **about))
     return made

@@ -59,9 +59,14 @@ def test_list(benchmark: Any, device: str, name: str, dtype: torch.dtype, provid
         machine.synchronize(gradients.device)
         return result
 
+    def ready() -> None:
+        if provider.changes:
+            gradients.restore()
+        flush()
+
     benchmark.group = f"{name}, {dtype}, {device}"
     benchmark.extra_info["bytes"] = gradients.bytes
-    benchmark.pedantic(call, setup=flush, warmup_rounds=1, rounds=7)
+    benchmark.pedantic(call, setup=ready, warmup_rounds=1, rounds=7)
 
 
 @pytest.mark.parametrize(("device", "name", "variant"), VARIANTS)

@@ -59,7 +59,7 @@ def interleaved(
     warmup: int = 3,
     *,
     device: torch.device | None = None,
-    before: Callable[[], object] | None = None,
+    before: Callable[[str], object] | None = None,
     progress: Callable[[], object] | None = None,
     device_time: bool = True,
 ) -> dict[str, Samples]:
@@ -70,7 +70,7 @@ def interleaved(
         rounds: Timed rounds.
         warmup: Rounds before them that are not counted.
         device: Where the work is done; None is the CPU.
-        before: Run, untimed, ahead of every call, such as `machine.Flush`.
+        before: Run, untimed, ahead of every call, with its name.
         progress: Called after every round, uncounted ones included.
         device_time: On a GPU, run every call a second time per round for ``Samples.device``.
     """
@@ -81,14 +81,18 @@ def interleaved(
         shuffle(order)
         for name in order:
             if before is not None:
-                before()
+                before(name)
             synchronize(device)
             start = time.perf_counter()
             calls[name]()
             returned = time.perf_counter()
             synchronize(device)
             end = time.perf_counter()
-            on_device = _device_seconds(calls[name], before) if device.type == "cuda" and device_time else None
+            on_device = None
+            if device.type == "cuda" and device_time:
+                if before is not None:
+                    before(name)
+                on_device = _device_seconds(calls[name])
             if number >= warmup:
                 samples[name].wall.append(end - start)
                 samples[name].host.append(returned - start)
@@ -99,10 +103,8 @@ def interleaved(
     return samples
 
 
-def _device_seconds(call: Callable[[], object], before: Callable[[], object] | None) -> float:
+def _device_seconds(call: Callable[[], object]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if before is not None:
-        before()
     torch.cuda._sleep(_HEAD_START_CYCLES)
     start.record()
     call()
