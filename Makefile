@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full wheel gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -32,8 +32,13 @@ format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-bench: $(VENV)/.built ## Time checks and clipping against torch on this machine
-	$(BIN)/python benchmarks/quick.py
+bench: $(VENV)/.built ## Time checks, clips and training steps against torch on this machine, in under three minutes
+	$(BIN)/python benchmarks/suite.py
+
+bench-full: $(VENV)/.built ## Measure everything, record it, redraw the charts and rewrite the tables
+	$(BIN)/python benchmarks/suite.py --full --record
+	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python benchmarks/render.py --write
 
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
@@ -52,7 +57,7 @@ clean: ## Remove everything that was built, the virtual environment included
 	rm -rf $(VENV) build dist demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

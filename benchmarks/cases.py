@@ -1,40 +1,391 @@
-"""The inputs of the benchmarks, by name, and the calls that are compared on them."""
+"""The axes of the benchmarks, declared once: providers, lists of shapes, dtypes; and the proof that answers are right.
+
+Everything that measures lists of gradients runs over `PROVIDERS` x `CASES` x their dtypes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from models import resnet
 from torch import Tensor, nn
 
 import gradstat
-from gradstat.demo.costs import naive_loop
+from gradstat.bench.steps import WrongAnswerError, naive_loop
 
-SHAPES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
-    "300 tensors of 8x8": lambda: [(8, 8)] * 300,
-    "17 M parameters, transformer": lambda: transformer_shapes(layers=6, width=384, vocabulary=16384),
-    "one tensor of 16 M": lambda: [(1 << 24,)],
-}
+Shape = tuple[int, ...]
+
+FLOAT8 = torch.float8_e4m3fn
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, FLOAT8)
+COMMON = (torch.float32, torch.bfloat16)
+ANYWHERE = frozenset({"cpu", "cuda"})
 
 
-def transformer_shapes(layers: int, width: int, vocabulary: int) -> list[tuple[int, ...]]:
-    """The parameters of a GPT: embeddings, then attention, perceptron and norms of each layer."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A list of gradients.
+
+    Attributes:
+        name: As it is shown; says what was made smaller than the original.
+        shapes: Of the gradients.
+        dtypes: Measured in these.
+        devices: On these types of device.
+        quick: Part of the quick set, lists of several in float32 only.
+        full: Part of the full set.
+    """
+
+    name: str
+    shapes: Callable[[], list[Shape]]
+    dtypes: tuple[torch.dtype, ...] = COMMON
+    devices: frozenset[str] = ANYWHERE
+    quick: bool = False
+    full: bool = True
+
+
+def transformer_shapes(layers: int, width: int, vocabulary: int, context: int = 128) -> list[Shape]:
+    """The parameters of a GPT: embeddings, then attention, perceptron and norms of each layer; the head is tied."""
     w = width
-    layer: list[tuple[int, ...]] = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,)]
+    layer: list[Shape] = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,)]
     layer += [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
-    return [(vocabulary, w), (128, w), *(layer * layers), (w,), (w,)]
+    return [(vocabulary, w), (context, w), *(layer * layers), (w,), (w,)]
 
 
-def parameters_of(case: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[nn.Parameter]:
-    """Parameters with random gradients."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for shape in SHAPES[case]():
-        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        parameter.grad = torch.randn(shape, generator=generator).to(dtype).to(device)
-        made.append(parameter)
-    return made
+def llama_shapes(width_divisor: int) -> list[Shape]:
+    """The parameters of Llama 7B, 291 tensors: 6.7 G elements, divided by about the divisor squared."""
+    w, inner = 4096 // width_divisor, 11008 // width_divisor
+    layer: list[Shape] = [(w, w)] * 4 + [(inner, w), (inner, w), (w, inner), (w,), (w,)]
+    return [(32000, w), *(layer * 32), (w,), (32000, w)]
+
+
+def experts_shapes() -> list[Shape]:
+    """1,250 small experts of two matrices and two biases: 5,000 tensors, 82 M elements."""
+    return [(256, 128), (256,), (128, 256), (128,)] * 1250
+
+
+def mixed_shapes() -> list[Shape]:
+    """500 tensors of 225 M elements in all, from 100 elements to 8.9 M, some of odd sizes, in random order."""
+    sizes = [100] * 354 + [1_001] * 24 + [9_999] * 24 + [100_000] * 49 + [120_000] * 24 + [8_868_900] * 24
+    sizes.append(225_000_000 - sum(sizes))
+    random.Random(0).shuffle(sizes)
+    return [(size,) for size in sizes]
+
+
+CASES = (
+    Case("300 tensors of 8x8", lambda: [(8, 8)] * 300, quick=True),
+    Case("10,000 tensors of 64", lambda: [(64,)] * 10_000, quick=True),
+    Case("5,000 tensors of small experts", experts_shapes),
+    Case("transformer of 17 M", lambda: transformer_shapes(6, 384, 16384), quick=True),
+    Case("ResNet-50, 161 tensors", lambda: [tuple(p.shape) for p in resnet(50, "meta").parameters()], quick=True),
+    Case("GPT-2 small, 148 tensors", lambda: transformer_shapes(12, 768, 50257, context=1024)),
+    Case("Llama 7B's list, width / 8", lambda: llama_shapes(8), devices=frozenset({"cpu"})),
+    Case("Llama 7B, 291 tensors", lambda: llama_shapes(1), (torch.bfloat16,), frozenset({"cuda"})),
+    Case("500 mixed tensors of 225 M", mixed_shapes, devices=frozenset({"cuda"})),
+    Case("one tensor of 16 M", lambda: [(1 << 24,)], DTYPES, quick=True, full=False),
+    Case("one tensor of 64 M", lambda: [(1 << 26,)], DTYPES, frozenset({"cpu"})),
+    Case("one tensor of 256 M", lambda: [(1 << 28,)], DTYPES, frozenset({"cuda"})),
+    Case("one tensor of 1.536 G", lambda: [(1_536_000_000,)], (torch.bfloat16,), frozenset({"cuda"})),
+)
+
+
+class Facts(NamedTuple):
+    """What is true of a list of gradients, found in float64 and by no provider.
+
+    Attributes:
+        norm: L2 norm of all of them.
+        low, high: Smallest and largest element.
+        nonfinite: How many gradients hold a NaN or Inf.
+    """
+
+    norm: float
+    low: float
+    high: float
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What a provider is given.
+
+    Attributes:
+        parameters: With gradients. Their own data takes no memory.
+        gradients: Theirs, in order.
+        max_norm: The norm of the gradients.
+        facts: The truth.
+        words: The same number of bytes in one piece, as float32: what a plain read reads.
+        restore: Makes the gradients what they were, after something clipped them.
+    """
+
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor]
+    max_norm: float
+    facts: Facts
+    words: Tensor
+    restore: Callable[[], None] = lambda: None
+
+    @property
+    def bytes(self) -> int:
+        return sum(g.numel() * g.element_size() for g in self.gradients)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gradients[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradients[0].device
+
+
+_SPREAD = 0.05
+_BLOCK = 1 << 22
+_CHUNK = 1 << 26
+
+
+def parameter_of(gradient: Tensor) -> nn.Parameter:
+    """A parameter with that gradient, of one element seen from everywhere."""
+    data = torch.zeros(1, dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+    parameter = nn.Parameter(data, requires_grad=False)
+    parameter.grad = gradient
+    return parameter
+
+
+def input_of(shapes: list[Shape], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Input:
+    """Random gradients of these shapes, every one in memory of its own."""
+    block = (_SPREAD * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))).to(device).to(dtype)
+    gradients = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    _fill(gradients, block)
+    size = sum(g.numel() * g.element_size() for g in gradients)
+    one_piece = len(gradients) == 1 and size % 4 == 0
+    words = gradients[0].view(-1).view(torch.float32) if one_piece else torch.ones(size // 4, device=device)
+    facts = facts_of(gradients)
+    parameters = [parameter_of(g) for g in gradients]
+    return Input(parameters, gradients, facts.norm, facts, words, partial(_fill, gradients, block))
+
+
+def _fill(gradients: list[Tensor], block: Tensor) -> None:
+    """Writes ``block`` again and again over the gradients, one behind the other."""
+    start = 0
+    for gradient in gradients:
+        flat, at = gradient.view(-1), 0
+        while at < flat.numel():
+            count = min(flat.numel() - at, len(block) - start)
+            flat[at : at + count] = block[start : start + count]
+            at, start = at + count, (start + count) % len(block)
+
+
+def facts_of(gradients: list[Tensor]) -> Facts:
+    """The truth about finite gradients."""
+    squares, low, high = 0.0, math.inf, -math.inf
+    for gradient in gradients:
+        for chunk in gradient.view(-1).split(_CHUNK):
+            wide = chunk.double()
+            squares += float(wide.square().sum())
+            low, high = min(low, float(wide.min())), max(high, float(wide.max()))
+    return Facts(math.sqrt(squares), low, high)
+
+
+# torch's float32 norm on a CPU is 4 % off for one tensor of 256 M elements. It is timed nevertheless, and how far off
+# everyone is becomes rows too.
+TORCH_ERROR = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A way to learn something about gradients, or to clip them.
+
+    Attributes:
+        name: As it is shown.
+        run: What is timed.
+        answer: What the result of ``run`` says, by the names of `Facts`.
+        tolerance: Relative error allowed for the norm.
+        rounded: Whether the norm is given in the gradients' own dtype, whose rounding is then allowed too.
+        factor: What ``run`` multiplies gradients by; None if it clips none. They are restored, untimed, ahead of calls
+            of a provider whose factor is not 1.
+        serves: Whether it runs on an input.
+    """
+
+    name: str
+    run: Callable[[Input], Any]
+    answer: Callable[[Any], Mapping[str, float]] = lambda result: {}
+    tolerance: float = 1e-6
+    rounded: bool = False
+    factor: float | None = None
+    serves: Callable[[Input], bool] = lambda given: True
+
+    @property
+    def changes(self) -> bool:
+        """Whether ``run`` leaves other gradients than it found."""
+        return self.factor not in (None, 1.0)
+
+
+LIMIT = "plain read"
+CHECK = "gradstat.check"
+STATS = "gradstat.stats"
+CLIP, CLIPPED = "gradstat clip, unclipped", "gradstat clip, clipped"
+TORCH_CLIP, TORCH_CLIPPED = "torch clip, unclipped", "torch clip, clipped"
+TORCH_LOOP_CLIP = "torch clip foreach=False, unclipped"
+FOREACH_NORM = "torch._foreach_norm"
+NAIVE = "naive .item() loop"
+_REFERENCE_LIMIT = 20_000_000  # bytes; it is not fast, and would hold up everybody else
+
+
+def _read_report(report: gradstat.Report) -> dict[str, float]:
+    low, high = min(entry.min for entry in report), max(entry.max for entry in report)
+    return {"norm": report.total_norm, "low": low, "high": high, "nonfinite": len(report.nonfinite)}
+
+
+def _read_table(table: Tensor) -> dict[str, float]:
+    column = {name: table[:, i] for i, name in enumerate(gradstat.FIELDS)}
+    return {
+        "norm": math.sqrt(float(column["sq_sum"].sum())),
+        "low": float(column["min"].min()),
+        "high": float(column["max"].max()),
+        "nonfinite": int(((column["nan_count"] + column["inf_count"]) > 0).sum()),
+    }
+
+
+def _read_norms(norms: list[Tensor]) -> dict[str, float]:
+    return {"norm": float(torch.stack([n.double() for n in norms]).norm())}
+
+
+def _read_norm(norm: Tensor) -> dict[str, float]:
+    return {"norm": float(norm)}
+
+
+def _check(given: Input, backend: str | None = None) -> gradstat.Report:
+    report = gradstat.check(given.parameters, backend=backend)
+    _ = report.ok
+    return report
+
+
+def _not_float8(given: Input) -> bool:
+    return given.dtype != FLOAT8
+
+
+def _torch_clip(given: Input, foreach: bool | None = None) -> Tensor:
+    return nn.utils.clip_grad_norm_(given.parameters, 2 * given.max_norm, foreach=foreach)
+
+
+PROVIDERS = (
+    Provider(CHECK, _check, _read_report),
+    Provider(
+        "gradstat.check, triton",
+        lambda given: _check(given, "triton"),
+        _read_report,
+        serves=lambda given: given.device.type == "cuda",
+    ),
+    Provider(
+        "gradstat.check, reference",
+        lambda given: _check(given, "reference"),
+        _read_report,
+        serves=lambda given: given.bytes <= _REFERENCE_LIMIT and len(given.gradients) <= 1000 and _not_float8(given),
+    ),
+    Provider(STATS, lambda given: gradstat.stats(given.gradients), _read_table),
+    Provider(
+        FOREACH_NORM,
+        lambda given: torch._foreach_norm(given.gradients),
+        _read_norms,
+        TORCH_ERROR,
+        serves=_not_float8,
+    ),
+    Provider(
+        NAIVE,
+        lambda given: naive_loop(given.gradients),
+        lambda result: dict(zip(("nonfinite", "norm", "low", "high"), result, strict=True)),
+        TORCH_ERROR,
+        serves=_not_float8,
+    ),
+    Provider(
+        CLIP,
+        lambda given: gradstat.clip_grad_norm_(given.parameters, 2 * given.max_norm),
+        _read_norm,
+        rounded=True,
+        factor=1.0,
+        serves=_not_float8,
+    ),
+    Provider(TORCH_CLIP, _torch_clip, _read_norm, TORCH_ERROR, factor=1.0, serves=_not_float8),
+    Provider(
+        TORCH_LOOP_CLIP,
+        lambda given: _torch_clip(given, foreach=False),
+        _read_norm,
+        TORCH_ERROR,
+        factor=1.0,
+        serves=_not_float8,
+    ),
+    Provider(
+        CLIPPED,
+        lambda given: gradstat.clip_grad_norm_(given.parameters, 0.5 * given.max_norm),
+        _read_norm,
+        rounded=True,
+        factor=0.5,
+        serves=_not_float8,
+    ),
+    Provider(
+        TORCH_CLIPPED,
+        lambda given: nn.utils.clip_grad_norm_(given.parameters, 0.5 * given.max_norm),
+        _read_norm,
+        TORCH_ERROR,
+        factor=0.5,
+        serves=_not_float8,
+    ),
+    # The least anyone can do: read every byte once. Which way is fastest differs by machine, so that the limit is
+    # the fastest of them. What they compute is no statistic of other dtypes, and is not looked at.
+    Provider(f"{LIMIT} (sum)", lambda given: given.words.view(given.dtype).sum(), serves=_not_float8),
+    Provider(f"{LIMIT} (sum as float32)", lambda given: given.words.sum()),
+    Provider(f"{LIMIT} (max as float32)", lambda given: given.words.amax()),
+)
+
+
+def providers_for(given: Input) -> list[Provider]:
+    """Those that run on this input."""
+    return [provider for provider in PROVIDERS if provider.serves(given)]
+
+
+_COPIED_AT_MOST = 2 << 30
+
+
+def verify(provider: Provider, given: Input) -> float | None:
+    """Holds what ``provider`` says and does against the truth, so that no wrong answer is ever called fast.
+
+    Its answer must be right, a NaN in the last element must be seen by whoever claims to look for one, and a clip
+    must scale, all gradients, by what it should (on inputs of up to 2 GB, since that needs a copy).
+
+    Returns:
+        The relative error of its norm, None if it gives none.
+
+    Raises:
+        WrongAnswerError: It is not so.
+    """
+    rounding = torch.finfo(given.dtype).eps
+    tolerance = provider.tolerance + rounding * provider.rounded
+    if provider.factor is not None and given.bytes <= _COPIED_AT_MOST:
+        copies = [gradient.clone() for gradient in given.gradients]
+        provider.run(Input([parameter_of(g) for g in copies], copies, given.max_norm, given.facts, given.words))
+        for before, after in zip(given.gradients, copies, strict=True):
+            wanted = before * provider.factor if provider.factor != 1 else before
+            if not torch.allclose(after, wanted, rtol=provider.tolerance + 2 * rounding, atol=1e-6):
+                raise WrongAnswerError(f"{provider.name} did not multiply the gradients by {provider.factor}")
+    said = provider.answer(provider.run(given))
+    if provider.changes:
+        given.restore()
+    for name, value in said.items():
+        truth = getattr(given.facts, name)
+        if not math.isclose(value, truth, rel_tol=tolerance, abs_tol=0.0):
+            raise WrongAnswerError(f"{provider.name} says {name} is {value}, but it is {truth}")
+    if "nonfinite" in said:
+        last = given.gradients[-1].view(-1)[-1:]
+        kept = last.clone()
+        last.copy_(torch.full_like(last.float(), math.nan))
+        found = provider.answer(provider.run(given))["nonfinite"]
+        last.copy_(kept)
+        if found != 1:
+            raise WrongAnswerError(f"{provider.name} found {found} bad gradients where there is one")
+    return abs(said["norm"] / given.facts.norm - 1) if "norm" in said else None
 
 
 def small_transformer() -> nn.Module:
@@ -47,30 +398,3 @@ def small_transformer() -> nn.Module:
     model = nn.Sequential(*(layer(32) for _ in range(12)))
     model(torch.randn(2, 32)).sum().backward()
     return model
-
-
-def plain_read(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The least anyone can do: read every byte once."""
-    return [parameter.grad.sum() for parameter in parameters if parameter.grad is not None]
-
-
-# Each gets the parameters and the norm of their gradients. Clipping to that very norm multiplies every gradient
-# by a number so close to one that it stays what it is, round after round.
-PROVIDERS: dict[str, Callable[[list[nn.Parameter], float], object]] = {
-    "gradstat.check": lambda ps, norm: gradstat.check(ps).ok,
-    "gradstat clip, unclipped": lambda ps, norm: gradstat.clip_grad_norm_(ps, 2 * norm),
-    "torch clip, unclipped": lambda ps, norm: nn.utils.clip_grad_norm_(ps, 2 * norm),
-    "gradstat clip, clipped": lambda ps, norm: gradstat.clip_grad_norm_(ps, norm),
-    "torch clip, clipped": lambda ps, norm: nn.utils.clip_grad_norm_(ps, norm),
-    "naive .item() loop": lambda ps, norm: naive_loop(ps),
-    "plain read (sum)": lambda ps, norm: plain_read(ps),
-}
-
-
-def checked_norm(parameters: list[nn.Parameter]) -> float:
-    """The norm of the gradients, held against float64, so that no wrong answer is ever called fast."""
-    squares = sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)
-    exact, norm = math.sqrt(float(squares)), gradstat.check(parameters).total_norm
-    if not math.isclose(norm, exact, rel_tol=1e-7):
-        raise AssertionError(f"wrong norm: {norm}, not {exact}")
-    return norm

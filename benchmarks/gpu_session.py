@@ -1,8 +1,9 @@
 """`make gpu`: everything that needs a GPU, in one command, without the network.
 
 Builds in place with this Python and its torch, runs the whole test suite, `compute-sanitizer` on a short set,
-counts launches and syncs, times checks and clips against torch, and appends what it saw as rows under
-``benchmarks/results/<device>/gpu_session.jsonl``. Ends with a table; exits non-zero if a step failed.
+measures everything `suite.py` knows against torch, counts launches and syncs, and appends what it saw as rows under
+``benchmarks/results/<device>/``. Ends with tables; exits non-zero if a step failed. ``plots.py`` and ``render.py
+--write`` then bring charts and documents up to date.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rows import Row
+    from suite import Plan
+
+MEASURE_SECONDS = 540.0  # no further group is begun after that
 ROOT = Path(__file__).resolve().parent.parent
 # The system's compiler and packages are not the pinned ones, so what they warn about is no error here.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "GRADSTAT_CUDA": "1", "GRADSTAT_WERROR": "0"}
@@ -82,78 +89,79 @@ def sanitize() -> bool:
 
 
 def measure() -> bool:
-    """Launches, syncs, and times against torch in one run"""
+    """Times against torch, memory, launches and syncs, in ten minutes at most"""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    import suite
+    import tables
     import torch
-    from cases import PROVIDERS, SHAPES, checked_norm, parameters_of
+    from rows import append
+
+    plan = suite.Plan(torch.device("cuda"), full=True, seconds=1.0)
+    started = time.monotonic()
+    rows: list[Row] = []
+    for made in suite.measure(plan, suite.GROUPS):
+        rows += made
+        if time.monotonic() - started > MEASURE_SECONDS:
+            print(f"time is over after the group {made[0].group!r}; `python benchmarks/suite.py --full` does the rest")
+            break
+    rows += _counts(plan)
+    print(tables.everything(rows))
+    print(f"rows appended to {append(rows, 'full').relative_to(ROOT)}")
+    return True
+
+
+def _counts(plan: Plan) -> list[Row]:
+    """Launches and syncs of stats, check and clip, by backend."""
+    import torch
+    from cases import CASES, input_of
     from gpu_counts import count
-    from rows import Row, append
-    from timing import interleaved
-    from torch import Tensor
+    from rows import row
 
     import gradstat
 
     rows: list[Row] = []
-
-    def timed(calls: dict[str, Callable[[], object]], case: str, size: int) -> None:
-        for name, (low, median, high) in interleaved(calls, rounds=30, warmup=5).items():
-            rows.append(Row(name, case, "median time", "us", median * 1e6, size, low * 1e6, high * 1e6))
-            print(f"{case:<34} {name:<26} {median * 1e6:10.1f} us {size / median / 1e9:9.1f} GB/s")
-
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        x = torch.randn(1 << 28, device="cuda").to(dtype)
-        size = x.numel() * x.element_size()
-        words = x.view(torch.float32)
-        timed(
-            {
-                "gradstat native": lambda x=x: gradstat.stats([x], backend="native"),
-                "gradstat triton": lambda x=x: gradstat.stats([x], backend="triton"),
-                "torch._foreach_norm": lambda x=x: torch._foreach_norm([x]),
-                "plain read (sum)": lambda w=words: w.sum(),
-            },
-            f"one tensor, {dtype}",
-            size,
-        )
-        del x, words
-
-    for case in SHAPES:
-        parameters = parameters_of(case, device="cuda")
-        norm = checked_norm(parameters)
-        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-        size = sum(g.numel() * g.element_size() for g in gradients)
-        timed(
-            {
-                **{name: partial(call, parameters, norm) for name, call in PROVIDERS.items()},
-                "gradstat.check triton": lambda ps=parameters: gradstat.check(ps, backend="triton").ok,
-            },
-            case,
-            size,
-        )
+    for case in CASES:
+        if not case.quick:
+            continue
+        given = input_of(case.shapes(), torch.float32, "cuda")
         for backend in ("native", "triton"):
             for name, call in (
-                ("stats", partial(gradstat.stats, gradients, backend=backend)),
-                ("check", partial(gradstat.check, parameters, backend=backend)),
-                ("clip", partial(gradstat.clip_grad_norm_, parameters, 2 * norm, backend=backend)),
+                ("stats", partial(gradstat.stats, given.gradients, backend=backend)),
+                ("check", partial(gradstat.check, given.parameters, backend=backend)),
+                ("clip", partial(gradstat.clip_grad_norm_, given.parameters, 2 * given.max_norm, backend=backend)),
             ):
-                counts = count(call)
-                provider = f"gradstat {backend} {name}"
-                rows += [Row(provider, case, metric, "", value) for metric, value in counts._asdict().items()]
-                print(f"{case:<34} {provider:<26} {counts.launches} launches, {counts.syncs} syncs")
-    print(f"rows appended to {append(rows, 'gpu_session').relative_to(ROOT)}")
-    return True
+                for metric, value in count(call)._asdict().items():
+                    rows.append(row("counts", case.name, f"gradstat {backend} {name}", metric, "", value, plan.device))
+    return rows
 
 
 def _record_outcomes(outcomes: dict[str, tuple[bool, float]]) -> None:
     sys.path.insert(0, str(ROOT))
-    from rows import Row, append
+    import torch
+    from rows import append, row
 
+    device = torch.device("cuda")
     append(
-        (Row("make gpu", name, "passed", "", float(passed)) for name, (passed, _) in outcomes.items()),
+        (
+            row("make gpu", name, "make gpu", "passed", "", float(passed), device)
+            for name, (passed, _) in outcomes.items()
+        ),
         "gpu_session",
     )
 
 
-STEPS: dict[str, Callable[[], bool]] = {"build": build, "test": test, "sanitize": sanitize, "measure": measure}
+def variants() -> bool:
+    """The ladder of kernel variants"""
+    return _run(sys.executable, "benchmarks/gpu_variants.py")
+
+
+STEPS: dict[str, Callable[[], bool]] = {
+    "build": build,
+    "test": test,
+    "sanitize": sanitize,
+    "measure": measure,
+    "variants": variants,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import os
 import re
 import shutil
@@ -21,7 +20,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rows import Row
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -136,15 +139,12 @@ def cases() -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-def measure_cuda(libraries: dict[str, Path], rounds: int) -> list[Any]:
+def measure_cuda(libraries: dict[str, Path], rounds: int) -> list[Row]:
     import torch
-    from rows import Row
 
-    interleaved = importlib.import_module("gradstat.bench.timing").interleaved
     rows = []
     for case, make in cases().items():
         tensors = make()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         kernels = {name: Kernels(ctypes.CDLL(str(path)), tensors) for name, path in libraries.items()}
         first = kernels["as shipped"]
         for name, kernel in kernels.items():
@@ -163,12 +163,28 @@ def measure_cuda(libraries: dict[str, Path], rounds: int) -> list[Any]:
                 for name, kernel in kernels.items()
                 if not (kind == "clip, clipped" and "wrong" in name)
             }
-            for name, (low, median, high) in interleaved(calls, rounds=rounds, warmup=5).items():
-                label = f"{kind}: {case}"
-                rows.append(Row(f"cuda, {name}", label, "median time", "us", median * 1e6, size, low * 1e6, high * 1e6))
-                print(f"{label:<46} {name:<32} {median * 1e6:10.1f} us {size / median / 1e9:8.0f} GB/s", flush=True)
+            rows += timed("cuda variants", f"{kind}: {case}", tensors, calls, rounds)
         del tensors, kernels, first
     return rows
+
+
+def timed(
+    group: str, case: str, tensors: list[Tensor], calls: dict[str, Callable[[], object]], rounds: int
+) -> list[Row]:
+    """Rows of device time, printed as they come."""
+    import torch
+    from rows import row
+
+    from gradstat.bench.timing import Quartiles, interleaved, quartiles
+
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    device = torch.device("cuda")
+    made = []
+    for name, sample in interleaved(calls, rounds, 5, device=device).items():
+        time = Quartiles(*(1e6 * seconds for seconds in quartiles(sample.device)))
+        made.append(row(group, case, name, "device time", "us", time, device, bytes=size, tensors=len(tensors)))
+        print(f"{case:<46} {name:<32} {time.median:10.1f} us {size / time.median / 1e3:8.0f} GB/s", flush=True)
+    return made
 
 
 def measure_triton(rounds: int) -> None:
@@ -190,21 +206,14 @@ def measure_triton(rounds: int) -> None:
                 print(f"Triton with {warps} warps and chunks of {chunk} vectors failed")
 
 
-def measure_triton_here(name: str, rounds: int) -> list[Any]:
-    from rows import Row
-
+def measure_triton_here(name: str, rounds: int) -> list[Row]:
     import gradstat
 
-    interleaved = importlib.import_module("gradstat.bench.timing").interleaved
     rows = []
     for case, make in cases().items():
         tensors = make()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        calls = {name: partial(gradstat.stats, tensors, backend="triton")}
-        for low, median, high in interleaved(calls, rounds=rounds, warmup=5).values():
-            label = f"statistics: {case}"
-            rows.append(Row(f"triton, {name}", label, "median time", "us", median * 1e6, size, low * 1e6, high * 1e6))
-            print(f"{label:<46} {name:<32} {median * 1e6:10.1f} us {size / median / 1e9:8.0f} GB/s", flush=True)
+        calls: dict[str, Callable[[], object]] = {name: partial(gradstat.stats, tensors, backend="triton")}
+        rows += timed("triton variants", f"statistics: {case}", tensors, calls, rounds)
     return rows
 
 

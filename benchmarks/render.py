@@ -1,61 +1,69 @@
 """Renders recorded rows as the tables of README.md and docs/performance.md, so that no figure is typed by hand.
 
-``python benchmarks/render.py`` prints the table, ``--write`` puts it between the markers in both documents; a test
-holds them equal to the rows.
+``python benchmarks/render.py`` prints the tables, ``--write`` puts them, with the charts there are rows for (see
+``plots.py``), between the markers in both documents; a test holds them equal to the rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+import plots
+import rows
+import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
-ROWS = ROOT / "benchmarks" / "results" / "amd-epyc" / "quick.jsonl"
-MARKED = re.compile(r"(<!-- rows: quick -->\n).*?(<!-- end of rows -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
+TITLES = {
+    "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
+    "time-vs-bytes": "Time against bytes, with a plain read as the limit",
+    "time-vs-tensors": "Time against the number of tensors, with a plain read as the limit",
+}
 
 
-def latest(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """The newest row of every case and provider: ``[case][provider]``, in the order they were recorded."""
-    cases: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        cases.setdefault(row["case"], {})[row["provider"]] = row
-    return cases
+def summary(folder: Path) -> str:
+    """For the README: two charts and the short tables, of one device, a GPU if there are rows of one."""
+    device = rows.devices()[0]
+    return _charts(device, folder, ["step-overhead", "time-vs-bytes"]) + tables.summary(device)
 
 
-def markdown(path: Path) -> str:
-    """A table of medians, with the ratio to the first provider of each case, and a line about the machine."""
-    lines = ["", "| case | call | median | times the first |", "| --- | --- | ---: | ---: |"]
-    row: dict[str, Any] = {}
-    for case, providers in latest(path).items():
-        first = next(iter(providers.values()))["value"]
-        for number, (provider, row) in enumerate(providers.items()):
-            time = f"{row['value']:,.0f} µs" if row["value"] < 1e4 else f"{row['value'] / 1e3:,.1f} ms"
-            rate = f" ({row['bytes'] / row['value'] / 1e3:.1f} GB/s)" if row["bytes"] > 1e7 else ""
-            lines.append(f"| {case if number == 0 else ''} | {provider} | {time}{rate} | {row['value'] / first:.2f} |")
-    driver = f", driver {row['driver']}" if row["driver"] else ""
-    lines += ["", f"{row['device']}, {row['threads']} threads{driver}; {row['versions']}; {row['time'][:10]}.", ""]
-    return "\n".join(lines) + "\n"
+def everything(folder: Path) -> str:
+    """For docs/performance.md: all charts and tables of every device."""
+    return "".join(_charts(device, folder, list(TITLES)) + tables.everything(device) for device in rows.devices())
 
 
-def rendered(document: str) -> str:
-    """``document`` with the table between its markers brought up to date."""
-    return MARKED.sub(lambda match: match[1] + markdown(ROWS) + match[2], document)
+def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
+    drawn = plots.charts_of(device)
+    where = os.path.relpath(plots.CHARTS, folder)
+    shown = {name: drawn[name] for name in names if name in drawn}
+    return "".join(
+        f"\n![{TITLES[name]}; {members[0].device}]({where}/{plots.file_of(name, members)})\n"
+        for name, members in shown.items()
+    )
+
+
+REGIONS: dict[str, Callable[[Path], str]] = {"summary": summary, "everything": everything}
+
+
+def rendered(document: str, folder: Path) -> str:
+    """``document``, which lies in ``folder``, with what is between its markers brought up to date."""
+    return MARKED.sub(lambda match: match[1] + REGIONS[match[2]](folder) + "\n" + match[3], document)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite the documents instead of printing the table")
+    parser.add_argument("--write", action="store_true", help="rewrite the documents instead of printing the tables")
     if not parser.parse_args().write:
-        print(markdown(ROWS))
+        print(everything(ROOT))
         return 0
     for document in DOCUMENTS:
-        document.write_text(rendered(document.read_text()))
+        document.write_text(rendered(document.read_text(), document.parent))
         print(f"wrote {document.relative_to(ROOT)}")
     return 0
 

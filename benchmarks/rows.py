@@ -6,18 +6,17 @@ Plots and tables read rows and nothing else, so that no figure is ever typed by 
 from __future__ import annotations
 
 import json
-import platform
 import re
-import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
 import torch
 
-import gradstat
+from gradstat.bench import machine
+from gradstat.bench.timing import Quartiles
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -27,14 +26,19 @@ class Row:
     """One measurement.
 
     Attributes:
-        provider: What was measured, such as ``"gradstat native"`` or ``"torch clip"``.
+        provider: What was measured, such as ``"gradstat.check"`` or ``"torch clip, clipped"``.
         case: On which input.
-        metric: What the value is, such as ``"median time"`` or ``"launches"``.
-        unit: The value's unit, such as ``"us"`` or ``"GB/s"``; empty for counts.
+        metric: What the value is: ``"wall time"`` (with a final sync), ``"device time"``, ``"host time"``,
+            ``"time ratio"`` (to the plain step), ``"extra memory"``, ``"launches"`` and so on.
+        unit: The value's unit, such as ``"us"`` or ``"B"``; empty for ratios and counts.
         value: The measurement.
         bytes: Bytes of input read once; 0 where that means nothing.
         low, high: First and third quartile, where the value is a median.
-        device, driver, versions, threads, time: Where and when, filled in.
+        device, driver, versions, threads, time: Where and when.
+        group: The part of the suite it belongs to; empty in the oldest rows.
+        dtype: Of the gradients, such as ``"float32"``; empty where there is no one dtype.
+        tensors: How many gradients; 0 where that means nothing.
+        run: When the process that recorded it started: rows of one run belong together.
     """
 
     provider: str
@@ -45,57 +49,96 @@ class Row:
     bytes: int = 0
     low: float | None = None
     high: float | None = None
-    device: str = field(default_factory=lambda: device_name())
-    driver: str = field(default_factory=lambda: driver_version())
-    versions: str = field(default_factory=lambda: versions())
-    threads: int = field(default_factory=torch.get_num_threads)
-    time: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    device: str = ""
+    driver: str = ""
+    versions: str = ""
+    threads: int = 0
+    time: str = ""
+    group: str = ""
+    dtype: str = ""
+    tensors: int = 0
+    run: str = ""
 
 
 @cache
-def device_name() -> str:
-    """The GPU if torch sees one, else the processor."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        described = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        described = None
-    return described[1].strip() if described else platform.processor() or platform.machine()
+def _run() -> str:
+    return _now()
 
 
-@cache
-def driver_version() -> str:
-    """The GPU driver's version, empty without a GPU."""
-    if not torch.cuda.is_available():
-        return ""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-@cache
-def versions() -> str:
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = "none"
-    return (
-        f"gradstat {gradstat.__version__}, torch {torch.__version__}, triton {triton_version}, "
-        f"Python {platform.python_version()}"
+def row(
+    group: str,
+    case: str,
+    provider: str,
+    metric: str,
+    unit: str,
+    value: float | Quartiles,
+    device: torch.device,
+    *,
+    bytes: int = 0,
+    tensors: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Row:
+    """A row about ``device``, its circumstances filled in."""
+    low, median, high = value if isinstance(value, Quartiles) else (None, value, None)
+    return Row(
+        provider=provider,
+        case=case,
+        metric=metric,
+        unit=unit,
+        value=median,
+        bytes=bytes,
+        low=low,
+        high=high,
+        device=machine.device_name(device),
+        driver=machine.driver_version(device),
+        versions=machine.versions(),
+        threads=torch.get_num_threads(),
+        time=_now(),
+        group=group,
+        dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
+        tensors=tensors,
+        run=_run(),
     )
 
 
-def append(rows: Iterable[Row], suite: str) -> Path:
-    """Appends rows to the file of this device and ``suite``; returns its path."""
-    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", device_name().lower()).strip("-")
+def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
+    """Appends rows of one device to its file for ``suite``; returns the path."""
+    listed = list(rows)
+    folder = results / slug(listed[0].device)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{suite}.jsonl"
     with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(asdict(row)) + "\n")
+        for each in listed:
+            file.write(json.dumps(asdict(each)) + "\n")
     return path
+
+
+def slug(device: str) -> str:
+    """A device's name as the name of a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def read(path: Path) -> list[Row]:
+    """All rows of a file."""
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def current(rows: Iterable[Row]) -> list[Row]:
+    """The rows that hold now: of every group those of its newest run, of equal ones the last."""
+    listed = list(rows)
+    newest = {group: max(r.run for r in listed if r.group == group) for group in {r.group for r in listed}}
+    kept = {(r.group, r.case, r.dtype, r.provider, r.metric): r for r in listed if r.run == newest[r.group]}
+    return list(kept.values())
+
+
+def devices(results: Path = RESULTS) -> list[list[Row]]:
+    """The rows of every device, those of its full set if there are any, else of its quick set; GPUs first."""
+    found = []
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        files = [folder / f"{suite}.jsonl" for suite in ("full", "quick")]
+        found += [read(path) for path in files if path.exists()][:1]
+    return sorted(found, key=lambda rows: not rows[-1].driver)

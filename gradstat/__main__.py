@@ -1,4 +1,4 @@
-"""The command line: ``python -m gradstat info`` and ``python -m gradstat demo``."""
+"""The command line: ``python -m gradstat info``, ``demo`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="train a small GPT with every step checked, then break it (--help for options)",
         add_help=False,
     )
-    # The demo has options of its own, which only it knows.
+    commands.add_parser(
+        "bench",
+        help="what checks, clips and detect_anomaly cost on your own model and machine (--help for options)",
+        add_help=False,
+    )
+    # Demo and bench have options of their own, which only they know.
     options, rest = parser.parse_known_args(arguments)
     if options.command == "demo":
         from gradstat.demo import main as run_demo
 
         return run_demo(rest)
+    if options.command == "bench":
+        from gradstat.bench import main as run_bench
+
+        return run_bench(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     collected = collect_info()

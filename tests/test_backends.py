@@ -170,6 +170,7 @@ LAYERS = [
     {"stats", "report"},
     {"check", "clip"},
     {"__init__"},
+    {"bench"},
     {"demo"},
     {"__main__"},
 ]

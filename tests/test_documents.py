@@ -26,7 +26,7 @@ def test_tables_are_rendered_from_the_recorded_rows() -> None:
     for document in render.DOCUMENTS:
         text = document.read_text()
         assert render.MARKED.search(text), f"{document.name} has lost its markers"
-        assert render.rendered(text) == text, "run `python benchmarks/render.py --write`"
+        assert render.rendered(text, document.parent) == text, "run `python benchmarks/render.py --write`"
 
 
 def test_the_first_example_of_the_readme_runs_as_printed() -> None:
@@ -37,6 +37,16 @@ def test_the_first_example_of_the_readme_runs_as_printed() -> None:
     exec(example, names)
     assert names["report"].ok  # type: ignore[attr-defined]
     assert names["norm"] > 0  # type: ignore[operator]
+
+
+def test_the_factory_of_the_readme_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradstat.bench import command
+
+    (example,) = re.findall(r"```python\n# bench_me.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "bench_me.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, loss = command.load("bench_me:factory", torch.device("cpu"))
+    assert loss().item() > 0
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

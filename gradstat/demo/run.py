@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     print("\n".join(f"  | {line}" for line in _printable(model.write(b"def ", 120))) + "\n")
 
     tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
-    print(costs.table(costs.measure(model, tokens, rounds=5 if options.quick else 20), f"{where}, this very model"))
+    print(costs.report(model, tokens, rounds=5 if options.quick else 20, where=f"{where}, this very model"))
 
     picture = options.output / "gradient-norms.png"
     heatmap.draw(run, picture)

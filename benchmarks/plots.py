@@ -1,0 +1,220 @@
+"""Draws the charts of the documents from recorded rows, and from nothing else.
+
+``python benchmarks/plots.py`` writes ``docs/charts/<device>-<chart>.png`` for every device that has the rows for it.
+The same rows give the same picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import rows
+from rows import Row
+from tables import in_time, limits
+
+from gradstat.bench import steps
+from gradstat.bench.steps import in_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+CHARTS = ROOT / "docs" / "charts"
+
+_GRADSTAT, _TORCH, _NAIVE, _ANOMALY, _INK, _GRID = "#1f6feb", "#767676", "#d9770b", "#d81b4a", "#1b1f24", "#e4e6e9"
+_STEP_COLORS = {
+    steps.CHECK: _GRADSTAT,
+    steps.CHECK_ASYNC: _GRADSTAT,
+    steps.CLIP: _GRADSTAT,
+    steps.TORCH_CLIP: _TORCH,
+    steps.NAIVE: _NAIVE,
+    steps.ANOMALY_WITHOUT_NAN: "#f08aa4",
+    steps.ANOMALY: _ANOMALY,
+}
+_LINES = {
+    "gradstat.check": (_GRADSTAT, "-", "o"),
+    "gradstat clip, unclipped": ("#6ea8ff", "-", "s"),
+    "torch._foreach_norm": ("#a3a3a3", "-", "^"),
+    "torch clip, unclipped": (_TORCH, "-", "D"),
+    "naive .item() loop": (_NAIVE, "-", "v"),
+}
+
+
+def step_overhead(members: Sequence[Row], path: Path) -> None:
+    """Bars: what each variant adds to the time of each training step, with quartiles, and to its peak memory."""
+    ratios = _of(members, "time ratio")
+    memory = {(r.case, r.provider): r.value for r in members if r.metric == "extra memory"}
+    plain = {r.case: r.value for r in members if r.metric == "wall time" and r.provider == steps.PLAIN}
+    cases = list(plain)
+    names = [name for name in _STEP_COLORS if any(r.provider == name for r in ratios)]
+    columns = min(3, len(cases))
+    lines = -(-len(cases) // columns)
+    figure, axes = _figure(4.2 * columns + 1.2, 0.7 + (0.9 + 0.34 * len(names)) * lines, lines, columns)
+    top = max(0.1, *(100 * ((r.high or r.value) - 1) for r in ratios))
+    for place, ax in enumerate(axes.flat):
+        if place >= len(cases):
+            ax.set_visible(False)
+            continue
+        case = cases[place]
+        shown = {r.provider: r for r in ratios if r.case == case}
+        for y, name in enumerate(names):
+            row = shown.get(name)
+            if row is None:
+                continue
+            added, low, high = (100 * ((v or row.value) - 1) for v in (row.value, row.low, row.high))
+            ax.barh(y, added, color=_STEP_COLORS[name], height=0.68)
+            ax.plot([low, high], [y, y], color=_INK, linewidth=1.1)
+            extra = memory.get((case, name), 0)
+            label = f"{added:+.1f} %" if abs(added) < 10 else f"{added:+.0f} %"
+            label += f"  ({in_bytes(extra)})" if extra >= 1e5 else ""
+            ax.text(max(high, added, 0) + 0.015 * top, y, label, va="center", fontsize=9, color=_INK)
+        ax.set_title(f"{case}  ({in_time(plain[case])})", loc="left", fontsize=10.5, color=_INK)
+        ax.set_yticks(range(len(names)), [name.removeprefix("+ ") for name in names], fontsize=9.5)
+        ax.tick_params(axis="y", length=0, labelleft=place % columns == 0)
+        ax.invert_yaxis()
+        ax.axvline(0, color=_INK, linewidth=0.9)
+        ax.set_xlim(min(-2.0, *(100 * ((r.low or r.value) - 1) for r in ratios)), 1.38 * top)
+        ax.xaxis.set_major_formatter("{x:g} %")
+        ax.grid(axis="x", color=_GRID, linewidth=0.8)
+        ax.set_axisbelow(True)
+    title = "Time added to a training step (in brackets: peak memory added, where 0.1 MB or more)"
+    _finish(figure, title, members, path)
+
+
+def time_vs_bytes(members: Sequence[Row], path: Path) -> None:
+    """Lines: time against the bytes of one tensor."""
+    _growth(members, path, lambda row: row.bytes, "bytes of gradients, one float32 tensor", in_bytes)
+
+
+def time_vs_tensors(members: Sequence[Row], path: Path) -> None:
+    """Lines: time against the number of small tensors."""
+    _growth(
+        members, path, lambda row: row.tensors, "number of gradients, 64 float32 elements each", lambda n: f"{n:,.0f}"
+    )
+
+
+def _growth(
+    members: Sequence[Row], path: Path, place: Callable[[Row], int], label: str, words: Callable[[float], str]
+) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    times = _of(members, "wall time")
+    figure, axes = _figure(8.6, 5.2)
+    ax = axes.flat[0]
+    ends = []
+    for name, (color, style, marker) in _LINES.items():
+        line = sorted((r for r in times if r.provider == name), key=place)
+        if line:
+            x = [place(r) for r in line]
+            low, high = [r.low or r.value for r in line], [r.high or r.value for r in line]
+            ax.fill_between(x, low, high, color=color, alpha=0.18)
+            ax.plot(x, [r.value for r in line], style, color=color, marker=marker, markersize=4, linewidth=1.8)
+            ends.append((line[-1].value, name, color))
+    limit = sorted(limits(times, "wall time").values(), key=place)
+    ax.plot([place(r) for r in limit], [r.value for r in limit], "--", color=_INK, linewidth=1.6)
+    ends.append((limit[-1].value, "plain read of the same bytes: the limit", _INK))
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    bottom, top = ax.get_ylim()
+    ends.sort()
+    span, right = math.log(top / bottom), place(limit[-1])
+    heights = _apart([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
+    for (value, name, color), height in zip(ends, heights, strict=True):
+        beside = (right * (right / place(limit[0])) ** 0.02, bottom * math.exp(height * span))
+        ax.annotate(name, (right, value), beside, color=color, fontsize=9.5, va="center", annotation_clip=False)
+    ax.set_ylim(bottom, top)
+    ax.set_xlabel(label, fontsize=10)
+    ax.set_ylabel("time of a call, caches flushed", fontsize=10)
+    ax.xaxis.set_major_locator(LogLocator(10))
+    ax.yaxis.set_major_locator(LogLocator(10))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value).replace(".0", "")))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short_time(value)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.grid(color=_GRID, linewidth=0.8)
+    _finish(figure, f"Time against {label.split(',')[0]} (median, quartiles shaded)", members, path)
+
+
+def _apart(heights: list[float], least: float) -> list[float]:
+    """Rising ``heights``, moved as little as it takes for neighbours to be ``least`` apart."""
+    moved = list(heights)
+    for _ in range(200):
+        for i in range(len(moved) - 1):
+            lacking = least - (moved[i + 1] - moved[i])
+            if lacking > 0:
+                moved[i] -= lacking / 2
+                moved[i + 1] += lacking / 2
+    return moved
+
+
+def _short_time(micro: float) -> str:
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if micro >= size:
+            return f"{micro / size:g} {unit}"
+    return f"{micro:g} µs"
+
+
+def _of(members: Sequence[Row], metric: str) -> list[Row]:
+    return [row for row in members if row.metric == metric]
+
+
+def _figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    # Without pyplot: no display is needed.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(lines, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(_TORCH)
+        ax.tick_params(colors=_INK, which="both", labelsize=9)
+    return figure, axes
+
+
+def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None:
+    last = members[-1]
+    where = f"driver {last.driver}" if last.driver else f"{last.threads} thread{'s' * (last.threads != 1)}"
+    figure.suptitle(f"{title}\n{last.device}, {where}, {last.time[:10]}", x=0.012, ha="left", fontsize=12, color=_INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+
+
+# Chart by name: the group of rows it shows, and how.
+DRAWN: dict[str, tuple[str, Callable[[Sequence[Row], Path], None]]] = {
+    "step-overhead": ("steps", step_overhead),
+    "time-vs-bytes": ("growth in bytes", time_vs_bytes),
+    "time-vs-tensors": ("growth in tensors", time_vs_tensors),
+}
+
+
+def charts_of(device: Sequence[Row]) -> dict[str, list[Row]]:
+    """The charts there are rows for on a device, by name, with those rows."""
+    kept = rows.current(device)
+    found = {name: [row for row in kept if row.group == group] for name, (group, _) in DRAWN.items()}
+    return {name: members for name, members in found.items() if members}
+
+
+def file_of(chart: str, members: Sequence[Row]) -> str:
+    """The name of a chart's file."""
+    return f"{rows.slug(members[0].device)}-{chart}.png"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=rows.RESULTS, help="the folder of rows")
+    parser.add_argument("--output", type=Path, default=CHARTS, help="the folder of charts")
+    options = parser.parse_args()
+    for device in rows.devices(options.results):
+        for name, members in charts_of(device).items():
+            path = options.output / file_of(name, members)
+            DRAWN[name][1](members, path)
+            print(f"drew {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

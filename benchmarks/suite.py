@@ -1,0 +1,319 @@
+"""Measures gradstat beside torch: `make bench` the quick set, `make bench-full` everything.
+
+Correctness is checked before anything is timed. Calls take turns, in one process; medians with quartiles. Ends with
+tables; ``--record`` also appends rows to ``benchmarks/results/<device>/``, which is where every figure and chart in the
+documents comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tables
+import torch
+from cases import (
+    CASES,
+    CHECK,
+    CLIP,
+    FOREACH_NORM,
+    LIMIT,
+    NAIVE,
+    TORCH_CLIP,
+    Case,
+    Input,
+    Provider,
+    Shape,
+    input_of,
+    providers_for,
+    small_transformer,
+    verify,
+)
+from models import TRAININGS, Training
+from rows import RESULTS, Row, append, row
+
+import gradstat
+from gradstat._plan import gradients_of, source_of
+from gradstat.bench import machine, steps
+from gradstat.bench.memory import peak_bytes
+from gradstat.bench.progress import Progress
+from gradstat.bench.timing import Quartiles, interleaved, quartiles
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        device: Where.
+        full: Everything, or the quick set.
+        seconds: What the rounds of one comparison may take; decides how many there are, at least ``least``.
+        least, most: Bounds on rounds.
+    """
+
+    device: torch.device
+    full: bool
+    seconds: float
+    least: int = 7
+    most: int = 40
+
+    def rounds(self, once: float) -> int:
+        """How many rounds, if one takes ``once`` seconds."""
+        return max(self.least, min(self.most, int(self.seconds / max(once, 1e-6))))
+
+    def holds(self, case: Case) -> bool:
+        """Whether the case is part of it."""
+        return self.device.type in case.devices and (case.full if self.full else case.quick)
+
+
+Work = Iterator[tuple[str, Callable[[], list[Row]]]]
+
+
+def compare(
+    plan: Plan,
+    before: Callable[[], object],
+    group: str,
+    case: str,
+    shapes: list[Shape],
+    dtype: torch.dtype,
+    choose: Callable[[Input], list[Provider]],
+) -> list[Row]:
+    """Every chosen provider held against the truth, then timed, interleaved, ``before`` ahead of each call."""
+    given = input_of(shapes, dtype, str(plan.device))
+    providers = choose(given)
+    about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
+    made = []
+    for provider in providers:
+        error = verify(provider, given)
+        if error is not None:
+            made.append(row(group, case, provider.name, "norm error", "", error, plan.device, **about))
+    changing = {provider.name for provider in providers if provider.changes}
+
+    def ready(name: str) -> None:
+        if name in changing:
+            given.restore()
+        before()
+
+    calls = {provider.name: (lambda p=provider: p.run(given)) for provider in providers}
+    start = time.perf_counter()
+    interleaved(calls, 1, 0, device=plan.device, before=ready)
+    rounds = plan.rounds(time.perf_counter() - start)
+    samples = interleaved(calls, rounds, 1, device=plan.device, before=ready)
+    for name, sample in samples.items():
+        metrics = {"wall time": sample.wall}
+        if sample.device:
+            metrics |= {"device time": sample.device, "host time": sample.host}
+        for metric, seconds in metrics.items():
+            value = quartiles([1e6 * s for s in seconds])
+            made.append(row(group, case, name, metric, "us", value, plan.device, **about))
+    return made
+
+
+def _fits(plan: Plan, size: int) -> bool:
+    """Whether gradients of ``size`` bytes, their copy in one piece, and a naive loop's flags fit into memory."""
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()
+        return 2.5 * size < torch.cuda.mem_get_info(plan.device)[0]
+    return True
+
+
+def lists(plan: Plan) -> Work:
+    """Every provider on every list of gradients in every dtype."""
+    flush = machine.Flush(plan.device)
+    for case in CASES:
+        if not plan.holds(case):
+            continue
+        shapes = case.shapes()
+        single = len(shapes) == 1
+        elements = sum(torch.Size(shape).numel() for shape in shapes)
+        for dtype in case.dtypes if plan.full or single else case.dtypes[:1]:
+            if not _fits(plan, elements * dtype.itemsize):
+                continue
+            what = f"{case.name}, {str(dtype).removeprefix('torch.')}"
+            yield what, partial(compare, plan, flush, "lists", case.name, shapes, dtype, providers_for)
+
+
+GROWING = (CHECK, CLIP, TORCH_CLIP, FOREACH_NORM, NAIVE)
+
+
+def _growing(given: Input) -> list[Provider]:
+    return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(LIMIT)]
+
+
+BYTES = tuple(1 << power for power in range(20, 35))  # to 16 GB, the last four on a GPU only
+BYTES_ON_CPU = 1 << 30
+TENSORS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 20_000)
+
+
+def growth_in_bytes(plan: Plan) -> Work:
+    """One float32 tensor, from 1 MB to 1 GB on a CPU and to 16 GB on a GPU."""
+    flush = machine.Flush(plan.device)
+    for size in BYTES:
+        if _fits(plan, size) and (plan.device.type == "cuda" or size <= BYTES_ON_CPU):
+            what, shapes = f"{size:,} bytes", [(size // 4,)]
+            yield what, partial(compare, plan, flush, "growth in bytes", what, shapes, torch.float32, _growing)
+
+
+def growth_in_tensors(plan: Plan) -> Work:
+    """Tensors of 64 float32 elements, from one to 20,000, after something large was written, as after a backward pass.
+
+    That also throws the tensors' own objects out of the caches, which dominates.
+    """
+    yield from _growth_in_tensors(plan, "growth in tensors", machine.Flush(plan.device))
+
+
+def warm_growth_in_tensors(plan: Plan) -> Work:
+    """The same with warm caches."""
+    yield from _growth_in_tensors(plan, "growth in tensors, warm", lambda: None)
+
+
+def _growth_in_tensors(plan: Plan, group: str, before: Callable[[], object]) -> Work:
+    for count in TENSORS:
+        what, shapes = f"{count:,} tensors", [(64,)] * count
+        yield what, partial(compare, plan, before, group, what, shapes, torch.float32, _growing)
+
+
+def host(plan: Plan) -> Work:
+    """Where the time of a check goes when there is little to read; caches stay warm."""
+    yield "144 small parameters", partial(_host, plan)
+
+
+def _host(plan: Plan) -> list[Row]:
+    model = small_transformer().to(plan.device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    parameters = list(model.parameters())
+    source = source_of(model)
+    gradients = gradients_of(source.parameters).tensors
+    calls: dict[str, Callable[[], object]] = {
+        "gradstat.check(model).ok": lambda: gradstat.check(model).ok,
+        "gradstat.check_async(model)": lambda: gradstat.check_async(model),
+        CLIP: lambda: gradstat.clip_grad_norm_(parameters, 1e9),
+        TORCH_CLIP: lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
+        "of a check: find parameters": lambda: source_of(model),
+        "of a check: collect gradients": lambda: gradients_of(source.parameters),
+        "of a check: the table": lambda: gradstat.stats(gradients),
+    }
+    samples = interleaved(calls, 10 * plan.rounds(1e-3), 20, device=plan.device, device_time=False)
+    case = "144 small parameters in 85 modules, warm"
+    return [
+        row("host path", case, name, "wall time", "us", quartiles([1e6 * s for s in sample.wall]), plan.device)
+        for name, sample in samples.items()
+    ]
+
+
+def training_steps(plan: Plan) -> Work:
+    """Training steps, plain and with everything that may be added: time ratio and peak extra memory."""
+    for training in TRAININGS:
+        if plan.device.type not in training.devices or not (plan.full or training.quick):
+            continue
+        yield training.name, partial(_training, plan, training)
+
+
+def _training(plan: Plan, training: Training) -> list[Row]:
+    step = training.make(plan.device)
+    steps.verify(step)
+    variants = steps.variants()
+    start = time.perf_counter()
+    for variant in variants:
+        variant.run(step)
+    machine.synchronize(plan.device)
+    once = time.perf_counter() - start
+    tensors = sum(1 for p in step.model.parameters() if p.requires_grad)
+    made = []
+    # A step varies more than a call, and there is more at stake: three times as long.
+    for cost in steps.costs(step, plan.rounds(once / 3), compared=variants):
+        for metric, unit, value in (
+            ("wall time", "us", Quartiles(*(1e6 * s for s in cost.seconds))),
+            ("time ratio", "", cost.ratio),
+            ("extra memory", "B", float(cost.extra_bytes)),
+        ):
+            made.append(row("steps", training.name, cost.name, metric, unit, value, plan.device, tensors=tensors))
+    return made
+
+
+MEMORY_CASES = ("10,000 tensors of 64", "transformer of 17 M", "one tensor of 64 M", "one tensor of 256 M")
+
+
+def memory(plan: Plan) -> Work:
+    """Peak memory of a call, beyond the gradients."""
+    for case in CASES:
+        if (
+            case.name not in MEMORY_CASES
+            or plan.device.type not in case.devices
+            or not (case.full if plan.full else case.quick)
+        ):
+            continue
+        yield f"memory, {case.name}", partial(_memory, plan, case)
+
+
+def _memory(plan: Plan, case: Case) -> list[Row]:
+    given = input_of(case.shapes(), torch.float32, str(plan.device))
+    made = []
+    for provider in providers_for(given):
+        if provider.name.startswith(LIMIT):
+            continue
+        for _ in range(2):
+            provider.run(given)
+        peak = peak_bytes(lambda p=provider: p.run(given), plan.device, given.restore)
+        about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
+        made.append(row("memory", case.name, provider.name, "peak memory", "B", float(peak), plan.device, **about))
+    return made
+
+
+GROUPS: dict[str, Callable[[Plan], Work]] = {
+    "steps": training_steps,
+    "lists": lists,
+    "host path": host,
+    "growth in bytes": growth_in_bytes,
+    "growth in tensors": growth_in_tensors,
+    "growth in tensors, warm": warm_growth_in_tensors,
+    "memory": memory,
+}
+QUICK = ("steps", "lists", "host path")
+
+
+def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
+    """Runs groups, with a progress bar over all of them; yields the rows of each when it is done."""
+    work = {group: list(GROUPS[group](plan)) for group in groups}
+    with Progress(sum(map(len, work.values())), "measuring") as progress:
+        for items in work.values():
+            made: list[Row] = []
+            for what, call in items:
+                progress.describe(what)
+                made += call()
+                progress.advance()
+            yield made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="everything; some ten minutes")
+    parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="these groups")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, help="for the rounds of one comparison (default 3, full 5)")
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="record them below this folder instead")
+    options = parser.parse_args()
+    plan = Plan(torch.device(options.device), options.full, options.seconds or (5.0 if options.full else 3.0))
+    groups = options.only or (GROUPS if options.full else QUICK)
+    print(f"{machine.description(plan.device)}; {machine.versions()}", flush=True)
+    rows: list[Row] = []
+    recorded = None
+    for made in measure(plan, groups):
+        rows += made
+        if options.record:
+            recorded = append(made, "full" if options.full else "quick", options.results)
+    print(tables.everything(rows))
+    if recorded is not None:
+        print(f"recorded in {recorded}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Rows as Markdown tables, for documents and for the terminal. Reads rows and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import rows as rows_module
+from rows import Row
+
+from gradstat.bench import steps
+from gradstat.bench.steps import in_bytes
+
+LIMIT = "plain read"
+_MEASURING = ["gradstat.check", "gradstat.check, triton", "torch._foreach_norm", "naive .item() loop"]
+_CLIPPING = [
+    "gradstat clip, unclipped",
+    "torch clip, unclipped",
+    "torch clip foreach=False, unclipped",
+    "gradstat clip, clipped",
+    "torch clip, clipped",
+]
+
+
+def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table whose columns line up; all but the first ``text_columns`` are numbers, on the right."""
+    cells = [list(header), *map(list, lines)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+
+    def line(values: Sequence[str]) -> str:
+        aligned = [
+            v.ljust(w) if i < text_columns else v.rjust(w) for i, (v, w) in enumerate(zip(values, widths, strict=True))
+        ]
+        return f"| {' | '.join(aligned)} |"
+
+    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])]) + "\n"
+
+
+def in_time(micro: float) -> str:
+    """Microseconds for people."""
+    if micro < 10:
+        return f"{micro:.1f} µs"
+    if micro < 1e4:
+        return f"{micro:,.0f} µs"
+    return f"{micro / 1e3:,.1f} ms" if micro < 1e6 else f"{micro / 1e6:,.2f} s"
+
+
+def where(rows: Sequence[Row]) -> str:
+    """A line about the machine and the day."""
+    last = rows[-1]
+    driver = f"driver {last.driver}" if last.driver else f"{last.threads} thread{'s' * (last.threads != 1)}"
+    return f"{last.device}, {driver}; {last.versions}; {last.time[:10]}."
+
+
+def limits(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], Row]:
+    """The fastest plain read of every ``(case, dtype)``."""
+    fastest: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row.provider.startswith(LIMIT) and row.metric == metric:
+            key = (row.case, row.dtype)
+            fastest[key] = min(fastest.get(key, row), row, key=lambda r: r.value)
+    return fastest
+
+
+def _by_case(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], dict[str, Row]]:
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row.metric == metric:
+            found.setdefault((row.case, row.dtype), {})[row.provider] = row
+    return found
+
+
+def _relative(row: Row | None, base: Row | None) -> str:
+    if row is None:
+        return ""
+    return in_time(row.value) + (f" ({row.value / base.value:.2f})" if base is not None else "")
+
+
+def measuring(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """Statistics against the fastest plain read of the same bytes."""
+    fastest, cases = limits(rows, metric), _by_case(rows, metric)
+    columns = [name for name in _MEASURING if any(name in found for found in cases.values())]
+    lines = []
+    for key, found in cases.items():
+        limit = fastest[key]
+        rate = f" ({limit.bytes / limit.value / 1e3:.1f} GB/s)"
+        lines.append([*key, in_time(limit.value) + rate, *(_relative(found.get(name), limit) for name in columns)])
+    return grid(["gradients", "dtype", "fastest plain read", *columns], lines, 2)
+
+
+def clipping(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """Clips, torch's with their ratio to gradstat's."""
+    lines = []
+    for key, found in _by_case(rows, metric).items():
+        if _CLIPPING[0] in found:
+            base = [None, found[_CLIPPING[0]], found[_CLIPPING[0]], None, found[_CLIPPING[3]]]
+            lines.append([*key, *(_relative(found.get(n), b) for n, b in zip(_CLIPPING, base, strict=True))])
+    return grid(["gradients", "dtype", *_CLIPPING], lines, 2)
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """How far off each norm is, relative to float64."""
+    cases = _by_case(rows, "norm error")
+    columns = [name for name in (*_MEASURING, _CLIPPING[0], _CLIPPING[1]) if any(name in f for f in cases.values())]
+    lines = [
+        [*key, *(f"{found[name].value:.1e}" if name in found else "" for name in columns)]
+        for key, found in cases.items()
+    ]
+    return grid(["gradients", "dtype", *columns], lines, 2)
+
+
+def _added(row: Row | None) -> str:
+    return "" if row is None else f"{(row.value - 1) * 100:+.1f} %"
+
+
+def step_times(rows: Sequence[Row]) -> str:
+    """What each variant adds to a step's time."""
+    lines = []
+    times = _by_case(rows, "wall time")
+    ratios = _by_case(rows, "time ratio")
+    columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
+    for key, found in times.items():
+        lines.append([key[0], in_time(found[steps.PLAIN].value), *(_added(ratios[key].get(name)) for name in columns)])
+    return grid(["training step", "plain", *columns], lines)
+
+
+def step_memory(rows: Sequence[Row]) -> str:
+    """What each variant adds to a step's peak memory."""
+    columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
+    lines = [
+        [key[0], *(in_bytes(found[name].value) if name in found else "" for name in columns)]
+        for key, found in _by_case(rows, "extra memory").items()
+    ]
+    return grid(["training step", *columns], lines)
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """Times as input grows, the fastest plain read first."""
+    fastest, cases = limits(rows, metric), _by_case(rows, metric)
+    columns = _in_order(r.provider for r in rows if not r.provider.startswith(LIMIT))
+    lines = [
+        [key[0], in_time(fastest[key].value), *(_relative(found.get(name), None) for name in columns)]
+        for key, found in cases.items()
+    ]
+    return grid(["gradients", "fastest plain read", *columns], lines)
+
+
+def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """What one more small tensor costs, from the two largest counts."""
+    cases = sorted(_by_case(rows, metric).values(), key=lambda found: next(iter(found.values())).tensors)
+    if len(cases) < 2:
+        return ""
+    small, large = cases[-2:]
+    lines = []
+    for name, row in large.items():
+        if not name.startswith(LIMIT):
+            more = row.tensors - small[name].tensors
+            lines.append([name, f"{1e3 * (row.value - small[name].value) / more:,.0f} ns"])
+    return grid(["call", "for each further tensor of 64 elements"], lines)
+
+
+def plainly(rows: Sequence[Row]) -> str:
+    """Every row: case, call, value, and its ratio to the first call of the case."""
+    lines = []
+    for (case, _), found in _groups(rows).items():
+        first = found[0].value
+        for number, row in enumerate(found):
+            if row.unit == "us":
+                rate = f" ({row.bytes / row.value / 1e3:.1f} GB/s)" if row.bytes > 1e7 else ""
+                lines.append(
+                    [case * (number == 0), row.provider, in_time(row.value) + rate, f"{row.value / first:.2f}"]
+                )
+            else:
+                value = in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f} {row.metric}"
+                lines.append([case * (number == 0), row.provider, value, ""])
+    return grid(["case", "call", "median", "times the first"], lines, 2)
+
+
+def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.case, row.dtype), []).append(row)
+    return found
+
+
+def everything(rows: Iterable[Row]) -> str:
+    """All tables of one device's rows, those of the newest run of every group."""
+    kept = rows_module.current(rows)
+    groups: dict[str, list[Row]] = {}
+    for row in kept:
+        groups.setdefault(row.group, []).append(row)
+    parts = [part for name, members in groups.items() for part in _section(name, members)]
+    return "\n" + "\n".join([*parts, where(kept)]) + "\n"
+
+
+def _section(name: str, rows: list[Row]) -> list[str]:
+    on_device = any(row.metric == "device time" for row in rows)
+    if name == "steps":
+        return [
+            "Time added to a training step (median of the ratios to the plain step, round by round):\n",
+            step_times(rows),
+            "Peak memory added to it:\n",
+            step_memory(rows),
+        ]
+    if name == "lists":
+        parts = ["From the call to the report, caches flushed (in brackets: times the fastest plain read):\n"]
+        parts += [measuring(rows)]
+        if on_device:
+            parts += ["The same on the device alone:\n", measuring(rows, "device time")]
+        parts += ["Clips, caches flushed (in brackets: times gradstat's):\n", clipping(rows)]
+        if on_device:
+            parts += ["The same on the device alone:\n", clipping(rows, "device time")]
+        return [*parts, "Relative error of the norm (clips return it in the gradients' dtype):\n", accuracy(rows)]
+    if name == "growth in bytes":
+        return ["One float32 tensor, as it grows, caches flushed:\n", growth(rows)]
+    if name.startswith("growth in tensors"):
+        caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
+        return [f"Tensors of 64 float32 elements, as they become more, {caches}:\n", growth(rows), slopes(rows)]
+    return [f"{name.capitalize()}:\n"] * bool(name) + [plainly(rows)]
+
+
+def summary(rows: Iterable[Row]) -> str:
+    """The short tables of the README: steps, and float32 lists."""
+    kept = rows_module.current(rows)
+    step_rows = [row for row in kept if row.group == "steps"]
+    list_rows = [row for row in kept if row.group == "lists" and row.dtype == "float32"]
+    parts = []
+    if step_rows:
+        parts += ["What is added to the time of a training step:\n", step_times(step_rows)]
+    if list_rows:
+        parts += ["From the call to the report (in brackets: times the fastest plain read):\n", measuring(list_rows)]
+        parts += ["Clips (in brackets: times gradstat's):\n", clipping(list_rows)]
+    if not parts:
+        return everything(kept)
+    return "\n" + "\n".join([*parts, where(kept)]) + "\n"

@@ -1,0 +1,337 @@
+"""``python -m gradstat bench``: what checks and clips cost on a user's own model and machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstat.bench import steps
+from gradstat.bench.machine import device_name, driver_version, versions
+from gradstat.bench.progress import Progress
+
+BUILT_IN = "gradstat.demo.model:example"
+CONTRACT = """\
+FACTORY is called without arguments, with --device as torch's default device, and returns
+
+  (model, batch)     the loss is what model(batch) returns: its .loss, its ["loss"], or the mean of the
+                     (first) tensor. A tuple or list is passed as model(*batch), a mapping as model(**batch).
+  (model, loss)      where loss() does the forward pass and returns the loss.
+
+A file bench_me.py in the current folder may hold:
+
+  import torch
+
+  def factory():
+      model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
+      images, labels = torch.randn(64, 512), torch.randint(10, (64,))
+      return model, lambda: torch.nn.functional.cross_entropy(model(images), labels)
+
+  $ python -m gradstat bench --model bench_me:factory
+"""
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-6, momentum=0.9),
+}
+
+
+class UsageError(Exception):
+    """Something the user gave cannot be measured; the message says what and why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, 2 when something given cannot be measured, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (UsageError, steps.WrongAnswerError) as error:
+        print(f"gradstat bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradstat bench",
+        description="Time a training step of your model, plain and with gradstat, torch's clip, a naive .item() loop\n"
+        "and detect_anomaly, and measure the memory each adds.",
+        epilog=CONTRACT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", metavar="MODULE:FACTORY", help="what makes your model, see below; a built-in GPT if not given"
+    )
+    parser.add_argument("--device", help="such as cpu, cuda or cuda:1 (default: the GPU if there is one)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of every variant (default %(default)s)")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default %(default)s)")
+    parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="run the forward pass under torch.autocast")
+    parser.add_argument("--threads", type=int, help="threads torch uses on the CPU (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.rounds < 1:
+        raise UsageError("--rounds must be at least 1")
+    if options.threads is not None:
+        if options.threads < 1:
+            raise UsageError("--threads must be at least 1")
+        torch.set_num_threads(options.threads)
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UsageError(f"--json: there is no folder {options.json.parent}")
+    device = _device(options.device)
+    autocast = None if options.autocast is None else getattr(torch, options.autocast)
+    where = options.model or BUILT_IN
+    model, loss = load(where, device)
+    step = steps.Step(model, _scalar(loss, device, autocast, where), _optimizer(options.optimizer, model), device)
+
+    setting = Setting.of(step, options)
+    print(setting.text("the built-in GPT (--model measures yours)" if options.model is None else options.model))
+    compared = _that_run(step, where)
+    with Progress(steps.rounds_of(options.rounds), "measuring") as progress:
+        measured = steps.costs(step, options.rounds, compared=compared, progress=progress.advance)
+    print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
+    if options.json is not None:
+        content = {**asdict(setting), "model": where, "variants": [_plain(cost) for cost in measured]}
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        print(f"written to {options.json}")
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Under which circumstances a model was measured; sizes are counts, ``time`` is UTC."""
+
+    device: str
+    driver: str
+    versions: str
+    threads: int
+    time: str
+    parameters: int
+    tensors: int
+    dtypes: list[str]
+    optimizer: str
+    autocast: str | None
+    rounds: int
+
+    @staticmethod
+    def of(step: steps.Step, options: argparse.Namespace) -> Setting:
+        trained = [p for p in step.model.parameters() if p.requires_grad]
+        return Setting(
+            device=device_name(step.device),
+            driver=driver_version(step.device),
+            versions=versions(),
+            threads=torch.get_num_threads(),
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            parameters=sum(p.numel() for p in trained),
+            tensors=len(trained),
+            dtypes=sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
+            optimizer=options.optimizer,
+            autocast=options.autocast,
+            rounds=options.rounds,
+        )
+
+    def text(self, model: str) -> str:
+        autocast = f", autocast to {self.autocast}" if self.autocast else ""
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        return (
+            f"{model}: {self.parameters:,} trained parameters in {self.tensors:,} tensors of {', '.join(self.dtypes)}"
+            f"{autocast}; optimizer {self.optimizer}\n"
+            f"on {self.device}, {f'driver {self.driver}' if self.driver else threads}; {self.versions}"
+        )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: can measure on cpu and cuda only")
+    return device
+
+
+def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
+    """Calls the factory ``"module:attribute"``; returns its model, on ``device``, and the forward pass.
+
+    Raises:
+        UsageError: It cannot be imported, raises, or returns something else than `CONTRACT` says.
+    """
+    module_name, colon, attribute = where.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UsageError(f"--model {where}: expected MODULE:FACTORY, such as bench_me:factory")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UsageError(f"--model {where}: importing {module_name} failed: {error}") from error
+        raise UsageError(
+            f"--model {where}: no module {error.name!r} in the current folder or the environment"
+        ) from error
+    except Exception as error:
+        raise UsageError(f"--model {where}: importing {module_name} raised\n{_trace(error)}") from error
+    factory: Any = module
+    for part in attribute.split("."):
+        if not hasattr(factory, part):
+            raise UsageError(f"--model {where}: {module_name} has no {attribute}")
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise UsageError(f"--model {where}: {attribute} is a {type(factory).__name__}, not a function")
+    try:
+        with device:
+            made = factory()
+    except Exception as error:
+        raise UsageError(f"--model {where}: {attribute}() raised\n{_trace(error)}") from error
+    if isinstance(made, nn.Module):
+        raise UsageError(
+            f"--model {where}: {attribute}() returned a module alone; return (model, batch) or (model, loss), so that "
+            "a step can be taken"
+        )
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise UsageError(f"--model {where}: expected (model, batch) or (model, loss) from {attribute}(), got {kind}")
+    model, second = made
+    model.to(device)
+    if callable(second) and not isinstance(second, Tensor):
+        return model, second
+    return model, _forward(model, _moved(second, device))
+
+
+def _forward(model: nn.Module, batch: Any) -> Callable[[], Any]:
+    def forward() -> Any:
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        if isinstance(output, Mapping) and "loss" in output:
+            output = output["loss"]
+        elif getattr(output, "loss", None) is not None:
+            output = output.loss
+        elif isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        return output.float().mean() if isinstance(output, Tensor) and not output.is_complex() else output
+
+    return forward
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """``batch`` with the tensors in it on ``device``."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [_moved(value, device) for value in batch]
+    return batch
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient, so there is no step to take")
+    return OPTIMIZERS[name](trained)
+
+
+def _scalar(
+    loss: Callable[[], Any], device: torch.device, autocast: torch.dtype | None, where: str
+) -> Callable[[], Tensor]:
+    """The forward pass under autocast, after one that shows that it gives a loss."""
+
+    def forward() -> Any:
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            return loss()
+
+    try:
+        first = forward()
+    except Exception as error:
+        raise UsageError(f"--model {where}: the forward pass raised\n{_trace(error)}") from error
+    if not isinstance(first, Tensor):
+        raise UsageError(f"--model {where}: the loss must be a tensor, not a {type(first).__name__}")
+    if first.numel() != 1 or first.is_complex():
+        raise UsageError(
+            f"--model {where}: the loss must be one real number, not a {first.dtype} tensor of shape "
+            f"{tuple(first.shape)}; reduce it, with .mean() for example"
+        )
+    if not first.requires_grad:
+        raise UsageError(f"--model {where}: the loss has no graph, so there are no gradients; was it detached?")
+    return forward
+
+
+def _that_run(step: steps.Step, where: str) -> list[steps.Variant]:
+    """The variants that this step can be measured in, after one step of each, all answers held against float64."""
+    try:
+        steps.verify(step)
+    except ValueError as error:
+        raise UsageError(f"--model {where}: {error}") from error
+    plain, *others = steps.variants()
+    failure = _failure(plain, step)
+    if failure is not None:
+        raise UsageError(f"--model {where}: a training step raised\n{_trace(failure)}") from failure
+    running = [plain]
+    for variant in others:
+        failure = _failure(variant, step)
+        if failure is None:
+            running.append(variant)
+        else:
+            print(f"left out: {variant.name}, since it raised {type(failure).__name__}: {failure}", file=sys.stderr)
+    return running
+
+
+def _failure(variant: steps.Variant, step: steps.Step) -> Exception | None:
+    try:
+        variant.run(step)
+    except Exception as error:
+        return error
+    return None
+
+
+def _trace(error: Exception) -> str:
+    """The traceback without this file's own frames, which tell a user nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return "".join(["".join(traceback.format_list(frames)), *traceback.format_exception_only(error)]).rstrip()
+
+
+def verdict(measured: list[steps.Cost]) -> str:
+    """One sentence: what gradstat adds to this step, and what `detect_anomaly` does."""
+    by_name = {cost.name: cost for cost in measured}
+    sentence = "gradstat.check "
+    check = by_name.get(steps.CHECK)
+    if check is None:
+        return "gradstat.check did not run on this model."
+    if check.ratio.low <= 1:
+        sentence += "costs no more than steps differ by"
+    else:
+        sentence += f"adds {(check.ratio.median - 1) * 100:.1f} % to a step"
+    anomaly = by_name.get(steps.ANOMALY)
+    if anomaly is not None:
+        sentence += f"; detect_anomaly makes it {anomaly.ratio.median:.2f} times as long"
+    return sentence + "."
+
+
+def _plain(cost: steps.Cost) -> dict[str, Any]:
+    return {
+        "name": cost.name,
+        "seconds": cost.seconds._asdict(),
+        "ratio": cost.ratio._asdict(),
+        "extra_bytes": cost.extra_bytes,
+    }

@@ -1,0 +1,223 @@
+"""What is added to a training step: the step in several variants, their times interleaved, and their peak memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import gradstat
+from gradstat.bench.memory import peak_bytes
+from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+
+MAX_NORM = 1.0
+PLAIN = "plain step"
+CHECK = "+ gradstat.check"
+CHECK_ASYNC = "+ gradstat.check_async"
+CLIP = "+ gradstat.clip_grad_norm_"
+TORCH_CLIP = "+ torch clip_grad_norm_"
+NAIVE = "+ naive .item() loop"
+ANOMALY_WITHOUT_NAN = "detect_anomaly(check_nan=False)"
+ANOMALY = "detect_anomaly"
+WARMUP = 2
+
+
+class WrongAnswerError(AssertionError):
+    """A call that was to be timed gave a wrong answer, so its time means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step without any inspection.
+
+    Attributes:
+        model: Whose gradients are looked at.
+        loss: A forward pass; returns the loss, a scalar with a graph.
+        optimizer: Of the model's parameters, with a small learning rate, since it takes many steps.
+        device: Where it runs.
+    """
+
+    model: nn.Module
+    loss: Callable[[], Tensor]
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is done besides the step.
+
+    Attributes:
+        name: As it is shown.
+        inspect: Called with the model between ``backward()`` and the optimizer's step.
+        anomaly: `detect_anomaly`'s ``check_nan``; None leaves anomaly mode off.
+    """
+
+    name: str
+    inspect: Callable[[nn.Module], object] = lambda model: None
+    anomaly: bool | None = None
+
+    def run(self, step: Step) -> None:
+        """One step of training in this variant."""
+        with torch.autograd.set_detect_anomaly(self.anomaly is not None, bool(self.anomaly)):
+            step.optimizer.zero_grad()
+            step.loss().backward()
+            self.inspect(step.model)
+            step.optimizer.step()
+
+
+def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, float]:
+    """What people write by hand: five reductions per gradient, each brought to the host at once.
+
+    Returns:
+        How many gradients are not finite, the norm of all of them, the smallest and the largest element.
+    """
+    bad, squares, low, high = 0, 0.0, math.inf, -math.inf
+    for gradient in gradients:
+        if gradient is not None:
+            bad += bool(gradient.isnan().any().item()) or bool(gradient.isinf().any().item())
+            squares += gradient.norm().item() ** 2
+            low = min(low, gradient.min().item())
+            high = max(high, gradient.max().item())
+    return bad, math.sqrt(squares), low, high
+
+
+class _CheckAsync:
+    """Reads the report of the step before when it has launched the next, as a training loop would."""
+
+    def __init__(self) -> None:
+        self._pending: gradstat.PendingReport | None = None
+
+    def __call__(self, model: nn.Module) -> bool:
+        before, self._pending = self._pending, gradstat.check_async(model)
+        return before is None or before.result().ok
+
+
+def variants() -> list[Variant]:
+    """Everything a step is compared with, the plain step first."""
+    return [
+        Variant(PLAIN),
+        Variant(CHECK, lambda model: gradstat.check(model).ok),
+        Variant(CHECK_ASYNC, _CheckAsync()),
+        Variant(CLIP, lambda model: gradstat.clip_grad_norm_(model.parameters(), MAX_NORM)),
+        Variant(TORCH_CLIP, lambda model: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)),
+        Variant(NAIVE, lambda model: naive_loop(p.grad for p in model.parameters())),
+        Variant(ANOMALY_WITHOUT_NAN, anomaly=False),
+        Variant(ANOMALY, anomaly=True),
+    ]
+
+
+def verify(step: Step) -> None:
+    """Holds what the variants say about one step's gradients against each other in float64, before any is timed.
+
+    Raises:
+        ValueError: The model has no gradients after ``backward()``, or they are not finite.
+        WrongAnswerError: One of them is wrong.
+    """
+    step.optimizer.zero_grad()
+    step.loss().backward()
+    parameters = [p for p in step.model.parameters() if p.grad is not None]
+    gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+    if not gradients:
+        raise ValueError("no parameter of the model has a gradient after backward(); does the loss depend on them?")
+    report = gradstat.check(step.model)
+    exact = math.sqrt(sum(float(_dense(g).to(_wide(g)).abs().square().sum()) for g in gradients))
+    if not math.isfinite(exact):
+        raise ValueError(f"the model's gradients are not finite, so there is nothing fair to time:\n{report}")
+    coarse = 1e-3 if all(_dense(g).dtype in (torch.float32, torch.float64) for g in gradients) else 2e-2
+    said = {
+        CHECK: (report.total_norm, 1e-6),
+        CHECK_ASYNC: (gradstat.check_async(step.model).result().total_norm, 1e-6),
+        CLIP: (float(gradstat.clip_grad_norm_(parameters, math.inf)), coarse),
+    }
+    if not any(g.is_sparse for g in gradients):
+        said[NAIVE] = (naive_loop(gradients)[1], coarse)
+        said[TORCH_CLIP] = (float(nn.utils.get_total_norm(gradients)), coarse)
+    for name, (norm, tolerance) in said.items():
+        if not math.isclose(norm, exact, rel_tol=tolerance, abs_tol=1e-30):
+            raise WrongAnswerError(f"{name} says the norm is {norm}, but it is {exact}")
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.complex128 if gradient.is_complex() else torch.float64
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one variant of a step costs.
+
+    Attributes:
+        name: The variant's.
+        seconds: Wall time of a step, with a final sync.
+        ratio: To the plain step of the same round.
+        extra_bytes: Peak memory beyond the plain step's; see `memory.peak_bytes` for what is counted.
+    """
+
+    name: str
+    seconds: Quartiles
+    ratio: Quartiles
+    extra_bytes: int
+
+
+def rounds_of(rounds: int) -> int:
+    """How often `costs` calls ``progress`` for that many timed rounds."""
+    return WARMUP + rounds
+
+
+def costs(
+    step: Step,
+    rounds: int,
+    *,
+    compared: list[Variant] | None = None,
+    progress: Callable[[], object] | None = None,
+) -> list[Cost]:
+    """Time and peak memory of every variant, the plain step first.
+
+    Args:
+        step: The training step.
+        rounds: Timed rounds; in each, every variant takes one step.
+        compared: The variants, the plain step first; None means all.
+        progress: Called after every round.
+    """
+    compared = compared or variants()
+    samples = interleaved(
+        {variant.name: (lambda v=variant: v.run(step)) for variant in compared},  # type: ignore[misc]
+        rounds,
+        WARMUP,
+        device=step.device,
+        progress=progress,
+        device_time=False,
+    )
+    peaks = [peak_bytes(lambda v=variant: v.run(step), step.device, step.optimizer.zero_grad) for variant in compared]  # type: ignore[misc]
+    plain = samples[compared[0].name].wall
+    return [
+        Cost(v.name, quartiles(samples[v.name].wall), ratios(samples[v.name].wall, plain), peak - peaks[0])
+        for v, peak in zip(compared, peaks, strict=True)
+    ]
+
+
+def table(measured: list[Cost]) -> str:
+    """Costs as text: median, ratio to the plain step with its quartiles, peak extra memory."""
+    lines = [f"  {'':<32} {'median':>11}   {'times the plain step':<24} {'peak extra memory':>17}"]
+    for number, cost in enumerate(measured):
+        line = f"  {cost.name:<32} {cost.seconds.median * 1e3:8.2f} ms"
+        if number:
+            spread = f"({cost.ratio.low:.2f} to {cost.ratio.high:.2f})"
+            line += f"   {cost.ratio.median:5.2f} {spread:<18} {in_bytes(cost.extra_bytes):>17}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people: ``"1.5 MB"``, in powers of ten."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,114 @@
+"""Fair timing: calls take turns round by round, so that a slow moment of the machine meets all of them."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from gradstat.bench.machine import synchronize
+
+# About a tenth of a millisecond on the GPU, in which the host gets ahead of it.
+_HEAD_START_CYCLES = 200_000
+
+
+class Quartiles(NamedTuple):
+    """First quartile, median and third quartile."""
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Seconds of one call, a number per round.
+
+    Attributes:
+        wall: From the call to the end of all its work, a final sync included.
+        host: Until the call returned. On a CPU the same as ``wall``.
+        device: On a GPU, between events around the call on a busy queue: kernels, and waits the call itself
+            makes, but no launch latency. Empty on a CPU.
+    """
+
+    wall: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """The quartiles of one or more values."""
+    if len(values) == 1:
+        return Quartiles(values[0], values[0], values[0])
+    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
+    """Quartiles of ``values`` over ``base``, round by round: what slows a round down cancels out."""
+    return quartiles([value / other for value, other in zip(values, base, strict=True)])
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 3,
+    *,
+    device: torch.device | None = None,
+    before: Callable[[str], object] | None = None,
+    progress: Callable[[], object] | None = None,
+    device_time: bool = True,
+) -> dict[str, Samples]:
+    """Times every call once per round, in an order drawn anew (but the same on every run) for each.
+
+    Args:
+        calls: By name.
+        rounds: Timed rounds.
+        warmup: Rounds before them that are not counted.
+        device: Where the work is done; None is the CPU.
+        before: Run, untimed, ahead of every call, with its name.
+        progress: Called after every round, uncounted ones included.
+        device_time: On a GPU, run every call a second time per round for ``Samples.device``.
+    """
+    device = device or torch.device("cpu")
+    samples = {name: Samples() for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
+    for number in range(warmup + rounds):
+        shuffle(order)
+        for name in order:
+            if before is not None:
+                before(name)
+            synchronize(device)
+            start = time.perf_counter()
+            calls[name]()
+            returned = time.perf_counter()
+            synchronize(device)
+            end = time.perf_counter()
+            on_device = None
+            if device.type == "cuda" and device_time:
+                if before is not None:
+                    before(name)
+                on_device = _device_seconds(calls[name])
+            if number >= warmup:
+                samples[name].wall.append(end - start)
+                samples[name].host.append(returned - start)
+                if on_device is not None:
+                    samples[name].device.append(on_device)
+        if progress is not None:
+            progress()
+    return samples
+
+
+def _device_seconds(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3
