@@ -296,11 +296,11 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="everything; some ten minutes")
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, help="for the rounds of one comparison (default 3, full 5)")
+    parser.add_argument("--seconds", type=float, help="for the rounds of one comparison (default 3, full 4)")
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="record them below this folder instead")
     options = parser.parse_args()
-    plan = Plan(torch.device(options.device), options.full, options.seconds or (5.0 if options.full else 3.0))
+    plan = Plan(torch.device(options.device), options.full, options.seconds or (4.0 if options.full else 3.0))
     groups = options.only or (GROUPS if options.full else QUICK)
     print(f"{machine.description(plan.device)}; {machine.versions()}", flush=True)
     rows: list[Row] = []
