@@ -237,20 +237,17 @@ class Work {
   // Calls body(tensor, first value, number of values, slot) for every chunk, at least once per tensor.
   template <class Body>
   void for_each_chunk(const Body& body) const {
-    deal([&](Place place, const Place& end) {
-      for (; place != end; step(place)) body(place.tensor, place.first, chunk_at(place), place.slot);
-    });
-  }
-
-  // The same with every thread's chunks in reverse, so that the first are those that it worked on last.
-  template <class Body>
-  void for_each_chunk_backwards(const Body& body) const {
-    deal([&](const Place& begin, Place place) {
-      while (place != begin) {
-        step_back(place);
-        body(place.tensor, place.first, chunk_at(place));
+    const auto tasks = static_cast<int64_t>(borders_.size()) - 1;
+    const auto run = [&](int64_t begin, int64_t end) {
+      for (Place place = borders_[begin]; place != borders_[end]; step(place)) {
+        body(place.tensor, place.first, chunk_at(place), place.slot);
       }
-    });
+    };
+    if (tasks == 1) {
+      run(0, 1);
+    } else {
+      torch::stable::parallel_for(0, tasks, 1, run);
+    }
   }
 
  private:
@@ -272,27 +269,6 @@ class Work {
     if (place.first >= entries_[place.tensor].values()) {
       ++place.tensor;
       place.first = 0;
-    }
-  }
-
-  void step_back(Place& place) const {
-    if (place.first == 0) {
-      --place.tensor;
-      place.first = std::max<int64_t>(entries_[place.tensor].values() - 1, 0) / kChunk * kChunk;
-    } else {
-      place.first -= kChunk;
-    }
-  }
-
-  // Torch gives each thread one range of tasks, the same one whenever the number of tasks is the same.
-  template <class Run>
-  void deal(const Run& run) const {
-    const auto tasks = static_cast<int64_t>(borders_.size()) - 1;
-    const auto run_range = [&](int64_t begin, int64_t end) { run(borders_[begin], borders_[end]); };
-    if (tasks == 1) {
-      run_range(0, 1);
-    } else {
-      torch::stable::parallel_for(0, tasks, 1, run_range);
     }
   }
 
@@ -326,8 +302,9 @@ Row rows_cpu(const std::vector<Entry>& entries, Row* table) {
 void scale_cpu(const std::vector<Entry>& entries, double coefficient) {
   const auto scale = kernels().scale;
   const Work work(entries);
-  work.for_each_chunk_backwards(
-      [&](size_t tensor, int64_t first, int64_t count) { scale(entries[tensor], first, count, coefficient); });
+  work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t) {
+    scale(entries[tensor], first, count, coefficient);
+  });
 }
 
 void write_norm_cpu(double value, DType dtype, void* out) {

@@ -160,7 +160,7 @@ def _clip_general(
     plain = readable(gradients, _name)
     targets = check_writable(gradients, _name) if max_norm != _INF else []
     groups = by_device(plain)
-    kernels = {device: resolve_for(backend, device.type, _name(at[0])) for device, at in groups.items()}
+    kernels = {device: resolve_for(backend, device.type, _name, at[0]) for device, at in groups.items()}
     first = plain[0].device
 
     if fused:

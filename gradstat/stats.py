@@ -91,7 +91,7 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
         parts = []
         for device, positions in groups.items():
             group = [plain[i] for i in positions]
-            table, known = resolve_for(backend, device.type, name_of(positions[0])).check(group)
+            table, known = resolve_for(backend, device.type, name_of, positions[0]).check(group)
             parts.append(Part(table, positions if len(groups) > 1 else None, _infos(group, known)))
         return parts
 
@@ -100,7 +100,7 @@ def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule
     """The short way into the kernels for a list that begins with ``first``, if its device has one."""
     if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
         return None
-    return resolve_for(backend, first.device.type, name_of(0)).direct
+    return resolve_for(backend, first.device.type, name_of, 0).direct
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
@@ -111,14 +111,14 @@ def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     return groups
 
 
-def resolve_for(backend: str | None, device_type: str, name: str) -> Kernels:
-    """`_backends.resolve`, with the name of a tensor on that type of device in the error."""
+def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:
+    """`_backends.resolve`, with the name of the i-th tensor, on that type of device, in the error."""
     try:
         return _backends.resolve(backend, device_type)
     except StaleExtensionError:
         raise
     except BackendUnavailableError as error:
-        raise BackendUnavailableError(f"{error} ({name!r} is on a device of type {device_type!r})") from error
+        raise BackendUnavailableError(f"{error} ({name_of(i)!r} is on a device of type {device_type!r})") from error
 
 
 def _infos(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:
@@ -145,4 +145,4 @@ def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
     if backend is None and plain[0].device.type in COMPILED_FOR:
         table: Tensor = torch.ops.gradstat.stats.default(plain)
         return table
-    return resolve_for(backend, plain[0].device.type, _position_name(0)).check(plain)[0]
+    return resolve_for(backend, plain[0].device.type, _position_name, 0).check(plain)[0]

@@ -49,7 +49,7 @@ def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
 
 def test_a_forced_backend_without_kernels_for_the_device_names_the_tensor() -> None:
     with pytest.raises(gradstat.BackendUnavailableError, match=r"'native'.*no kernels for devices of type 'mps'.*'w'"):
-        resolve_for("native", "mps", "w")
+        resolve_for("native", "mps", lambda i: "w", 0)
 
 
 def test_a_device_without_float64_is_refused_with_the_remedy() -> None:
