@@ -76,14 +76,17 @@ Work = Iterator[tuple[str, Callable[[], list[Row]]]]
 
 def compare(
     plan: Plan,
-    before: Callable[[], object],
+    before: Callable[[], object] | None,
     group: str,
     case: str,
     shapes: list[Shape],
     dtype: torch.dtype,
     choose: Callable[[Input], list[Provider]],
 ) -> list[Row]:
-    """Every chosen provider held against the truth, then timed, interleaved, ``before`` ahead of each call."""
+    """Every chosen provider held against the truth, then timed, interleaved, ``before`` ahead of each call.
+
+    Without a ``before`` caches are warm: each call runs once, untimed, before it is timed.
+    """
     given = input_of(shapes, dtype, str(plan.device))
     providers = choose(given)
     about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
@@ -94,12 +97,16 @@ def compare(
             made.append(row(group, case, provider.name, "norm error", "", error, plan.device, **about))
     changing = {provider.name for provider in providers if provider.changes}
 
+    calls = {provider.name: (lambda p=provider: p.run(given)) for provider in providers}
+
     def ready(name: str) -> None:
+        if before is None:
+            calls[name]()
         if name in changing:
             given.restore()
-        before()
+        if before is not None:
+            before()
 
-    calls = {provider.name: (lambda p=provider: p.run(given)) for provider in providers}
     start = time.perf_counter()
     interleaved(calls, 1, 0, device=plan.device, before=ready)
     rounds = plan.rounds(time.perf_counter() - start)
@@ -168,18 +175,18 @@ def growth_in_tensors(plan: Plan) -> Work:
 
 
 def warm_growth_in_tensors(plan: Plan) -> Work:
-    """The same with warm caches."""
-    yield from _growth_in_tensors(plan, "growth in tensors, warm", lambda: None)
+    """The same with warm caches: each call runs once, untimed, before it is timed."""
+    yield from _growth_in_tensors(plan, "growth in tensors, warm", None)
 
 
-def _growth_in_tensors(plan: Plan, group: str, before: Callable[[], object]) -> Work:
+def _growth_in_tensors(plan: Plan, group: str, before: Callable[[], object] | None) -> Work:
     for count in TENSORS:
         what, shapes = f"{count:,} tensors", [(64,)] * count
         yield what, partial(compare, plan, before, group, what, shapes, torch.float32, _growing)
 
 
 def host(plan: Plan) -> Work:
-    """Where the time of a check goes when there is little to read; caches stay warm."""
+    """Where the time of a check goes when there is little to read, with warm caches."""
     yield "144 small parameters", partial(_host, plan)
 
 
@@ -199,7 +206,8 @@ def _host(plan: Plan) -> list[Row]:
         "of a check: collect gradients": lambda: gradients_of(source.parameters),
         "of a check: the table": lambda: gradstat.stats(gradients),
     }
-    samples = interleaved(calls, 10 * plan.rounds(1e-3), 20, device=plan.device, device_time=False)
+    rounds = 10 * plan.rounds(1e-3)
+    samples = interleaved(calls, rounds, 20, device=plan.device, device_time=False, before=lambda name: calls[name]())
     case = "144 small parameters in 85 modules, warm"
     return [
         row("host path", case, name, "wall time", "us", quartiles([1e6 * s for s in sample.wall]), plan.device)

@@ -18,6 +18,7 @@ _CLIPPING = [
     "torch clip foreach=False, unclipped",
     "gradstat clip, clipped",
     "torch clip, clipped",
+    "limit: read, then multiply",
 ]
 
 
@@ -93,7 +94,8 @@ def clipping(rows: Sequence[Row], metric: str = "wall time") -> str:
     lines = []
     for key, found in _by_case(rows, metric).items():
         if _CLIPPING[0] in found:
-            base = [None, found[_CLIPPING[0]], found[_CLIPPING[0]], None, found[_CLIPPING[3]]]
+            unclipped, clipped = found[_CLIPPING[0]], found[_CLIPPING[3]]
+            base = [None, unclipped, unclipped, None, clipped, clipped]
             lines.append([*key, *(_relative(found.get(n), b) for n, b in zip(_CLIPPING, base, strict=True))])
     return grid(["gradients", "dtype", *_CLIPPING], lines, 2)
 
