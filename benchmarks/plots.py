@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,11 @@ _LINES = {
 
 
 def step_overhead(members: Sequence[Row], path: Path) -> None:
-    """Bars: what each variant adds to the time of each training step, with quartiles, and to its peak memory."""
-    ratios = _of(members, "time ratio")
+    """Bars: what each variant adds to the time of each training step, with quartiles, and to its peak memory.
+
+    An added call by its own time within the step, where that was taken; anomaly mode by the ratio of whole steps.
+    """
+    ratios = _shares(members)
     memory = {(r.case, r.provider): r.value for r in members if r.metric == "extra memory"}
     plain = {r.case: r.value for r in members if r.metric == "wall time" and r.provider == steps.PLAIN}
     cases = list(plain)
@@ -80,7 +84,22 @@ def step_overhead(members: Sequence[Row], path: Path) -> None:
         ax.grid(axis="x", color=_GRID, linewidth=0.8)
         ax.set_axisbelow(True)
     title = "Time added to a training step (in brackets: peak memory added, where 0.1 MB or more)"
+    if any(r.metric == "time inside" for r in members):
+        title += "\nan added call by its own time, anomaly mode by whole steps"
     _finish(figure, title, members, path)
+
+
+def _shares(members: Sequence[Row]) -> list[Row]:
+    plain = {r.case: r.value for r in members if r.metric == "wall time" and r.provider == steps.PLAIN}
+    inside = {(r.case, r.provider): r for r in members if r.metric == "time inside"}
+    shares = []
+    for row in _of(members, "time ratio"):
+        call = inside.get((row.case, row.provider))
+        if call is not None:
+            low, value, high = (1 + (v or call.value) / plain[row.case] for v in (call.low, call.value, call.high))
+            row = replace(row, low=low, value=value, high=high)
+        shares.append(row)
+    return shares
 
 
 def time_vs_bytes(members: Sequence[Row], path: Path) -> None:

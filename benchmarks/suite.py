@@ -236,8 +236,10 @@ def _training(plan: Plan, training: Training) -> list[Row]:
     made = []
     # A step varies more than a call, and there is more at stake: three times as long.
     for cost in steps.costs(step, plan.rounds(once / 3), compared=variants):
+        inside = cost.inside and Quartiles(*(1e6 * s for s in cost.inside))
         for metric, unit, value in (
             ("wall time", "us", Quartiles(*(1e6 * s for s in cost.seconds))),
+            *([("time inside", "us", inside)] if inside else []),
             ("time ratio", "", cost.ratio),
             ("extra memory", "B", float(cost.extra_bytes)),
         ):

@@ -126,6 +126,18 @@ def step_times(rows: Sequence[Row]) -> str:
     return grid(["training step", "plain", *columns], lines)
 
 
+def step_calls(rows: Sequence[Row]) -> str:
+    """What the added calls themselves take within a step."""
+    times, inside = _by_case(rows, "wall time"), _by_case(rows, "time inside")
+    columns = _in_order(row.provider for row in rows if row.metric == "time inside" and row.provider != steps.PLAIN)
+    lines = []
+    for key, found in inside.items():
+        plain = times[key][steps.PLAIN].value
+        shares = [f"{in_time(found[name].value)} ({100 * found[name].value / plain:.1f} %)" for name in columns]
+        lines.append([key[0], in_time(plain), *shares])
+    return grid(["training step", "plain", *columns], lines)
+
+
 def step_memory(rows: Sequence[Row]) -> str:
     """What each variant adds to a step's peak memory."""
     columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
@@ -152,17 +164,16 @@ def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
 
 
 def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """What one more small tensor costs, from the two largest counts."""
-    cases = sorted(_by_case(rows, metric).values(), key=lambda found: next(iter(found.values())).tensors)
-    if len(cases) < 2:
-        return ""
-    small, large = cases[-2:]
-    lines = []
-    for name, row in large.items():
-        if not name.startswith(LIMIT):
-            more = row.tensors - small[name].tensors
-            lines.append([name, f"{1e3 * (row.value - small[name].value) / more:,.0f} ns"])
-    return grid(["call", "for each further tensor of 64 elements"], lines)
+    """What one more small tensor costs, between one and each larger count."""
+    smallest, *larger = sorted(_by_case(rows, metric).values(), key=lambda found: next(iter(found.values())).tensors)
+    larger = [found for found in larger if next(iter(found.values())).tensors >= 1000]
+    names = [name for name in smallest if not name.startswith(LIMIT)]
+    lines = [
+        [name, *(f"{1e3 * (f[name].value - smallest[name].value) / (f[name].tensors - 1):,.0f} ns" for f in larger)]
+        for name in names
+    ]
+    counts = [f"to {next(iter(found.values())).tensors:,}" for found in larger]
+    return grid(["for each further tensor of 64 elements", *counts], lines) if larger else ""
 
 
 def plainly(rows: Sequence[Row]) -> str:
@@ -199,15 +210,18 @@ def everything(rows: Iterable[Row]) -> str:
     return "\n" + "\n".join([*parts, where(kept)]) + "\n"
 
 
+def _steps(rows: list[Row]) -> list[str]:
+    parts = ["Time added to a training step (median of the ratios to the plain step, round by round):\n"]
+    parts += [step_times(rows)]
+    if any(row.metric == "time inside" for row in rows):
+        parts += ["The added call alone, timed within the step (in brackets: of the plain step):\n", step_calls(rows)]
+    return parts
+
+
 def _section(name: str, rows: list[Row]) -> list[str]:
     on_device = any(row.metric == "device time" for row in rows)
     if name == "steps":
-        return [
-            "Time added to a training step (median of the ratios to the plain step, round by round):\n",
-            step_times(rows),
-            "Peak memory added to it:\n",
-            step_memory(rows),
-        ]
+        return [*_steps(rows), "Peak memory added to it:\n", step_memory(rows)]
     if name == "lists":
         parts = ["From the call to the report, caches flushed (in brackets: times the fastest plain read):\n"]
         parts += [measuring(rows)]
@@ -232,7 +246,7 @@ def summary(rows: Iterable[Row]) -> str:
     list_rows = [row for row in kept if row.group == "lists" and row.dtype == "float32"]
     parts = []
     if step_rows:
-        parts += ["What is added to the time of a training step:\n", step_times(step_rows)]
+        parts += _steps(step_rows)
     if list_rows:
         parts += ["From the call to the report (in brackets: times the fastest plain read):\n", measuring(list_rows)]
         parts += ["Clips (in brackets: times gradstat's):\n", clipping(list_rows)]

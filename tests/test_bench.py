@@ -247,7 +247,12 @@ def test_costs_hold_every_variant() -> None:
     assert next(count) == steps.rounds_of(2)
     assert [cost.name for cost in measured] == [v.name for v in steps.variants()]
     assert measured[0].ratio == (1, 1, 1)
-    anomaly = measured[-1]
+    check, anomaly = measured[1], measured[-1]
+    assert check.inside is not None
+    assert 0 < check.inside.median < check.seconds.median
+    assert check.added(measured[0]) == check.inside.median / measured[0].seconds.median
+    assert anomaly.inside is None
+    assert anomaly.added(measured[0]) == anomaly.ratio.median - 1
     assert anomaly.extra_bytes > 1000  # its stack traces
     assert "detect_anomaly" in steps.table(measured)
     assert "gradstat.check" in command.verdict(measured)

@@ -318,10 +318,10 @@ def verdict(measured: list[steps.Cost]) -> str:
     check = by_name.get(steps.CHECK)
     if check is None:
         return "gradstat.check did not run on this model."
-    if check.ratio.low <= 1:
+    if check.inside is None and check.ratio.low <= 1:
         sentence += "costs no more than steps differ by"
     else:
-        sentence += f"adds {(check.ratio.median - 1) * 100:.1f} % to a step"
+        sentence += f"adds {check.added(measured[0]) * 100:.1f} % to a step"
     anomaly = by_name.get(steps.ANOMALY)
     if anomaly is not None:
         sentence += f"; detect_anomaly makes it {anomaly.ratio.median:.2f} times as long"
@@ -333,5 +333,6 @@ def _plain(cost: steps.Cost) -> dict[str, Any]:
         "name": cost.name,
         "seconds": cost.seconds._asdict(),
         "ratio": cost.ratio._asdict(),
+        "seconds_of_the_call": cost.inside and cost.inside._asdict(),
         "extra_bytes": cost.extra_bytes,
     }

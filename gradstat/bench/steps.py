@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -60,13 +61,16 @@ class Variant:
     inspect: Callable[[nn.Module], object] = lambda model: None
     anomaly: bool | None = None
 
-    def run(self, step: Step) -> None:
-        """One step of training in this variant."""
+    def run(self, step: Step) -> float:
+        """One step of training in this variant; returns the seconds until ``inspect`` had returned, from its call."""
         with torch.autograd.set_detect_anomaly(self.anomaly is not None, bool(self.anomaly)):
             step.optimizer.zero_grad()
             step.loss().backward()
+            start = time.perf_counter()
             self.inspect(step.model)
+            inside = time.perf_counter() - start
             step.optimizer.step()
+        return inside
 
 
 def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, float]:
@@ -157,13 +161,21 @@ class Cost:
         name: The variant's.
         seconds: Wall time of a step, with a final sync.
         ratio: To the plain step of the same round.
+        inside: Seconds in the added call itself, as it runs within the step: what the ratio is too noisy to tell when
+            it is little. None where that means nothing: in anomaly mode, and on a GPU, where a call that waits waits
+            for the backward pass.
         extra_bytes: Peak memory beyond the plain step's; see `memory.peak_bytes` for what is counted.
     """
 
     name: str
     seconds: Quartiles
     ratio: Quartiles
+    inside: Quartiles | None
     extra_bytes: int
+
+    def added(self, plain: Cost) -> float:
+        """What it adds to a step, as a share of the plain one: by ``inside`` if that is known, else by ``ratio``."""
+        return self.ratio.median - 1 if self.inside is None else self.inside.median / plain.seconds.median
 
 
 def rounds_of(rounds: int) -> int:
@@ -187,8 +199,9 @@ def costs(
         progress: Called after every round.
     """
     compared = compared or variants()
+    inside: dict[str, list[float]] = {variant.name: [] for variant in compared}
     samples = interleaved(
-        {variant.name: (lambda v=variant: v.run(step)) for variant in compared},  # type: ignore[misc]
+        {variant.name: (lambda v=variant: inside[v.name].append(v.run(step))) for variant in compared},  # type: ignore[misc]
         rounds,
         WARMUP,
         device=step.device,
@@ -197,20 +210,26 @@ def costs(
     )
     peaks = [peak_bytes(lambda v=variant: v.run(step), step.device, step.optimizer.zero_grad) for variant in compared]  # type: ignore[misc]
     plain = samples[compared[0].name].wall
-    return [
-        Cost(v.name, quartiles(samples[v.name].wall), ratios(samples[v.name].wall, plain), peak - peaks[0])
-        for v, peak in zip(compared, peaks, strict=True)
-    ]
+    measured = []
+    for variant, peak in zip(compared, peaks, strict=True):
+        wall, within = samples[variant.name].wall, inside[variant.name][WARMUP : WARMUP + rounds]
+        known = variant.anomaly is None and step.device.type == "cpu"
+        call = quartiles(within) if known else None
+        measured.append(Cost(variant.name, quartiles(wall), ratios(wall, plain), call, peak - peaks[0]))
+    return measured
 
 
 def table(measured: list[Cost]) -> str:
-    """Costs as text: median, ratio to the plain step with its quartiles, peak extra memory."""
-    lines = [f"  {'':<32} {'median':>11}   {'times the plain step':<24} {'peak extra memory':>17}"]
+    """Costs as text: median, ratio to the plain step with its quartiles, the added call alone, peak extra memory."""
+    lines = [f"  {'':<32} {'median':>11}   {'times the plain step':<24} {'the call alone':>17} {'extra memory':>13}"]
     for number, cost in enumerate(measured):
         line = f"  {cost.name:<32} {cost.seconds.median * 1e3:8.2f} ms"
         if number:
             spread = f"({cost.ratio.low:.2f} to {cost.ratio.high:.2f})"
-            line += f"   {cost.ratio.median:5.2f} {spread:<18} {in_bytes(cost.extra_bytes):>17}"
+            alone = ""
+            if cost.inside is not None:
+                alone = f"{cost.inside.median * 1e3:.2f} ms, {cost.added(measured[0]) * 100:.1f} %"
+            line += f"   {cost.ratio.median:5.2f} {spread:<18} {alone:>17} {in_bytes(cost.extra_bytes):>13}"
         lines.append(line)
     return "\n".join(lines)
 
