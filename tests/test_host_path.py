@@ -34,8 +34,12 @@ DTYPES = [
 ]
 
 
-def ordinary() -> list[Tensor]:
-    return [
+def direct(device: str) -> _native.DeviceModule:
+    return HELPERS if device == "cpu" else _native.load_cuda()
+
+
+def ordinary(device: str = "cpu") -> list[Tensor]:
+    tensors = [
         *(torch.randn(5, 7).to(dtype) for dtype in DTYPES),
         torch.tensor(2.5),
         torch.zeros(0, 3),
@@ -45,30 +49,32 @@ def ordinary() -> list[Tensor]:
         torch.randn(9)[2:6],
         nn.Parameter(torch.randn(3)),
     ]
+    return [tensor.to(device) for tensor in tensors]
 
 
 @pytest.mark.usefixtures("_poisoned")
-def test_ordinary_tensors_take_the_short_way_and_get_the_same_bits() -> None:
-    tensors = ordinary()
-    direct = HELPERS.check(tensors)
-    assert direct is not None
-    table, signature = direct
+def test_ordinary_tensors_take_the_short_way_and_get_the_same_bits(device: str) -> None:
+    tensors = ordinary(device)
+    measured = direct(device).check(tensors)
+    assert measured is not None
+    table, signature = measured
     expected, expected_signature = OPS.check(tensors)
     assert torch.equal(table, expected)
     assert signature == expected_signature
     assert table.shape == (len(tensors), len(gradstat.FIELDS))
-    assert table.device == torch.device("cpu")
+    assert table.device == tensors[0].device
 
 
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, float("inf")])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_the_short_way_gives_the_same_bits(max_norm: float, norm_type: float) -> None:
-    for tensors in ([torch.randn(5, 7), torch.randn(9)], [torch.randn(4).bfloat16()], [torch.randn(4).half()] * 2):
+def test_clipping_the_short_way_gives_the_same_bits(max_norm: float, norm_type: float, device: str) -> None:
+    wide, narrow, half = torch.randn(5, 7).to(device), torch.randn(4).bfloat16().to(device), torch.randn(4).half()
+    for tensors in ([wide, torch.randn(9).to(device)], [narrow], [half.to(device)] * 2):
         again = [tensor.clone() for tensor in tensors]
-        if tensors[0] is tensors[-1]:
+        if len(tensors) > 1 and tensors[0] is tensors[1]:
             again = [again[0]] * len(again)
-        norm = HELPERS.clip_(tensors, max_norm, norm_type)
+        norm = direct(device).clip_(tensors, max_norm, norm_type)
         expected = OPS.clip_(again, max_norm, norm_type)
         assert norm is not None
         assert norm.dtype == expected.dtype
@@ -134,14 +140,15 @@ def test_batched_tensors_are_refused_with_a_reason() -> None:
 
 
 @pytest.mark.usefixtures("_poisoned")
-def test_measuring_and_scaling_are_a_clip() -> None:
-    tensors = [torch.randn(5, 7), torch.randn(3).bfloat16()]
+def test_measuring_and_scaling_are_a_clip(device: str) -> None:
+    kernels = direct(device)
+    tensors = [torch.randn(5, 7).to(device), torch.randn(3).bfloat16().to(device)]
     again = [tensor.clone() for tensor in tensors]
-    measured = HELPERS.measure(tensors, 0.5, 2.0)
+    measured = kernels.measure(tensors, 0.5, 2.0)
     assert measured is not None
     assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
-    assert HELPERS.scale_(tensors, measured[1])
-    assert measured[0] == HELPERS.clip_(again, 0.5, 2.0)
+    assert kernels.scale_(tensors, measured[1])
+    assert measured[0] == kernels.clip_(again, 0.5, 2.0)
     assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
 
 
