@@ -462,3 +462,12 @@ def test_every_quick_case_is_on_every_device() -> None:
     for device in ("cpu", "cuda"):
         assert any(case.quick and device in case.devices for case in CASES)
         assert any(training.quick and device in training.devices for training in TRAININGS)
+
+
+def test_pytest_benchmarks_run_in_any_order() -> None:
+    """Clips share their gradients with the tests behind them."""
+    chosen = "300 and (clipped or plain)"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks", "-k", chosen]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+    assert int(run.stdout.rsplit(" passed", 1)[0].split()[-1]) >= 8
