@@ -46,21 +46,19 @@ class ModulePlan {
   // An address that was freed and used again passes for unchanged. It can only be another parameter under the
   // same name in the same module, and it is the current values that are returned.
   PyObject* parameters() const {
-    std::vector<PyObject*> values;
+    std::vector<Ref> values;  // held, for asking a module for its dictionaries may run anybody's code
     values.reserve(values_.size());
     const bool same = visit([&](PyObject* key, PyObject* value) {
       const size_t i = values.size();
       if (i == values_.size() || key != keys_[i].get() || value != values_[i]) return false;
-      values.push_back(value);
+      values.push_back(Ref::borrow(value));
       return true;
     });
     if (!same || values.size() != values_.size()) return nullptr;
     Ref list(PyList_New(static_cast<Py_ssize_t>(places_.size())));
     if (!list) throw PythonError();
     for (size_t i = 0; i < places_.size(); ++i) {
-      PyObject* value = values[places_[i]];
-      Py_INCREF(value);
-      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), value);
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Ref::borrow(values[places_[i]].get()).release());
     }
     return list.release();
   }
@@ -72,11 +70,12 @@ class ModulePlan {
     static PyObject* const names[] = {PyUnicode_InternFromString("_parameters"),
                                       PyUnicode_InternFromString("_modules")};
     for (const Ref& reference : modules_) {
-      PyObject* module = PyWeakref_GetObject(reference.get());
-      if (module == nullptr) throw PythonError();
-      if (module == Py_None) return false;
+      PyObject* borrowed = PyWeakref_GetObject(reference.get());
+      if (borrowed == nullptr) throw PythonError();
+      if (borrowed == Py_None) return false;
+      const Ref module = Ref::borrow(borrowed);
       for (PyObject* name : names) {
-        const Ref dictionary(PyObject_GetAttr(module, name));
+        const Ref dictionary(PyObject_GetAttr(module.get(), name));
         if (!dictionary) throw PythonError();
         if (!PyDict_Check(dictionary.get())) return false;
         PyObject *key = nullptr, *value = nullptr;
