@@ -228,14 +228,11 @@ inline bool add_tensor(TensorList& list, PyObject* tensor, DLDeviceType device_t
   view.strides = dl.strides;
   view.device_index = dl.device.device_id;
   if (view.numel > 0 && dl.data == nullptr) return false;  // torch's zeros that take no memory
-  if (view.numel > 0 && !is_dense(view)) return false;
   // DLPack does not tell lazily conjugated and negated tensors. Real ones are negated as the imaginary part of
   // a conjugate, every other number of an array of complex ones, so only one of a single element is dense.
   if (view.element.is_pair && is_true_of(exchange().is_conj, tensor)) return false;
   if ((view.element.is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) return false;
-  if (list.size() > 0 && view.device_index != list.device_index()) return false;
-  list.add(view);
-  return true;
+  return list.add(view) == nullptr;
 }
 
 inline std::optional<DirectList> direct_list(PyObject* tensors, DLDeviceType device_type,

@@ -76,7 +76,7 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
   if (view.numel > 0) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
   view.sizes = sizes;
   view.strides = strides;
-  list.add(view);
+  if (const char* why = list.add(view)) list.reject(why);
 }
 
 // Throws std::runtime_error naming the first tensor that cannot be read in place.

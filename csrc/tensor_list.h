@@ -80,14 +80,11 @@ class TensorList {
   // `device_type` is torch's number of the type of device that all tensors are on.
   TensorList(size_t capacity, int32_t device_type) : device_type_(device_type) { entries_.reserve(capacity); }
 
-  // Throws std::runtime_error naming the tensor by its position if it cannot be read in place.
-  void add(const TensorView& view) {
-    if (entries_.empty()) {
-      device_index_ = view.device_index;
-    } else if (view.device_index != device_index_) {
-      reject("is on another device than the first");
-    }
-    if (!is_dense(view)) reject("is not dense in memory");
+  // Null, or why the tensor cannot be read in place; then nothing was added.
+  const char* add(const TensorView& view) {
+    if (!entries_.empty() && view.device_index != device_index_) return "is on another device than the first";
+    if (!is_dense(view)) return "is not dense in memory";
+    device_index_ = view.device_index;
     const ElementType element = view.element;
     const DType real = size_of(element.dtype) == 1 ? DType::kFloat32 : element.dtype;
     norm_dtype_ = entries_.empty() ? real : promote(norm_dtype_, real);
@@ -101,9 +98,10 @@ class TensorList {
                                        static_cast<uint64_t>(view.strides[d]));
     }
     entries_.push_back({view.data, view.numel, element.dtype, element.is_pair});
+    return nullptr;
   }
 
-  // Says about the tensor that would be added next why it cannot be.
+  // Throws std::runtime_error that names the tensor that would be added next, by its position.
   [[noreturn]] void reject(const char* why) const {
     throw std::runtime_error("gradstat: tensor " + std::to_string(entries_.size()) + " " + why);
   }

@@ -124,9 +124,7 @@ def _clip_directly(
         return None
     norm, coefficient = measured
     _raise_if_nonfinite(norm, norm_type)
-    if max_norm != _INF:
-        direct.scale_(gradients, coefficient)
-    return norm
+    return norm if max_norm == _INF or direct.scale_(gradients, coefficient) else None
 
 
 def _compiled_clip(

@@ -159,6 +159,20 @@ def test_a_coefficient_of_another_kind_is_refused(coefficient: Any) -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
+def test_gradients_that_cannot_be_scaled_directly_are_scaled_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        measure = staticmethod(HELPERS.measure)
+
+        def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> bool:
+            return False
+
+    monkeypatch.setattr(_backends.resolve(None, "cpu"), "direct", Refusing())
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    assert gradstat.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True) == 2.0
+    assert parameter.grad.norm() == pytest.approx(1.0, abs=1e-6)
+
+
 def test_orders_of_norm_that_the_kernels_do_not_measure_are_refused() -> None:
     with pytest.raises(RuntimeError, match="norm_type must be 2 or inf, got 1"):
         HELPERS.clip_([torch.ones(2)], 1.0, 1.0)
