@@ -115,18 +115,21 @@ class Input:
     Attributes:
         parameters: With gradients. Their own data takes no memory.
         gradients: Theirs, in order.
-        max_norm: The norm of the gradients.
-        facts: The truth.
+        facts: The truth about them.
         words: The same number of bytes in one piece, as float32: what a plain read reads.
         restore: Makes the gradients what they were, after something clipped them.
     """
 
     parameters: list[nn.Parameter]
     gradients: list[Tensor]
-    max_norm: float
     facts: Facts
     words: Tensor
     restore: Callable[[], None] = lambda: None
+
+    @property
+    def max_norm(self) -> float:
+        """Their norm: clips are given multiples of it."""
+        return self.facts.norm
 
     @property
     def bytes(self) -> int:
@@ -164,7 +167,7 @@ def input_of(shapes: list[Shape], dtype: torch.dtype = torch.float32, device: st
     words = gradients[0].view(-1).view(torch.float32) if one_piece else torch.ones(size // 4, device=device)
     facts = facts_of(gradients)
     parameters = [parameter_of(g) for g in gradients]
-    return Input(parameters, gradients, facts.norm, facts, words, partial(_fill, gradients, block))
+    return Input(parameters, gradients, facts, words, partial(_fill, gradients, block))
 
 
 def _fill(gradients: list[Tensor], block: Tensor) -> None:
@@ -224,7 +227,7 @@ class Provider:
 
 
 LIMIT = "plain read"
-CHECK = "gradstat.check"
+CHECK, CHECK_TRITON = "gradstat.check", "gradstat.check, triton"
 STATS = "gradstat.stats"
 CLIP, CLIPPED = "gradstat clip, unclipped", "gradstat clip, clipped"
 TORCH_CLIP, TORCH_CLIPPED = "torch clip, unclipped", "torch clip, clipped"
@@ -268,14 +271,33 @@ def _not_float8(given: Input) -> bool:
     return given.dtype != FLOAT8
 
 
-def _torch_clip(given: Input, foreach: bool | None = None) -> Tensor:
-    return nn.utils.clip_grad_norm_(given.parameters, 2 * given.max_norm, foreach=foreach)
+def _gradstat_clip(name: str, share: float) -> Provider:
+    """A clip to ``share`` of the norm there is."""
+    return Provider(
+        name,
+        lambda given: gradstat.clip_grad_norm_(given.parameters, share * given.max_norm),
+        _read_norm,
+        rounded=True,
+        factor=min(share, 1.0),
+        serves=_not_float8,
+    )
+
+
+def _torch_clip(name: str, share: float, foreach: bool | None = None) -> Provider:
+    return Provider(
+        name,
+        lambda given: nn.utils.clip_grad_norm_(given.parameters, share * given.max_norm, foreach=foreach),
+        _read_norm,
+        TORCH_ERROR,
+        factor=min(share, 1.0),
+        serves=_not_float8,
+    )
 
 
 PROVIDERS = (
     Provider(CHECK, _check, _read_report),
     Provider(
-        "gradstat.check, triton",
+        CHECK_TRITON,
         lambda given: _check(given, "triton"),
         _read_report,
         serves=lambda given: given.device.type == "cuda",
@@ -301,39 +323,11 @@ PROVIDERS = (
         TORCH_ERROR,
         serves=_not_float8,
     ),
-    Provider(
-        CLIP,
-        lambda given: gradstat.clip_grad_norm_(given.parameters, 2 * given.max_norm),
-        _read_norm,
-        rounded=True,
-        factor=1.0,
-        serves=_not_float8,
-    ),
-    Provider(TORCH_CLIP, _torch_clip, _read_norm, TORCH_ERROR, factor=1.0, serves=_not_float8),
-    Provider(
-        TORCH_LOOP_CLIP,
-        lambda given: _torch_clip(given, foreach=False),
-        _read_norm,
-        TORCH_ERROR,
-        factor=1.0,
-        serves=_not_float8,
-    ),
-    Provider(
-        CLIPPED,
-        lambda given: gradstat.clip_grad_norm_(given.parameters, 0.5 * given.max_norm),
-        _read_norm,
-        rounded=True,
-        factor=0.5,
-        serves=_not_float8,
-    ),
-    Provider(
-        TORCH_CLIPPED,
-        lambda given: nn.utils.clip_grad_norm_(given.parameters, 0.5 * given.max_norm),
-        _read_norm,
-        TORCH_ERROR,
-        factor=0.5,
-        serves=_not_float8,
-    ),
+    _gradstat_clip(CLIP, 2.0),
+    _torch_clip(TORCH_CLIP, 2.0),
+    _torch_clip(TORCH_LOOP_CLIP, 2.0, foreach=False),
+    _gradstat_clip(CLIPPED, 0.5),
+    _torch_clip(TORCH_CLIPPED, 0.5),
     # The least a clip that clips can do, in torch's own two operations on one piece of memory. It multiplies by one.
     Provider(CLIP_LIMIT, lambda given: (given.words.amax(), given.words.mul_(1.0)), serves=_not_float8),
     # The least anyone can do: read every byte once. Which way is fastest differs by machine, so that the limit is
@@ -368,7 +362,7 @@ def verify(provider: Provider, given: Input) -> float | None:
     tolerance = provider.tolerance + rounding * provider.rounded
     if provider.factor is not None and given.bytes <= _COPIED_AT_MOST:
         copies = [gradient.clone() for gradient in given.gradients]
-        provider.run(Input([parameter_of(g) for g in copies], copies, given.max_norm, given.facts, given.words))
+        provider.run(Input([parameter_of(g) for g in copies], copies, given.facts, given.words))
         for before, after in zip(given.gradients, copies, strict=True):
             wanted = before * provider.factor if provider.factor != 1 else before
             if not torch.allclose(after, wanted, rtol=provider.tolerance + 2 * rounding, atol=1e-6):

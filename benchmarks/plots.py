@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import rows
+from cases import CHECK, CLIP, FOREACH_NORM, NAIVE, TORCH_CLIP
 from rows import Row
 from tables import in_time, limits
 
-from gradstat.bench import steps
+from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,11 +36,11 @@ _STEP_COLORS = {
     steps.ANOMALY: _ANOMALY,
 }
 _LINES = {
-    "gradstat.check": (_GRADSTAT, "-", "o"),
-    "gradstat clip, unclipped": ("#6ea8ff", "-", "s"),
-    "torch._foreach_norm": ("#a3a3a3", "-", "^"),
-    "torch clip, unclipped": (_TORCH, "-", "D"),
-    "naive .item() loop": (_NAIVE, "-", "v"),
+    CHECK: (_GRADSTAT, "-", "o"),
+    CLIP: ("#6ea8ff", "-", "s"),
+    FOREACH_NORM: ("#a3a3a3", "-", "^"),
+    TORCH_CLIP: (_TORCH, "-", "D"),
+    NAIVE: (_NAIVE, "-", "v"),
 }
 
 
@@ -196,7 +197,7 @@ def _figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tu
 
 def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None:
     last = members[-1]
-    where = f"driver {last.driver}" if last.driver else f"{last.threads} thread{'s' * (last.threads != 1)}"
+    where = machine.circumstance(last.driver, last.threads)
     figure.suptitle(f"{title}\n{last.device}, {where}, {last.time[:10]}", x=0.012, ha="left", fontsize=12, color=_INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})

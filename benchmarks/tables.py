@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import rows as rows_module
+from cases import (
+    CHECK,
+    CHECK_TRITON,
+    CLIP,
+    CLIP_LIMIT,
+    CLIPPED,
+    FOREACH_NORM,
+    LIMIT,
+    NAIVE,
+    TORCH_CLIP,
+    TORCH_CLIPPED,
+    TORCH_LOOP_CLIP,
+)
 from rows import Row
 
-from gradstat.bench import steps
+from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
 
-LIMIT = "plain read"
-_MEASURING = ["gradstat.check", "gradstat.check, triton", "torch._foreach_norm", "naive .item() loop"]
+_MEASURING = [CHECK, CHECK_TRITON, FOREACH_NORM, NAIVE]
 _CLIPPING = [
-    "gradstat clip, unclipped",
-    "torch clip, unclipped",
-    "torch clip foreach=False, unclipped",
-    "gradstat clip, clipped",
-    "torch clip, clipped",
-    "limit: read, then multiply",
+    CLIP,
+    TORCH_CLIP,
+    TORCH_LOOP_CLIP,
+    CLIPPED,
+    TORCH_CLIPPED,
+    CLIP_LIMIT,
 ]
 
 
@@ -49,8 +61,7 @@ def in_time(micro: float) -> str:
 def where(rows: Sequence[Row]) -> str:
     """A line about the machine and the day."""
     last = rows[-1]
-    driver = f"driver {last.driver}" if last.driver else f"{last.threads} thread{'s' * (last.threads != 1)}"
-    return f"{last.device}, {driver}; {last.versions}; {last.time[:10]}."
+    return f"{last.device}, {machine.circumstance(last.driver, last.threads)}; {last.versions}; {last.time[:10]}."
 
 
 def limits(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], Row]:

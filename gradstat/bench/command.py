@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstat.bench import steps
-from gradstat.bench.machine import device_name, driver_version, versions
+from gradstat.bench.machine import circumstance, device_name, driver_version, versions
 from gradstat.bench.progress import Progress
 
 BUILT_IN = "gradstat.demo.model:example"
@@ -146,11 +146,10 @@ class Setting:
 
     def text(self, model: str) -> str:
         autocast = f", autocast to {self.autocast}" if self.autocast else ""
-        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
         return (
             f"{model}: {self.parameters:,} trained parameters in {self.tensors:,} tensors of {', '.join(self.dtypes)}"
             f"{autocast}; optimizer {self.optimizer}\n"
-            f"on {self.device}, {f'driver {self.driver}' if self.driver else threads}; {self.versions}"
+            f"on {self.device}, {circumstance(self.driver, self.threads)}; {self.versions}"
         )
 
 

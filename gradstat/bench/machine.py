@@ -63,8 +63,13 @@ def versions() -> str:
 
 def description(device: torch.device) -> str:
     """Device and, on a CPU, threads, in words."""
-    threads = torch.get_num_threads()
-    return device_name(device) + (f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else "")
+    name = device_name(device)
+    return f"{name}, {circumstance('', torch.get_num_threads())}" if device.type == "cpu" else name
+
+
+def circumstance(driver: str, threads: int) -> str:
+    """What besides its name matters about a device: a GPU's driver, or how many threads a CPU runs."""
+    return f"driver {driver}" if driver else f"{threads} thread{'s' * (threads != 1)}"
 
 
 @cache
