@@ -61,7 +61,7 @@ extern "C" int32_t run(int64_t n, const uint64_t* a, const int64_t* m, int32_t d
                        double* coefficient, double max_norm, int32_t scales, void* workspace, void* stream) {
   try {
     const auto entries = entries_of(n, a, m, dtype);
-    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient};
+    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient, {}};
     launch_stats(entries, reinterpret_cast<Row*>(table), &request, workspace, 0, stream);
     if (scales) launch_scale(entries, coefficient, true, workspace, 0, stream);
     return 0;

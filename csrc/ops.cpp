@@ -17,10 +17,7 @@ struct Cpu {
 
   static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
     const Row total = rows_cpu(list.entries(), table);
-    if (norm == nullptr) return;
-    const double value = reported_norm(total, norm->infinity_norm);
-    write_norm_cpu(value, norm->dtype, norm->norm);
-    *norm->coefficient = clip_coefficient(value, norm->max_norm);
+    if (norm != nullptr) write_norm_cpu(decide(*norm, total), norm->dtype, norm->norm);
   }
 
   static bool is_known_to_be_one(const double* coefficient) { return *coefficient == 1.0; }
@@ -36,8 +33,8 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
   library.def("stats(Tensor[] tensors) -> Tensor");
   library.def("check(Tensor[] tensors) -> (Tensor table, int signature)");
   library.def(
-      "measure(Tensor[] tensors, float max_norm, float norm_type) -> "
-      "(Tensor table, Tensor norm, Tensor coefficient)");
+      "measure(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale, Tensor(a!)? counters) -> "
+      "(Tensor table, Tensor norm, Tensor coefficient, Tensor verdict)");
   library.def("scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
   library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
 }
@@ -55,6 +52,7 @@ PyMODINIT_FUNC PyInit__C() {
                                   kCheckMethod<Cpu>,
                                   kClipMethod<Cpu>,
                                   kMeasureMethod<Cpu>,
+                                  kMeasureStepMethod<Cpu>,
                                   kScaleMethod<Cpu>,
                                   {"instructions", instructions, METH_NOARGS, nullptr},
                                   {"make_plan", make_plan, METH_VARARGS, nullptr},

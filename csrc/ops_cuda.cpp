@@ -61,13 +61,10 @@ PyMODINIT_FUNC PyInit__C_cuda() {
   static const auto architectures = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
   };
-  static PyMethodDef methods[] = {kFingerprintMethod,
-                                  kUseExchangeMethod,
-                                  kCheckMethod<Cuda>,
-                                  kClipMethod<Cuda>,
-                                  kMeasureMethod<Cuda>,
-                                  kScaleMethod<Cuda>,
-                                  {"architectures", architectures, METH_NOARGS, nullptr},
+  static PyMethodDef methods[] = {kFingerprintMethod,   kUseExchangeMethod,
+                                  kCheckMethod<Cuda>,   kClipMethod<Cuda>,
+                                  kMeasureMethod<Cuda>, kMeasureStepMethod<Cuda>,
+                                  kScaleMethod<Cuda>,   {"architectures", architectures, METH_NOARGS, nullptr},
                                   kEndOfMethods};
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

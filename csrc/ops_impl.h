@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
@@ -49,10 +50,10 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
 
 // What measuring `list` for its norm is asked.
 inline NormRequest norm_request(const TensorList& list, double max_norm, double norm_type, void* norm,
-                                double* coefficient) {
+                                double* coefficient, const StepRequest& step) {
   STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
                   norm_type);
-  return {max_norm, norm_type == kInf, list.norm_dtype(), norm, coefficient};
+  return {max_norm, norm_type == kInf, list.norm_dtype(), norm, coefficient, step};
 }
 
 // A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
@@ -87,39 +88,62 @@ struct Ops {
     return {table, list.signature()};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> measure(const std::vector<Tensor>& tensors, double max_norm,
-                                                    double norm_type) {
-    return measure_list(list_of(tensors, Device::type()), max_norm, norm_type);
+  // The table, the norm, {coefficient, norm} as float64, and the verdict.
+  using Measured = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+  static Measured measure(const std::vector<Tensor>& tensors, double max_norm, double norm_type,
+                          const std::optional<Tensor>& loss_scale, const std::optional<Tensor>& counters) {
+    const TensorList list = list_of(tensors, Device::type());
+    Tensor verdict = new_tensor({kVerdict}, aoti_torch_dtype_float32(), Device::type(), list.device_index());
+    StepRequest step{nullptr, static_cast<float*>(verdict.data_ptr()), nullptr};
+    if (loss_scale) {
+      check_numbers(*loss_scale, aoti_torch_dtype_float32(), 1, list, "loss_scale must be one float32 number");
+      step.loss_scale = static_cast<const float*>(loss_scale->data_ptr());
+    }
+    if (counters) {
+      check_numbers(*counters, aoti_torch_dtype_int64(), kCounters, list,
+                    "counters must be three int64 numbers");
+      step.counters = static_cast<int64_t*>(counters->data_ptr());
+    }
+    auto [table, norm, numbers] = measure_list(list, max_norm, norm_type, step);
+    return {table, norm, numbers, verdict};
   }
 
   static std::tuple<Tensor, Tensor, Tensor> measure_list(const TensorList& list, double max_norm,
-                                                         double norm_type) {
+                                                         double norm_type, const StepRequest& step) {
     const int32_t index = list.device_index();
     Tensor table = new_table(list);
     Tensor norm = new_tensor({}, torch_code_of(list.norm_dtype()), Device::type(), index);
-    Tensor coefficient = new_tensor({}, aoti_torch_dtype_float64(), Device::type(), index);
-    const NormRequest request =
-        norm_request(list, max_norm, norm_type, norm.data_ptr(), static_cast<double*>(coefficient.data_ptr()));
+    Tensor numbers = new_tensor({2}, aoti_torch_dtype_float64(), Device::type(), index);
+    const NormRequest request = norm_request(list, max_norm, norm_type, norm.data_ptr(),
+                                             static_cast<double*>(numbers.data_ptr()), step);
     Device::measure(list, static_cast<Row*>(table.data_ptr()), &request);
-    return {table, norm, coefficient};
+    return {table, norm, numbers};
+  }
+
+  // Refuses what is not `count` numbers of that dtype in a row on the list's device.
+  static void check_numbers(const Tensor& tensor, int32_t dtype, int64_t count, const TensorList& list,
+                            const char* expected) {
+    int32_t actual = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &actual));
+    STD_TORCH_CHECK(actual == dtype && tensor.numel() == count && tensor.is_contiguous(),
+                    "gradstat: ", expected);
+    STD_TORCH_CHECK(tensor.get_device_index() == list.device_index(), "gradstat: ", expected,
+                    " on the tensors' device");
   }
 
   static void scale_(const std::vector<Tensor>& tensors, const Tensor& coefficient) {
     const TensorList list = list_of(tensors, Device::type());
-    int32_t dtype = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(coefficient.get(), &dtype));
-    STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && coefficient.numel() == 1,
-                    "gradstat: the coefficient must be one float64 element");
-    STD_TORCH_CHECK(coefficient.get_device_index() == list.device_index(),
-                    "gradstat: the coefficient must be on the tensors' device");
+    check_numbers(coefficient, aoti_torch_dtype_float64(), 1, list,
+                  "the coefficient must be one float64 number");
     scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()), false);
   }
 
   // measure and scale_ with the list unpacked once.
   static Tensor clip_(const std::vector<Tensor>& tensors, double max_norm, double norm_type) {
     const TensorList list = list_of(tensors, Device::type());
-    auto [table, norm, coefficient] = measure_list(list, max_norm, norm_type);
-    if (max_norm != kInf) scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()), true);
+    auto [table, norm, numbers] = measure_list(list, max_norm, norm_type, {});
+    if (max_norm != kInf) scale_list<Device>(list, static_cast<const double*>(numbers.data_ptr()), true);
     return norm;
   }
 };

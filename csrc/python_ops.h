@@ -248,6 +248,20 @@ inline std::optional<DirectList> direct_list(PyObject* tensors, DLDeviceType dev
   return direct;
 }
 
+// The memory of a tensor of `count` numbers of that type in a row on the list's device; null for None.
+inline void* numbers_of(PyObject* tensor, DLDataType type, int64_t count, DLDevice device) {
+  if (tensor == Py_None) return nullptr;
+  DLTensor dl;
+  if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) throw PythonError();
+  int64_t numel = 1;
+  for (int32_t d = 0; d < dl.ndim; ++d) numel *= dl.shape[d];
+  const bool is_expected = dl.dtype.code == type.code && dl.dtype.bits == type.bits && numel == count &&
+                           dl.device.device_type == device.device_type &&
+                           dl.device.device_id == device.device_id && (count == 1 || dl.strides[0] == 1);
+  if (!is_expected) throw std::runtime_error("gradstat: a number has another type or device than expected");
+  return static_cast<char*>(dl.data) + dl.byte_offset;
+}
+
 template <class Device>
 struct PythonOps {
   static std::optional<DirectList> list_from(PyObject* tensors) {
@@ -290,6 +304,41 @@ struct PythonOps {
     });
   }
 
+  // measure_step(tensors, max_norm, norm_type, loss_scale | None, counters | None)
+  //   -> (table, signature, norm, {coefficient, norm} as float64, verdict) | None
+  static PyObject* measure_step(PyObject*, PyObject* arguments) {
+    PyObject *tensors = nullptr, *loss_scale = nullptr, *counters = nullptr;
+    double max_norm = 0, norm_type = 0;
+    if (!PyArg_ParseTuple(arguments, "OddOO", &tensors, &max_norm, &norm_type, &loss_scale, &counters)) {
+      return nullptr;
+    }
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      if (!direct) Py_RETURN_NONE;
+      const TensorList& list = direct->list;
+      const DLDevice device = device_of(list);
+      NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device);
+      NewTensor norm({}, dlpack_type_of(list.norm_dtype()), device);
+      NewTensor numbers({2}, dlpack_type_of(DType::kFloat64), device);
+      NewTensor verdict({kVerdict}, dlpack_type_of(DType::kFloat32), device);
+      const StepRequest step{
+          static_cast<const float*>(numbers_of(loss_scale, {kDLFloat, 32, 1}, 1, device)),
+          static_cast<float*>(verdict.data()),
+          static_cast<int64_t*>(numbers_of(counters, {kDLInt, 64, 1}, kCounters, device)),
+      };
+      const NormRequest request =
+          norm_request(list, max_norm, norm_type, norm.data(), static_cast<double*>(numbers.data()), step);
+      {
+        const WithoutGil others_may_run;
+        Device::measure(list, static_cast<Row*>(table.data()), &request);
+      }
+      Ref made[] = {Ref(table.to_python()), Ref(norm.to_python()), Ref(numbers.to_python()),
+                    Ref(verdict.to_python())};
+      return Py_BuildValue("(NLNNN)", made[0].release(), static_cast<long long>(list.signature()),
+                           made[1].release(), made[2].release(), made[3].release());
+    });
+  }
+
   // scale_(tensors, memory) -> bool: what measure returned for the same tensors.
   static PyObject* scale_(PyObject*, PyObject* arguments) {
     PyObject *tensors = nullptr, *memory = nullptr;
@@ -326,7 +375,7 @@ struct PythonOps {
       // The coefficient, and the rows, which nobody will see.
       NewTensor memory({1 + list.size() * kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
       auto* coefficient = static_cast<double*>(memory.data());
-      const NormRequest request = norm_request(list, max_norm, norm_type, norm.data(), coefficient);
+      const NormRequest request = norm_request(list, max_norm, norm_type, norm.data(), coefficient, {});
       {
         const WithoutGil others_may_run;
         Device::measure(list, reinterpret_cast<Row*>(coefficient + 1), &request);
@@ -344,6 +393,9 @@ template <class Device>
 constexpr PyMethodDef kClipMethod = {"clip_", PythonOps<Device>::clip_, METH_VARARGS, nullptr};
 template <class Device>
 constexpr PyMethodDef kMeasureMethod = {"measure", PythonOps<Device>::measure, METH_VARARGS, nullptr};
+template <class Device>
+constexpr PyMethodDef kMeasureStepMethod = {"measure_step", PythonOps<Device>::measure_step, METH_VARARGS,
+                                            nullptr};
 template <class Device>
 constexpr PyMethodDef kScaleMethod = {"scale_", PythonOps<Device>::scale_, METH_VARARGS, nullptr};
 constexpr PyMethodDef kUseExchangeMethod = {"use_exchange", use_exchange, METH_VARARGS, nullptr};

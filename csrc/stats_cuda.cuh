@@ -325,10 +325,7 @@ GRADSTAT_DEVICE void finish(const StatsArguments& arguments, BlockMemory& memory
   Row row = identity_row();
 #define GRADSTAT_FIELD(name, how) row.name = memory.of_warp[0][kColumn_##name];
 #include "stat_fields.def"
-  const NormRequest& norm = arguments.norm;
-  const double value = reported_norm(row, norm.infinity_norm);
-  write_value(norm.norm, norm.dtype, value);
-  *norm.coefficient = clip_coefficient(value, norm.max_norm);
+  write_value(arguments.norm.norm, arguments.norm.dtype, decide(arguments.norm, row));
 }
 
 template <class Table>

@@ -49,8 +49,19 @@ class DeviceModule(Protocol):
     def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None:
         """The norm, and memory whose first element is the coefficient that `scale_` needs; None as in `check`."""
 
+    def measure_step(
+        self,
+        tensors: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        loss_scale: Tensor | None,
+        counters: Tensor | None,
+        /,
+    ) -> tuple[Tensor, int, Tensor, Tensor, Tensor] | None:
+        """Table, signature, norm, coefficient and norm as two float64, verdict (csrc/entry.h); None as in `check`."""
+
     def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool:
-        """Multiplies what `measure` measured by its coefficient."""
+        """Multiplies by the first number of ``coefficient``, as `measure` returned it for the same tensors."""
 
 
 class CpuModule(DeviceModule, Protocol):
@@ -162,9 +173,12 @@ def _register_fakes() -> None:
         return table_like(tensors)
 
     @torch.library.register_fake("gradstat::measure")
-    def _(tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _(
+        tensors: list[Tensor], max_norm: float, norm_type: float, loss_scale: Tensor | None, counters: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         norm = tensors[0].new_empty((), dtype=_norms.norm_dtype(tensors))
-        return table_like(tensors), norm, tensors[0].new_empty((), dtype=torch.float64)
+        numbers = tensors[0].new_empty(2, dtype=torch.float64)
+        return table_like(tensors), norm, numbers, tensors[0].new_empty(3, dtype=torch.float32)
 
     @torch.library.register_fake("gradstat::scale_")
     def _(tensors: list[Tensor], coefficient: Tensor) -> None:

@@ -90,7 +90,7 @@ int32_t start_stats(FakeStream* stream, int64_t count, const uint64_t* addresses
     const std::vector<Entry> entries = entries_of(count, addresses, numels);
     bool owned = false;
     void* memory = workspace(stats_workspace_bytes(entries, 0), stream, owned);
-    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient};
+    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient, {}};
     launch_stats(entries, table, norm != nullptr ? &request : nullptr, memory, 0, stream);
     if (owned) stream->add([=] { std::free(memory); });
   });
@@ -116,7 +116,7 @@ int32_t start_clip(FakeStream* stream, int64_t count, const uint64_t* addresses,
     bool owned = false;
     const int64_t bytes = std::max(stats_workspace_bytes(entries, 0), scale_workspace_bytes(entries, 0));
     void* memory = workspace(bytes, stream, owned);
-    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient};
+    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient, {}};
     launch_stats(entries, table, &request, memory, 0, stream);
     for (int32_t i = 0; i < times; ++i) launch_scale(entries, coefficient, true, memory, 0, stream);
     if (owned) stream->add([=] { std::free(memory); });
