@@ -6,8 +6,10 @@ from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._version import __version__
 from gradstat.check import PendingReport, check, check_async, check_tensors
 from gradstat.clip import clip_grad_norm_
+from gradstat.counters import StepCounters, StepCounts, step_counters
 from gradstat.report import NonFiniteGradientError, Report
 from gradstat.stats import stats
+from gradstat.step import StepResult, guarded_step
 from gradstat.tensor_stats import TensorStats
 
 __all__ = [
@@ -18,6 +20,9 @@ __all__ = [
     "PendingReport",
     "Report",
     "StaleExtensionError",
+    "StepCounters",
+    "StepCounts",
+    "StepResult",
     "TensorStats",
     "__version__",
     "backends",
@@ -25,5 +30,7 @@ __all__ = [
     "check_async",
     "check_tensors",
     "clip_grad_norm_",
+    "guarded_step",
     "stats",
+    "step_counters",
 ]

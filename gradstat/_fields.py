@@ -41,11 +41,13 @@ class Field:
     Attributes:
         name: The column's name in a table.
         merge: How two values of this field combine: ``"sum"``, ``"min"`` or ``"max"``.
+        degree: Its power of the elements: multiplied by a positive s, they multiply it by s**degree.
         meaning: What the column holds, in one line.
     """
 
     name: str
     merge: Merge
+    degree: int
     meaning: str
 
     @property
@@ -60,16 +62,16 @@ class Field:
 
 
 FIELDS: tuple[Field, ...] = (
-    Field("nan_count", "sum", "elements that are NaN"),
-    Field("inf_count", "sum", "elements that are +Inf or -Inf"),
-    Field("zero_count", "sum", "elements equal to zero, of either sign"),
-    Field("sum", "sum", "sum of the finite elements"),
-    Field("sq_sum", "sum", "sum of squares of the finite elements of ordinary magnitude"),
-    Field("sq_sum_large", "sum", "sum of (x * 2**-538)**2 over the finite elements with |x| > 2**486"),
-    Field("sq_sum_small", "sum", "sum of (x * 2**537)**2 over the elements with |x| < 2**-511"),
-    Field("min", "min", "smallest finite element"),
-    Field("max", "max", "largest finite element"),
-    Field("first_nonfinite", "min", "smallest flat index of a NaN or Inf, in memory order"),
+    Field("nan_count", "sum", 0, "elements that are NaN"),
+    Field("inf_count", "sum", 0, "elements that are +Inf or -Inf"),
+    Field("zero_count", "sum", 0, "elements equal to zero, of either sign"),
+    Field("sum", "sum", 1, "sum of the finite elements"),
+    Field("sq_sum", "sum", 2, "sum of squares of the finite elements of ordinary magnitude"),
+    Field("sq_sum_large", "sum", 2, "sum of (x * 2**-538)**2 over the finite elements with |x| > 2**486"),
+    Field("sq_sum_small", "sum", 2, "sum of (x * 2**537)**2 over the elements with |x| < 2**-511"),
+    Field("min", "min", 1, "smallest finite element"),
+    Field("max", "max", 1, "largest finite element"),
+    Field("first_nonfinite", "min", 0, "smallest flat index of a NaN or Inf, in memory order"),
 )
 
 NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
@@ -77,6 +79,9 @@ NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
 
 INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}
 """Column number by field name."""
+
+DEGREES: tuple[int, ...] = tuple(field.degree for field in FIELDS)
+"""The degree of each column."""
 
 # Blue's thresholds and scales for float64: squares of magnitudes in [SMALL, LARGE] neither vanish nor
 # overflow, even when 2**52 of them are added.

@@ -7,6 +7,7 @@ compiled backend does the same inside its kernel.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,52 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     if max_norm == math.inf:
         return torch.ones_like(norm)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Decision(NamedTuple):
+    """What follows from a table for the step of an optimizer, all on the table's device.
+
+    Attributes:
+        norm: Norm without the loss scale, 0-d float64.
+        numbers: ``[2]`` float64: what gradients as they are have to be multiplied by, and the norm.
+        verdict: ``[3]`` float32: 1 if the step is to be skipped, else 0; what an optimizer has to divide the
+            gradients by; the loss scale.
+    """
+
+    norm: Tensor
+    numbers: Tensor
+    verdict: Tensor
+
+
+def decide(table: Tensor, max_norm: float, loss_scale: Tensor | None, counters: Tensor | None) -> Decision:
+    """As ``decide`` in csrc/entry.h, which says why.
+
+    Args:
+        table: Of gradients that carry the loss scale; ``[n, len(FIELDS)]`` float64, n at least 1.
+        max_norm: As for `clip_coefficient`, without the loss scale.
+        loss_scale: What the gradients were multiplied by, one float32 number; None for 1.
+        counters: ``[3]`` int64: steps, those skipped, skipped ones in a row; changed in place. Or None.
+    """
+    scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table.device, torch.float64).reshape(())
+    norm = total_norm(table, 2.0) / scale
+    clip = clip_coefficient(norm, max_norm)
+    grad_scale = (scale / clip).to(torch.float32)
+    nonfinite = table[:, [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]].sum() > 0
+    usable = (scale > 0) & scale.isfinite() & ((clip == 0) | ~grad_scale.isinf())
+    skip = nonfinite | ~usable
+    if counters is not None:
+        count_step(counters, skip)
+    verdict = torch.stack([skip.to(torch.float32), grad_scale, scale.to(torch.float32)])
+    return Decision(norm, torch.stack([clip / scale, norm]), verdict)
+
+
+def count_step(counters: Tensor, skipped: Tensor) -> None:
+    """Counts one more step in ``counters``, ``[3]`` int64, skipped if the 0-d ``skipped`` is not zero."""
+    steps, every, in_a_row = counters.unbind()
+    skip = skipped.to(torch.int64)
+    steps.add_(1)
+    every.add_(skip)
+    in_a_row.add_(1).mul_(skip)
 
 
 def norm_dtype(tensors: list[Tensor]) -> torch.dtype:

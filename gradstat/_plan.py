@@ -19,6 +19,8 @@ from gradstat import _native
 
 _PLAIN_TYPES = {Tensor, Parameter}
 
+Names = Callable[[], Sequence[str]]
+
 
 class Source(NamedTuple):
     """Parameters and a way to name them.
@@ -29,7 +31,7 @@ class Source(NamedTuple):
     """
 
     parameters: list[Tensor]
-    names: Callable[[], Sequence[str]]
+    names: Names
 
 
 class _ModulePlan(NamedTuple):
@@ -141,3 +143,21 @@ def gradients_of(parameters: list[Tensor]) -> Gradients:
     positions = [i for i, gradient in enumerate(found) if gradient is not None]
     missing = [i for i, gradient in enumerate(found) if gradient is None and parameters[i].requires_grad]
     return Gradients(tensors, positions, missing)
+
+
+def names_of(source: Source, gradients: Gradients) -> tuple[Names, Names]:
+    """The names of the gradients there are and of those missing, looked up when asked for."""
+    # Which ones are missing is known now and could change.
+    missing = tuple if gradients.missing is None else _names_at(source, gradients.missing)
+    return _names_at(source, gradients.positions), missing
+
+
+def _names_at(source: Source, positions: list[int] | None) -> Names:
+    if positions is None:
+        return source.names
+
+    def names() -> list[str]:
+        every = source.names()
+        return [every[i] for i in positions]
+
+    return names

@@ -21,6 +21,10 @@ class Summary(Protocol):
     @property
     def ok(self) -> bool: ...
     @property
+    def loss_scale(self) -> float | None: ...
+    @property
+    def overflowed(self) -> bool: ...
+    @property
     def numel(self) -> int: ...
     @property
     def nan_count(self) -> int: ...
@@ -47,9 +51,15 @@ def _headline(report: Summary, what: str) -> str:
             f"norm {report.total_norm:.4g}, largest |x| {_short(report.max_abs)}"
         )
     return (
-        f"gradstat: {len(report.nonfinite)} of {len(report)} {what}{'s' * (len(report) != 1)} NOT FINITE: "
-        f"{report.nan_count:,} NaN and {report.inf_count:,} Inf in {report.numel:,} elements"
+        f"gradstat: {len(report.nonfinite)} of {len(report)} {what}{'s' * (len(report) != 1)} "
+        f"{'OVERFLOWED' if report.overflowed else 'NOT FINITE'}: {report.nan_count:,} NaN and {report.inf_count:,} Inf "
+        f"in {report.numel:,} elements{at_scale(report.loss_scale)}"
     )
+
+
+def at_scale(loss_scale: float | None) -> str:
+    """The circumstance of a scaled step, in words to be appended; nothing for others."""
+    return "" if loss_scale is None else f" at loss scale {loss_scale:g}"
 
 
 def _sections(report: Summary) -> list[tuple[str, list[TensorStats]]]:
@@ -68,6 +78,10 @@ def _sections(report: Summary) -> list[tuple[str, list[TensorStats]]]:
 
 def _footers(report: Summary, what: str) -> list[str]:
     lines = []
+    if report.overflowed:
+        lines.append("Inf and no NaN: the loss scale was too large. The step is skipped and the scale lowered")
+    elif report.loss_scale is not None and report.nan_count and report.inf_count:
+        lines.append("NaN beside Inf may come of it (Inf - Inf). If it stays while the loss scale falls, it does not")
     if len(report.nonfinite) > _SHOWN:
         lines.append(f"... and {len(report.nonfinite) - _SHOWN} more that are not finite")
     if report.missing:

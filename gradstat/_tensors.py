@@ -150,6 +150,16 @@ def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
     return targets
 
 
+def refuse_distributed(gradients: Sequence[Tensor], name_of: NameOf) -> None:
+    """Raises NotImplementedError for a distributed tensor, by name: its norm needs a reduction over its mesh."""
+    for i, gradient in enumerate(gradients):
+        if hasattr(gradient, "_local_tensor"):
+            raise NotImplementedError(
+                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that gradstat "
+                "does not do yet; use torch.nn.utils.clip_grad_norm_"
+            )
+
+
 def _overlaps(tensor: Tensor) -> bool:
     extent = 0
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):

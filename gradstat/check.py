@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._plan import Source, gradients_of, source_of
+from gradstat._arrival import Arrival
+from gradstat._plan import gradients_of, names_of, source_of
 from gradstat.report import Report
 from gradstat.stats import Part, measure_parts
 
@@ -21,15 +21,17 @@ class PendingReport:
     Made by `check_async`. `result` waits for the numbers, if they are not there, and only for them.
     """
 
-    def __init__(self, parts: list[Part], make_report: Callable[[Any, Any], Report]) -> None:
-        self._arrivals = [_Arrival(part.table) for part in parts]
+    def __init__(self, parts: list[Part], make_report: Callable[..., Report], *others: Tensor) -> None:
+        """``make_report`` is given table, infos and the arrays of ``others``, tensors that travel along."""
+        self._arrivals = [Arrival(part.table) for part in parts]
+        self._others = [Arrival(tensor) for tensor in others]
         self._parts = parts
         self._make_report = make_report
         self._report: Report | None = None
 
     def done(self) -> bool:
         """Whether `result` would return without waiting. Never waits itself."""
-        return self._report is not None or all(arrival.done() for arrival in self._arrivals)
+        return self._report is not None or all(arrival.done() for arrival in self._arrivals + self._others)
 
     def result(self) -> Report:
         """The report; waits once per device that has not delivered yet. Later calls return the same one."""
@@ -39,36 +41,9 @@ class PendingReport:
                 table, infos = tables[0], self._parts[0].infos
             else:
                 table, infos = _join(tables, self._parts)
-            self._report = self._make_report(table, infos)
-            self._arrivals, self._parts = [], []
+            self._report = self._make_report(table, infos, *(arrival.wait() for arrival in self._others))
+            self._arrivals, self._others, self._parts = [], [], []
         return self._report
-
-
-class _Arrival:
-    """A table on its way to the host: copied into pinned memory behind the kernel that fills it."""
-
-    __slots__ = ("_event", "_host")
-
-    def __init__(self, table: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if table.is_cuda:
-            # torch's allocator hands out pinned blocks it has used before, so this allocates nothing in
-            # steady state, and it keeps the block until the copy is done.
-            self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            with torch.cuda.device(table.device):
-                self._host.copy_(table, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-        else:
-            self._host = table
-
-    def done(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def wait(self) -> Any:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.cpu().numpy()  # .cpu() waits on devices without pinned copies, else does nothing
 
 
 def _join(tables: list[Any], parts: list[Part]) -> tuple[Any, list[Any]]:
@@ -111,10 +86,8 @@ def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
             f"none of the {len(source.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
-    names = _names_at(source, gradients.positions)
+    names, missing = names_of(source, gradients)
     parts = measure_parts(gradients.tensors, lambda i: names()[i], backend)
-    # Which ones are missing is known now and could change; their names are looked up when asked for.
-    missing = tuple if gradients.missing is None else _names_at(source, gradients.missing)
     return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
 
 
@@ -137,14 +110,3 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
         names = [f"tensors[{i}]" for i in range(len(listed))]
     parts = measure_parts(listed, lambda i: names[i], backend)
     return PendingReport(parts, lambda table, infos: Report(lambda: names, table, infos, what="tensor")).result()
-
-
-def _names_at(source: Source, positions: list[int] | None) -> Callable[[], Sequence[str]]:
-    if positions is None:
-        return source.names
-
-    def names() -> list[str]:
-        every = source.names()
-        return [every[i] for i in positions]
-
-    return names

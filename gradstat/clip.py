@@ -15,7 +15,7 @@ from gradstat import _norms
 from gradstat._backends import Kernels
 from gradstat._native import DeviceModule
 from gradstat._plan import gradients_of
-from gradstat._tensors import check_writable, is_dense, readable
+from gradstat._tensors import check_writable, is_dense, readable, refuse_distributed
 from gradstat.stats import by_device, direct_for, resolve_for
 
 _INF = math.inf
@@ -149,12 +149,7 @@ def _clip_general(
     backend: str | None,
 ) -> Tensor:
     """Any gradients: several devices, sparse, strided, every order of norm, every backend."""
-    for i, gradient in enumerate(gradients):
-        if hasattr(gradient, "_local_tensor"):
-            raise NotImplementedError(
-                f"{_name(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that gradstat does "
-                "not do yet; use torch.nn.utils.clip_grad_norm_"
-            )
+    refuse_distributed(gradients, _name)
     plain = readable(gradients, _name)
     targets = check_writable(gradients, _name) if max_norm != _INF else []
     groups = by_device(plain)

@@ -65,9 +65,11 @@ class Report:
         infos: Sequence[TensorInfo],
         missing: Callable[[], Sequence[str]] = tuple,
         what: str = "gradient",
+        loss_scale: float | None = None,
     ) -> None:
         self._names = names
         self._table = table
+        self._loss_scale = loss_scale
         self._infos = infos
         self._missing = missing
         self._what = what
@@ -79,12 +81,15 @@ class Report:
             "infos": [tuple(info) for info in self._infos],
             "missing": self.missing,
             "what": self._what,
+            "loss_scale": self._loss_scale,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, missing = state["names"], state["missing"]
         infos = [TensorInfo(*info) for info in state["infos"]]
-        self.__init__(lambda: names, state["table"], infos, lambda: missing, state["what"])  # type: ignore[misc]
+        self.__init__(  # type: ignore[misc]
+            lambda: names, state["table"], infos, lambda: missing, state["what"], state["loss_scale"]
+        )
 
     # Totals ----------------------------------------------------------------------------------------------
 
@@ -106,6 +111,23 @@ class Report:
     def ok(self) -> bool:
         """Whether every element of every tensor is finite."""
         return not np.count_nonzero(self._table[:, _NONFINITE_COUNTS])
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss was multiplied by when these gradients were computed, which are told without it.
+
+        None if they were not measured in a scaled step.
+        """
+        return self._loss_scale
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the loss scale accounts for what is not finite: Inf and no NaN, in a scaled step.
+
+        Such a step is skipped and the scale lowered, which is how loss scaling finds its scale. NaN is another
+        matter, unless it comes of an Inf further down and goes when the scale has fallen.
+        """
+        return self._loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
 
     @property
     def nan_count(self) -> int:
@@ -254,6 +276,8 @@ class Report:
         """Everything as JSON-able values; numbers that are not finite become None."""
         return {
             "ok": self.ok,
+            "loss_scale": self.loss_scale,
+            "overflowed": self.overflowed,
             "total_norm": none_if_not_finite(self.total_norm),
             "finite_norm": none_if_not_finite(self.finite_norm),
             "max_abs": none_if_not_finite(self.max_abs),
@@ -303,7 +327,7 @@ class Report:
             lines.append(f"  and {len(self.nonfinite) - len(shown)} more")
         raise NonFiniteGradientError(
             f"{len(self.nonfinite)} of {len(self)} {self._what}{'s' * (len(self) != 1)} not finite "
-            f"({self.nan_count} NaN, {self.inf_count} Inf):\n" + "\n".join(lines),
+            f"({self.nan_count} NaN, {self.inf_count} Inf){_render.at_scale(self.loss_scale)}:\n" + "\n".join(lines),
             self,
         )
 

@@ -84,7 +84,7 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
     measured = direct.check(tensors) if direct is not None else None
     if measured is not None:
         table, signature = measured
-        return [Part(table, None, _infos(tensors, signature))]
+        return [Part(table, None, infos_of(tensors, signature))]
     with torch.no_grad():
         plain = readable(tensors, name_of)
         groups = by_device(plain)
@@ -92,7 +92,7 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
         for device, positions in groups.items():
             group = [plain[i] for i in positions]
             table, known = resolve_for(backend, device.type, name_of, positions[0]).check(group)
-            parts.append(Part(table, positions if len(groups) > 1 else None, _infos(group, known)))
+            parts.append(Part(table, positions if len(groups) > 1 else None, infos_of(group, known)))
         return parts
 
 
@@ -121,7 +121,8 @@ def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) 
         raise BackendUnavailableError(f"{error} ({name_of(i)!r} is on a device of type {device_type!r})") from error
 
 
-def _infos(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:
+def infos_of(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:
+    """What reports need to know about ``tensors``, remembered by the signature that `Kernels.check` gave."""
     # Equal signatures mean equal sizes, strides, dtypes and devices, so nothing is asked of the tensors.
     if signature is None:
         return [TensorInfo.of(tensor) for tensor in tensors]

@@ -1,0 +1,62 @@
+"""Numbers on their way from a device to the host, so that somebody can wait for them, or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Arrival:
+    """A tensor on its way to the host: copied into pinned memory behind the kernel that fills it."""
+
+    __slots__ = ("_event", "_host")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+            # torch's allocator hands out pinned blocks it has used before, so this allocates nothing in
+            # steady state, and it keeps the block until the copy is done.
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            with torch.cuda.device(tensor.device):
+                self._host.copy_(tensor, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+        else:
+            # On the CPU there is no way to go. While a graph is captured there are no numbers yet: they are
+            # fetched when asked for, after a replay.
+            self._host = tensor
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Never waits itself."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Any:
+        """The numbers, as an array."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.cpu().numpy()  # .cpu() waits on devices without pinned copies, else does nothing
+
+
+class Mirror:
+    """A tensor that the device keeps changing, as the host last saw it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._seen: Any = None
+        self._arrival: Arrival | None = None
+
+    def read(self, wait: bool) -> Any:
+        """The newest numbers that have arrived, as an array; sends for newer ones.
+
+        Without ``wait`` what comes back may be some steps old; only the first call may have to wait.
+        """
+        if self._tensor.device.type != "cuda":
+            return self._tensor.cpu().numpy().copy()
+        if wait or self._arrival is None:
+            self._arrival = Arrival(self._tensor)
+        if wait or self._seen is None or self._arrival.done():
+            self._seen = self._arrival.wait().copy()
+            self._arrival = Arrival(self._tensor)
+        return self._seen

@@ -1,0 +1,153 @@
+"""The gradients of an optimizer, measured for its step: norm, verdict and report, and clipping them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradstat import _fields, _norms
+from gradstat._plan import Names
+from gradstat._tensors import NameOf, TensorInfo, check_writable, refuse_distributed
+from gradstat.check import PendingReport
+from gradstat.clip import scale_any_
+from gradstat.report import Report
+from gradstat.stats import Part, by_device, direct_for, infos_of, measure_parts, resolve_for
+
+_DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
+
+
+class Measured(NamedTuple):
+    """Gradients and what was measured, all of it on the first gradient's device.
+
+    Attributes:
+        gradients: As they are, loss scale included.
+        parts: Their tables and layouts.
+        names, missing: For the report.
+        norm: 0-d, of the gradients' promoted dtype, without the loss scale.
+        numbers: ``[2]`` float64: the coefficient that clips and unscales, and the norm once more.
+        verdict: ``[3]`` float32: whether to skip the step, 1 or 0; what gradients have to be divided by to be
+            clipped and unscaled; the loss scale.
+        is_scaled: Whether there is a loss scale.
+        backend: What was asked for.
+    """
+
+    gradients: list[Tensor]
+    parts: list[Part]
+    names: Names
+    missing: Names
+    norm: Tensor
+    numbers: Tensor
+    verdict: Tensor
+    is_scaled: bool
+    backend: str | None
+
+    @classmethod
+    def nothing(cls) -> Measured:
+        """No gradients: the norm is 0 and nothing needs to be skipped."""
+        numbers, verdict = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
+        return cls([], [], tuple, tuple, torch.tensor(0.0), numbers, verdict, False, None)
+
+    @classmethod
+    def of(
+        cls,
+        gradients: list[Tensor],
+        names: Names,
+        missing: Names,
+        max_norm: float,
+        loss_scale: Tensor | None,
+        counters: Tensor | None,
+        backend: str | None,
+    ) -> Measured:
+        """Reads the gradients, of which there is one at least, once, and counts the step in ``counters``.
+
+        Arguments as for `gradstat._norms.decide`. No host sync.
+        """
+
+        def name_of(i: int) -> str:
+            return names()[i]
+
+        def made(parts: list[Part], norm: Tensor, numbers: Tensor, verdict: Tensor) -> Measured:
+            return cls(gradients, parts, names, missing, norm, numbers, verdict, loss_scale is not None, backend)
+
+        first = gradients[0]
+        if loss_scale is not None and loss_scale.device != first.device:
+            loss_scale = loss_scale.to(first.device, non_blocking=True)
+        direct = direct_for(first, name_of, backend)
+        short = direct.measure_step(gradients, max_norm, 2.0, loss_scale, counters) if direct is not None else None
+        if short is not None:
+            table, signature, norm, numbers, verdict = short
+            return made([Part(table, None, infos_of(gradients, signature))], norm, numbers, verdict)
+        with torch.no_grad():
+            refuse_distributed(gradients, name_of)
+            parts = measure_parts(gradients, name_of, backend)
+            joined = torch.cat([part.table.to(first.device, non_blocking=True) for part in parts])
+            decision = _norms.decide(joined, max_norm, loss_scale, counters)
+            norm = decision.norm.to(_norms.norm_dtype(gradients))
+            return made(parts, norm, decision.numbers, decision.verdict)
+
+    def report(self) -> PendingReport:
+        """The report about the gradients without their loss scale, on its way from now on."""
+        names, missing, is_scaled = self.names, self.missing, self.is_scaled
+
+        def make(table: Any, infos: Sequence[TensorInfo], verdict: Any) -> Report:
+            loss_scale = float(verdict[2]) if is_scaled else None
+            if loss_scale is not None:
+                with np.errstate(all="ignore"):
+                    table = table * np.power(loss_scale, -_DEGREES)
+            return Report(names, table, infos, missing, loss_scale=loss_scale)
+
+        return PendingReport(self.parts, make, self.verdict)
+
+    def rewrite_(self) -> None:
+        """Clips and unscales the gradients in place. They are left alone if the coefficient is 1.
+
+        Raises:
+            ValueError: A gradient that is to be unscaled is float16.
+            RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
+        """
+        if not self.gradients:
+            return
+
+        def name_of(i: int) -> str:
+            return self.names()[i]
+
+        if self.is_scaled:
+            refuse_half(self.gradients, name_of)
+        direct = direct_for(self.gradients[0], name_of, self.backend)
+        if direct is None or not direct.scale_(self.gradients, self.numbers):
+            with torch.no_grad():
+                targets = check_writable(self.gradients, name_of)
+                for device, at in by_device(targets).items():
+                    kernels = resolve_for(self.backend, device.type, name_of, at[0])
+                    coefficient = self.numbers[0].to(device, non_blocking=True)
+                    scale_any_(kernels, [targets[i] for i in at], coefficient)
+        torch.autograd.graph.increment_version(self.gradients)
+
+    def on_host(self) -> tuple[bool, float]:
+        """Whether to skip the step, and what the gradients have to be divided by: one host sync.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured.
+        """
+        if self.verdict.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "this optimizer is told on the host whether to step, which cannot be captured into a CUDA graph; use "
+                "a fused Adam, AdamW, Adagrad or SGD (fused=True, capturable=True), or skip_nonfinite=False"
+            )
+        skip, divisor, _ = self.verdict.tolist()
+        return skip != 0.0, divisor
+
+
+def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:
+    """Raises ValueError for a float16 gradient, by name, as torch's ``unscale_`` does."""
+    for i, gradient in enumerate(gradients):
+        if gradient.dtype is torch.float16:
+            raise ValueError(
+                f"Attempting to unscale FP16 gradients. {name_of(i)!r} is float16, in which unscaling loses what the "
+                "loss scale has saved; keep the parameters in float32 and run the forward pass under autocast, or use "
+                "a fused optimizer"
+            )

@@ -1,0 +1,123 @@
+"""What torch's optimizers do with a verdict from the device, and the traps in it.
+
+The fused ones divide gradients by ``optimizer.grad_scale`` and do nothing at all if ``optimizer.found_inf`` is
+1, both of them 0-d float32 tensors on the device: the interface that torch's own loss scaling uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+
+_ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+def _original_step(kind: Any) -> Any:
+    # torch wraps `step` of every class to call its hooks. A subclass with a step of its own has another one.
+    return inspect.unwrap(kind.step)
+
+
+_WITH_FUSED_STEP = {_original_step(kind) for kind in (Adam, AdamW, Adagrad, SGD)}
+_REPEATING_STEP = _original_step(LBFGS)
+_SGD_STEP = _original_step(SGD)
+
+
+@functools.cache
+def _has_fused_step(kind: Any) -> bool:
+    return _original_step(kind) in _WITH_FUSED_STEP
+
+
+@functools.cache
+def accepts_scaler(kind: Any) -> bool:
+    """Whether ``step`` takes torch's scaler itself, the older of torch's two interfaces."""
+    return "grad_scaler" in inspect.signature(kind.step).parameters
+
+
+def obeys_verdict(optimizer: Optimizer) -> bool:
+    """Whether ``step`` honours ``grad_scale`` and ``found_inf``. Others raise, or silently ignore them."""
+    kind: Any = type(optimizer)
+    if _has_fused_step(kind):
+        # Not the flag below: it is set for the defaults, while any group may say otherwise, and is lost by pickling.
+        return all(group.get("fused") for group in optimizer.param_groups)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not accepts_scaler(kind)
+
+
+@functools.cache
+def _repeats_closure(kind: Any) -> bool:
+    step = _original_step(kind)
+    return step is _REPEATING_STEP or not step.__module__.startswith("torch.optim")
+
+
+def repeats_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` may evaluate its closure more than once, or otherwise than before all else.
+
+    True for LBFGS, and for optimizers that are not torch's, about which nothing is known.
+    """
+    kind: Any = type(optimizer)
+    return _repeats_closure(kind)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot do without a closure."""
+    return _original_step(type(optimizer)) is _REPEATING_STEP
+
+
+@contextlib.contextmanager
+def told(optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> Iterator[None]:
+    """The optimizer with its attributes set, which are gone afterwards whatever happens."""
+    try:
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        yield
+    finally:
+        for name in _ATTRIBUTES:
+            optimizer.__dict__.pop(name, None)
+
+
+def refuse_foreign_verdict(optimizer: Optimizer) -> None:
+    """Raises RuntimeError if the attributes are in use: somebody else's scale would be lost, or applied twice."""
+    for name in _ATTRIBUTES:
+        if getattr(optimizer, name, None) is not None:
+            raise RuntimeError(
+                f"the optimizer already has the attribute {name!r}, set by other code or left behind by a step that "
+                f"failed; gradstat sets it itself. Remove it: `del optimizer.{name}`"
+            )
+
+
+def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
+    """Whether skipping the coming step of a fused SGD would leave uninitialised memory in its momentum.
+
+    Fused SGD allocates its buffers without filling them, as its first step will (``torch/optim/sgd.py``,
+    ``_fused_sgd``). If the device skips that step nobody does, and the second step reads them. Where zeros serve
+    the first step as well they are put there, and nothing is at risk: without dampening,
+    ``momentum * 0 + gradient`` is what torch starts with. With dampening it is not.
+    """
+    if _original_step(type(optimizer)) is not _SGD_STEP:
+        return False
+    at_risk = False
+    for group in optimizer.param_groups:
+        having = (parameter for parameter in group["params"] if parameter.grad is not None)
+        first = next(having, None)
+        # torch has buffers for all of a group or for none, so a group is asked by its first.
+        if not group["momentum"] or first is None or _momentum_of(optimizer, first) is not None:
+            continue
+        if group["dampening"]:
+            at_risk = True
+            continue
+        for parameter in (first, *having):
+            if _momentum_of(optimizer, parameter) is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    return at_risk
+
+
+def _momentum_of(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
+    # The state makes an entry for whatever it is asked for by [].
+    buffer: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
+    return buffer

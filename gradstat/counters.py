@@ -1,0 +1,88 @@
+"""How often an optimizer was stepped and how often it was not, counted on the device."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradstat._arrival import Mirror
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How often an optimizer was stepped by `guarded_step`.
+
+    Attributes:
+        steps: All steps, those skipped included.
+        skipped: Steps skipped because a gradient was not finite.
+        consecutive_skipped: Steps skipped since the last that was not.
+    """
+
+    steps: int
+    skipped: int
+    consecutive_skipped: int
+
+
+class StepCounters:
+    """The counts of an optimizer's guarded steps, kept on the device.
+
+    Attributes:
+        tensor: ``[3]`` int64 on the gradients' device: steps, skipped, consecutive skipped ones.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(3, dtype=torch.int64, device=device)
+        self._mirror = Mirror(self.tensor)
+
+    @property
+    def steps(self) -> Tensor:
+        """All steps, 0-d int64 on the device."""
+        return self.tensor[0]
+
+    @property
+    def skipped(self) -> Tensor:
+        """Steps skipped, 0-d int64 on the device."""
+        return self.tensor[1]
+
+    @property
+    def consecutive_skipped(self) -> Tensor:
+        """Steps skipped since the last that was not, 0-d int64 on the device."""
+        return self.tensor[2]
+
+    def read(self, wait: bool = False) -> StepCounts:
+        """The counts on the host: the newest that have arrived.
+
+        Without ``wait`` no call but the first waits for the device; on a GPU the counts are then those of the
+        call before, or of one step earlier than the last if this is called on every step.
+        """
+        return StepCounts(*(int(count) for count in self._mirror.read(wait)))
+
+
+_counters: weakref.WeakKeyDictionary[Optimizer, StepCounters] = weakref.WeakKeyDictionary()
+
+
+def step_counters(optimizer: Optimizer) -> StepCounters:
+    """The counters of ``optimizer``'s guarded steps.
+
+    Raises:
+        KeyError: It has not been stepped by `guarded_step` yet.
+    """
+    try:
+        return _counters[optimizer]
+    except KeyError:
+        raise KeyError("this optimizer has not been stepped by gradstat.guarded_step yet") from None
+
+
+def counters_on(optimizer: Optimizer, device: torch.device) -> StepCounters:
+    """The counters of ``optimizer`` on ``device``: new ones, or those it had, moved if need be."""
+    counters = _counters.get(optimizer)
+    if counters is None or counters.tensor.device != device:
+        moved = StepCounters(device)
+        if counters is not None:
+            moved.tensor.copy_(counters.tensor)
+        counters = _counters[optimizer] = moved
+    return counters

@@ -1,0 +1,273 @@
+"""`guarded_step`: one read of the gradients, then the optimizer, clipped or skipped by what the device decides."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from gradstat import _norms, _optimizers, _scaling
+from gradstat._measured import Measured
+from gradstat._plan import gradients_of, names_of, source_of
+from gradstat.check import PendingReport
+from gradstat.counters import StepCounters, counters_on
+
+
+class StepResult:
+    """What `guarded_step` did. The tensors are on the device; reading them on the host waits for it.
+
+    Attributes:
+        total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
+            gradient's device, of the gradients' promoted real dtype.
+        counters: This optimizer's `StepCounters`.
+        loss: What the closure returned, or else the optimizer's step; None if it was skipped on the host.
+    """
+
+    def __init__(self, measured: Measured, counters: StepCounters, skips: bool, loss: Any) -> None:
+        self._measured = measured
+        self._skips = skips
+        self._report: PendingReport | None = None
+        self.counters = counters
+        self.loss = loss
+
+    @property
+    def total_norm(self) -> Tensor:
+        return self._measured.norm
+
+    @property
+    def skipped(self) -> Tensor:
+        """Whether the step was skipped, 0-d bool on the device."""
+        found_inf = self._measured.verdict[0] != 0
+        return found_inf if self._skips else torch.zeros_like(found_inf)
+
+    @property
+    def report(self) -> PendingReport:
+        """The report about the gradients as they were, without their loss scale.
+
+        The numbers start on their way to the host when this is first asked for. ``.result()`` waits for them.
+        """
+        if self._report is None:
+            self._report = self._measured.report()
+        return self._report
+
+    def __repr__(self) -> str:
+        return f"StepResult(total_norm={self.total_norm}, skipped={self.skipped})"
+
+
+def guarded_step(
+    optimizer: Optimizer,
+    max_norm: float | None = None,
+    skip_nonfinite: bool = True,
+    scaler: GradScaler | None = None,
+    *,
+    closure: Callable[[], Any] | None = None,
+    backend: str | None = None,
+) -> StepResult:
+    """Steps ``optimizer`` with clipped gradients, and leaves everything as it is if one is not finite.
+
+    In place of ``scaler.unscale_``, ``clip_grad_norm_`` and ``optimizer.step`` (or ``scaler.step``). The
+    gradients are read once. A fused Adam, AdamW, Adagrad or SGD then clips, unscales or skips by itself, by
+    numbers that never leave the device: no host sync, and no pass over the gradients besides the optimizer's own.
+    For every other optimizer gradients are clipped and unscaled in place, only if they have to be, and one host
+    sync decides whether ``step`` is called at all (none if ``skip_nonfinite`` is False). A skipped step changes no
+    parameter, no state and no step count. Learning-rate schedulers are the caller's, and advance as they are told.
+
+    Args:
+        optimizer: Any optimizer with gradients from ``backward()``.
+        max_norm: Upper limit of the L2 norm of all its gradients together, as for `clip_grad_norm_`; None or
+            infinity only measures.
+        skip_nonfinite: Skip the step if a gradient is not finite. If False it is taken as it comes.
+        scaler: A loss scaler whose scale the gradients carry, or have lost by ``scaler.unscale_(optimizer)``.
+            ``scaler.update()`` remains to be called.
+        closure: Computes the gradients and returns the loss, or None. Called once, before anything else; by
+            LBFGS, and optimizers that are not torch's, as often as they like, each time with gradients checked and
+            clipped, and with parameters and state copied beforehand, should one of them not be finite.
+        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+
+    Returns:
+        Norm, whether it was skipped, counters and the pending report; see `StepResult`.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer, or a gradient has no norm.
+        ValueError: ``max_norm`` is NaN; a gradient cannot be measured; ``skip_nonfinite`` is False with a loss
+            scaler, which cannot work without skipping; a gradient that is to be unscaled in place is float16.
+        RuntimeError: Other code has set ``grad_scale`` or ``found_inf`` on the optimizer; it has stepped since the
+            last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a closure
+            together with a scaler; skipping on the host would be needed while a CUDA graph is captured.
+    """
+    limit = _checked_limit(optimizer, max_norm)
+    scaling = None
+    if scaler is not None and scaler.is_enabled():
+        scaling = _Scaling.of(scaler, optimizer, skip_nonfinite, closure)
+    request = _Request(optimizer, limit, skip_nonfinite, scaling, backend)
+    if closure is None:
+        if _optimizers.needs_closure(optimizer):
+            raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
+        return _step(request, None)
+    if _optimizers.repeats_closure(optimizer):
+        return _step_repeating(request, closure)
+    with torch.enable_grad():
+        loss = closure()
+    return _step(request, loss)
+
+
+def _checked_limit(optimizer: object, max_norm: float | None) -> float:
+    if not isinstance(optimizer, Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
+    limit = math.inf if max_norm is None else float(max_norm)
+    if math.isnan(limit):
+        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number, or None")
+    _optimizers.refuse_foreign_verdict(optimizer)
+    return limit
+
+
+class _Scaling(NamedTuple):
+    """A loss scaler that takes part.
+
+    Attributes:
+        loss_scale: What the gradients carry, 0-d float32; None if they have lost it already.
+    """
+
+    scaler: GradScaler
+    loss_scale: Tensor | None
+
+    @classmethod
+    def of(cls, scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> _Scaling:
+        if not skips:
+            raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
+        if closure is not None:
+            raise RuntimeError(
+                "a closure and a loss scaler do not go together, as in torch; compute scaler.scale(loss).backward() "
+                "before the step"
+            )
+        loss_scale = _scaling.require_scale(scaler, "guarded_step")
+        return cls(scaler, None if _scaling.is_unscaled(scaler, optimizer) else loss_scale)
+
+    def found_by_unscaling(self, optimizer: Optimizer) -> list[Tensor] | None:
+        """What ``scaler.unscale_`` found on each device, above 0 where something was not finite; None before it."""
+        return None if self.loss_scale is not None else _scaling.found_by(self.scaler, optimizer)
+
+
+class _Request(NamedTuple):
+    """The arguments of `guarded_step`, checked."""
+
+    optimizer: Optimizer
+    limit: float
+    skips: bool
+    scaling: _Scaling | None
+    backend: str | None
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        return self.scaling.loss_scale if self.scaling is not None else None
+
+
+def _step(request: _Request, loss: Any) -> StepResult:
+    optimizer = request.optimizer
+    measured = _measure(request, counts=True)
+    obeys = _optimizers.obeys_verdict(optimizer)
+    rewrites = request.limit != math.inf or request.loss_scale is not None
+    if request.skips and (not obeys or _optimizers.first_momentum_is_at_risk(optimizer)):
+        skip, divisor = measured.on_host()
+        if skip:
+            # torch's schedulers warn if no step came before theirs, and this was one.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return _result(request, measured, loss)
+        rewrites = rewrites and divisor != 1.0
+    if obeys:
+        found_inf, grad_scale, _ = measured.verdict.unbind()
+        with _optimizers.told(optimizer, found_inf if request.skips else None, grad_scale if rewrites else None):
+            returned = optimizer.step()
+    else:
+        if rewrites:
+            measured.rewrite_()
+        returned = optimizer.step()
+    return _result(request, measured, returned if loss is None else loss)
+
+
+def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
+    if request.scaling is not None:
+        _scaling.record_step(request.scaling.scaler, request.optimizer, measured.verdict[0])
+    return StepResult(measured, counters_on(request.optimizer, measured.verdict.device), request.skips, loss)
+
+
+class _NotFiniteError(Exception):
+    """An evaluation of the closure in the middle of a step gave a gradient that is not finite."""
+
+
+def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult:
+    """A step whose closure the optimizer itself evaluates, between changes to the parameters."""
+    optimizer = request.optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in parameters]
+    state_before = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+    measured = Measured.nothing()
+
+    def checked_closure() -> Any:
+        nonlocal measured
+        with torch.enable_grad():
+            loss = closure()
+        if loss is None and _optimizers.needs_closure(optimizer):
+            raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
+        measured = _measure(request, counts=False)
+        skip, divisor = measured.on_host() if request.skips else (False, math.nan)
+        if skip:
+            raise _NotFiniteError
+        if request.limit != math.inf and divisor != 1.0:
+            measured.rewrite_()
+        return loss
+
+    loss = None
+    try:
+        loss = optimizer.step(checked_closure)
+    except _NotFiniteError:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state_before)
+    _count(request, measured)
+    return _result(request, measured, loss)
+
+
+def _measure(request: _Request, counts: bool) -> Measured:
+    """Measures the gradients as they are now and, if ``counts``, counts the step."""
+    source = source_of(request.optimizer)
+    found = gradients_of(source.parameters)
+    if not found.tensors:
+        if request.scaling is not None:
+            raise RuntimeError(
+                "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
+                "step, and zero_grad() after it"
+            )
+        measured = Measured.nothing()
+        if counts:
+            _count(request, measured)
+        return measured
+    before = None if request.scaling is None else request.scaling.found_by_unscaling(request.optimizer)
+    # The kernel counts by itself what it alone decides.
+    counts_itself = counts and request.skips and before is None
+    counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
+    names, missing = names_of(source, found)
+    measured = Measured.of(found.tensors, names, missing, request.limit, request.loss_scale, counters, request.backend)
+    if before is not None:
+        for tensor in before:
+            measured.verdict[0].add_(tensor.to(measured.verdict.device, non_blocking=True))
+        measured.verdict[0].clamp_(max=1.0)
+    if counts and not counts_itself:
+        _count(request, measured)
+    return measured
+
+
+def _count(request: _Request, measured: Measured) -> None:
+    counters = counters_on(request.optimizer, measured.verdict.device)
+    skipped = measured.verdict[0] if request.skips else torch.zeros((), device=measured.verdict.device)
+    _norms.count_step(counters.tensor, skipped)
