@@ -21,10 +21,9 @@ _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
 class Measured(NamedTuple):
-    """Gradients and what was measured, all of it on the first gradient's device.
+    """What was measured of some gradients, on the first one's device. Keeps no gradient alive.
 
     Attributes:
-        gradients: As they are, loss scale included.
         parts: Their tables and layouts.
         names, missing: For the report.
         norm: 0-d, of the gradients' promoted dtype, without the loss scale.
@@ -35,7 +34,6 @@ class Measured(NamedTuple):
         backend: What was asked for.
     """
 
-    gradients: list[Tensor]
     parts: list[Part]
     names: Names
     missing: Names
@@ -49,7 +47,7 @@ class Measured(NamedTuple):
     def nothing(cls) -> Measured:
         """No gradients: the norm is 0 and nothing needs to be skipped."""
         numbers, verdict = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
-        return cls([], [], tuple, tuple, torch.tensor(0.0), numbers, verdict, False, None)
+        return cls([], tuple, tuple, torch.tensor(0.0), numbers, verdict, False, None)
 
     @classmethod
     def of(
@@ -71,7 +69,7 @@ class Measured(NamedTuple):
             return names()[i]
 
         def made(parts: list[Part], norm: Tensor, numbers: Tensor, verdict: Tensor) -> Measured:
-            return cls(gradients, parts, names, missing, norm, numbers, verdict, loss_scale is not None, backend)
+            return cls(parts, names, missing, norm, numbers, verdict, loss_scale is not None, backend)
 
         first = gradients[0]
         if loss_scale is not None and loss_scale.device != first.device:
@@ -102,30 +100,28 @@ class Measured(NamedTuple):
 
         return PendingReport(self.parts, make, self.verdict)
 
-    def rewrite_(self) -> None:
-        """Clips and unscales the gradients in place. They are left alone if the coefficient is 1.
+    def rewrite_(self, gradients: list[Tensor]) -> None:
+        """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
 
         Raises:
             ValueError: A gradient that is to be unscaled is float16.
             RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
         """
-        if not self.gradients:
-            return
 
         def name_of(i: int) -> str:
             return self.names()[i]
 
         if self.is_scaled:
-            refuse_half(self.gradients, name_of)
-        direct = direct_for(self.gradients[0], name_of, self.backend)
-        if direct is None or not direct.scale_(self.gradients, self.numbers):
+            refuse_half(gradients, name_of)
+        direct = direct_for(gradients[0], name_of, self.backend)
+        if direct is None or not direct.scale_(gradients, self.numbers):
             with torch.no_grad():
-                targets = check_writable(self.gradients, name_of)
+                targets = check_writable(gradients, name_of)
                 for device, at in by_device(targets).items():
                     kernels = resolve_for(self.backend, device.type, name_of, at[0])
                     coefficient = self.numbers[0].to(device, non_blocking=True)
                     scale_any_(kernels, [targets[i] for i in at], coefficient)
-        torch.autograd.graph.increment_version(self.gradients)
+        torch.autograd.graph.increment_version(gradients)
 
     def on_host(self) -> tuple[bool, float]:
         """Whether to skip the step, and what the gradients have to be divided by: one host sync.

@@ -95,6 +95,18 @@ def _optimizer_source(optimizer: Optimizer) -> Source:
     return Source(parameters, names)
 
 
+def named_by(module: Module, source: Source) -> Source:
+    """The same parameters under the names they have in ``module``; those it does not have keep theirs."""
+    known = _module_source(module)
+    wanted, having = [id(p) for p in source.parameters], [id(p) for p in known.parameters]
+
+    def names() -> list[str]:
+        name_by_id = dict(zip(having, known.names(), strict=True))
+        return [name_by_id.get(i, name) for i, name in zip(wanted, source.names(), strict=True)]
+
+    return Source(source.parameters, names)
+
+
 def _iterable_source(target: Iterable[Any]) -> Source:
     listed = list(target)
     if set(map(type, listed)) <= _PLAIN_TYPES:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat import _norms, _optimizers, _scaling
 from gradstat._measured import Measured
-from gradstat._plan import gradients_of, names_of, source_of
+from gradstat._plan import gradients_of, named_by, names_of, source_of
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
 
@@ -67,6 +68,7 @@ def guarded_step(
     scaler: GradScaler | None = None,
     *,
     closure: Callable[[], Any] | None = None,
+    model: Module | None = None,
     backend: str | None = None,
 ) -> StepResult:
     """Steps ``optimizer`` with clipped gradients, and leaves everything as it is if one is not finite.
@@ -88,6 +90,8 @@ def guarded_step(
         closure: Computes the gradients and returns the loss, or None. Called once, before anything else; by
             LBFGS, and optimizers that are not torch's, as often as they like, each time with gradients checked and
             clipped, and with parameters and state copied beforehand, should one of them not be finite.
+        model: Lends the names of its parameters to the report. An optimizer made from ``named_parameters()`` has
+            them already; any other knows groups and positions only.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
 
     Returns:
@@ -101,11 +105,27 @@ def guarded_step(
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a closure
             together with a scaler; skipping on the host would be needed while a CUDA graph is captured.
     """
+    arguments = (optimizer, max_norm, skip_nonfinite, scaler, closure, model, backend)
+    if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
+        result: StepResult = torch.compiler.disable(_guarded_step)(*arguments)
+        return result
+    return _guarded_step(*arguments)
+
+
+def _guarded_step(
+    optimizer: Optimizer,
+    max_norm: float | None,
+    skip_nonfinite: bool,
+    scaler: GradScaler | None,
+    closure: Callable[[], Any] | None,
+    model: Module | None,
+    backend: str | None,
+) -> StepResult:
     limit = _checked_limit(optimizer, max_norm)
     scaling = None
     if scaler is not None and scaler.is_enabled():
         scaling = _Scaling.of(scaler, optimizer, skip_nonfinite, closure)
-    request = _Request(optimizer, limit, skip_nonfinite, scaling, backend)
+    request = _Request(optimizer, limit, skip_nonfinite, scaling, model, backend)
     if closure is None:
         if _optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
@@ -163,6 +183,7 @@ class _Request(NamedTuple):
     limit: float
     skips: bool
     scaling: _Scaling | None
+    model: Module | None
     backend: str | None
 
     @property
@@ -172,7 +193,7 @@ class _Request(NamedTuple):
 
 def _step(request: _Request, loss: Any) -> StepResult:
     optimizer = request.optimizer
-    measured = _measure(request, counts=True)
+    gradients, measured = _measure(request, counts=True)
     obeys = _optimizers.obeys_verdict(optimizer)
     rewrites = request.limit != math.inf or request.loss_scale is not None
     if request.skips and (not obeys or _optimizers.first_momentum_is_at_risk(optimizer)):
@@ -187,8 +208,8 @@ def _step(request: _Request, loss: Any) -> StepResult:
         with _optimizers.told(optimizer, found_inf if request.skips else None, grad_scale if rewrites else None):
             returned = optimizer.step()
     else:
-        if rewrites:
-            measured.rewrite_()
+        if rewrites and gradients:
+            measured.rewrite_(gradients)
         returned = optimizer.step()
     return _result(request, measured, returned if loss is None else loss)
 
@@ -217,12 +238,12 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
             loss = closure()
         if loss is None and _optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
-        measured = _measure(request, counts=False)
+        gradients, measured = _measure(request, counts=False)
         skip, divisor = measured.on_host() if request.skips else (False, math.nan)
         if skip:
             raise _NotFiniteError
-        if request.limit != math.inf and divisor != 1.0:
-            measured.rewrite_()
+        if request.limit != math.inf and divisor != 1.0 and gradients:
+            measured.rewrite_(gradients)
         return loss
 
     loss = None
@@ -238,9 +259,11 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
     return _result(request, measured, loss)
 
 
-def _measure(request: _Request, counts: bool) -> Measured:
-    """Measures the gradients as they are now and, if ``counts``, counts the step."""
+def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
+    """The gradients as they are now, and what was measured of them; counts the step if ``counts``."""
     source = source_of(request.optimizer)
+    if request.model is not None:
+        source = named_by(request.model, source)
     found = gradients_of(source.parameters)
     if not found.tensors:
         if request.scaling is not None:
@@ -251,7 +274,7 @@ def _measure(request: _Request, counts: bool) -> Measured:
         measured = Measured.nothing()
         if counts:
             _count(request, measured)
-        return measured
+        return [], measured
     before = None if request.scaling is None else request.scaling.found_by_unscaling(request.optimizer)
     # The kernel counts by itself what it alone decides.
     counts_itself = counts and request.skips and before is None
@@ -264,7 +287,7 @@ def _measure(request: _Request, counts: bool) -> Measured:
         measured.verdict[0].clamp_(max=1.0)
     if counts and not counts_itself:
         _count(request, measured)
-    return measured
+    return found.tensors, measured
 
 
 def _count(request: _Request, measured: Measured) -> None:
