@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class Arrival:
             # fetched when asked for, after a replay.
             self._host = tensor
 
+    @property
+    def travels(self) -> bool:
+        """Whether there is a way to go at all."""
+        return self._event is not None
+
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""
         return self._event is None or self._event.query()
@@ -40,23 +46,25 @@ class Arrival:
 
 
 class Mirror:
-    """A tensor that the device keeps changing, as the host last saw it."""
+    """Numbers that the device keeps changing, as the host last saw them.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    Args:
+        numbers: Gives them as they are on the device when it is called.
+    """
+
+    def __init__(self, numbers: Callable[[], Tensor]) -> None:
+        self._numbers = numbers
         self._seen: Any = None
         self._arrival: Arrival | None = None
 
     def read(self, wait: bool) -> Any:
         """The newest numbers that have arrived, as an array; sends for newer ones.
 
-        Without ``wait`` what comes back may be some steps old; only the first call may have to wait.
+        Without ``wait`` only the first call waits for a GPU; what comes back later is some calls old.
         """
-        if self._tensor.device.type != "cuda":
-            return self._tensor.cpu().numpy().copy()
-        if wait or self._arrival is None:
-            self._arrival = Arrival(self._tensor)
+        if wait or self._arrival is None or not self._arrival.travels:
+            self._arrival = Arrival(self._numbers())
         if wait or self._seen is None or self._arrival.done():
             self._seen = self._arrival.wait().copy()
-            self._arrival = Arrival(self._tensor)
+            self._arrival = Arrival(self._numbers())
         return self._seen

@@ -36,7 +36,7 @@ class StepCounters:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(3, dtype=torch.int64, device=device)
-        self._mirror = Mirror(self.tensor)
+        self._mirror = Mirror(lambda: self.tensor)
 
     @property
     def steps(self) -> Tensor:
