@@ -248,20 +248,6 @@ inline std::optional<DirectList> direct_list(PyObject* tensors, DLDeviceType dev
   return direct;
 }
 
-// The memory of a tensor of `count` numbers of that type in a row on the list's device; null for None.
-inline void* numbers_of(PyObject* tensor, DLDataType type, int64_t count, DLDevice device) {
-  if (tensor == Py_None) return nullptr;
-  DLTensor dl;
-  if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) throw PythonError();
-  int64_t numel = 1;
-  for (int32_t d = 0; d < dl.ndim; ++d) numel *= dl.shape[d];
-  const bool is_expected = dl.dtype.code == type.code && dl.dtype.bits == type.bits && numel == count &&
-                           dl.device.device_type == device.device_type &&
-                           dl.device.device_id == device.device_id && (count == 1 || dl.strides[0] == 1);
-  if (!is_expected) throw std::runtime_error("gradstat: a number has another type or device than expected");
-  return static_cast<char*>(dl.data) + dl.byte_offset;
-}
-
 template <class Device>
 struct PythonOps {
   static std::optional<DirectList> list_from(PyObject* tensors) {
@@ -280,6 +266,25 @@ struct PythonOps {
       {
         const WithoutGil others_may_run;
         Device::measure(list, static_cast<Row*>(table.data()), nullptr);
+      }
+      return Py_BuildValue("(NL)", table.to_python(), static_cast<long long>(list.signature()));
+    });
+  }
+
+  // unscale_(tensors, factor) -> (table, signature) | None. A tensor listed twice is not ordinary here.
+  static PyObject* unscale_(PyObject*, PyObject* arguments) {
+    PyObject *tensors = nullptr, *factor = nullptr;
+    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &factor)) return nullptr;
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      if (!direct || has_repeated(direct->list.entries())) Py_RETURN_NONE;
+      const TensorList& list = direct->list;
+      const auto* by = static_cast<const float*>(numbers(factor, DType::kFloat32, 1, list));
+      if (by == nullptr) Py_RETURN_NONE;
+      NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
+      {
+        const WithoutGil others_may_run;
+        Device::unscale(list, static_cast<Row*>(table.data()), by);
       }
       return Py_BuildValue("(NL)", table.to_python(), static_cast<long long>(list.signature()));
     });
@@ -317,22 +322,26 @@ struct PythonOps {
       if (!direct) Py_RETURN_NONE;
       const TensorList& list = direct->list;
       const DLDevice device = device_of(list);
+      NewTensor verdict({kVerdict}, dlpack_type_of(DType::kFloat32), device);
+      StepRequest step{nullptr, static_cast<float*>(verdict.data()), nullptr};
+      if (loss_scale != Py_None) {
+        step.loss_scale = static_cast<const float*>(numbers(loss_scale, DType::kFloat32, 1, list));
+        if (step.loss_scale == nullptr) Py_RETURN_NONE;
+      }
+      if (counters != Py_None) {
+        step.counters = counters_of(counters, list);
+        if (step.counters == nullptr) Py_RETURN_NONE;
+      }
       NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device);
       NewTensor norm({}, dlpack_type_of(list.norm_dtype()), device);
-      NewTensor numbers({2}, dlpack_type_of(DType::kFloat64), device);
-      NewTensor verdict({kVerdict}, dlpack_type_of(DType::kFloat32), device);
-      const StepRequest step{
-          static_cast<const float*>(numbers_of(loss_scale, {kDLFloat, 32, 1}, 1, device)),
-          static_cast<float*>(verdict.data()),
-          static_cast<int64_t*>(numbers_of(counters, {kDLInt, 64, 1}, kCounters, device)),
-      };
+      NewTensor pair({2}, dlpack_type_of(DType::kFloat64), device);
       const NormRequest request =
-          norm_request(list, max_norm, norm_type, norm.data(), static_cast<double*>(numbers.data()), step);
+          norm_request(list, max_norm, norm_type, norm.data(), static_cast<double*>(pair.data()), step);
       {
         const WithoutGil others_may_run;
         Device::measure(list, static_cast<Row*>(table.data()), &request);
       }
-      Ref made[] = {Ref(table.to_python()), Ref(norm.to_python()), Ref(numbers.to_python()),
+      Ref made[] = {Ref(table.to_python()), Ref(norm.to_python()), Ref(pair.to_python()),
                     Ref(verdict.to_python())};
       return Py_BuildValue("(NLNNN)", made[0].release(), static_cast<long long>(list.signature()),
                            made[1].release(), made[2].release(), made[3].release());
@@ -359,7 +368,47 @@ struct PythonOps {
     });
   }
 
+  // scale_each_(tensors, coefficients) -> bool
+  static PyObject* scale_each_(PyObject*, PyObject* arguments) {
+    PyObject *tensors = nullptr, *coefficients = nullptr;
+    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &coefficients)) return nullptr;
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      if (!direct) Py_RETURN_FALSE;
+      const TensorList& list = direct->list;
+      const auto* first = static_cast<const double*>(numbers(coefficients, DType::kFloat64, list.size(), list));
+      if (first == nullptr) Py_RETURN_FALSE;
+      {
+        const WithoutGil others_may_run;
+        scale_list<Device>(list, {first, 1}, false);
+      }
+      Py_RETURN_TRUE;
+    });
+  }
+
  private:
+  // The numbers of an ordinary tensor, or null if they are not `count` of `dtype` on the list's device, in
+  // order.
+  static const void* numbers(PyObject* tensor, DType dtype, int64_t count, const TensorList& list) {
+    TensorList one(1, Device::type(), Division::kUnits);  // more than one entry if it is no single row
+    if (!add_tensor(one, tensor, Device::kDLPackType) || one.size() != 1) return nullptr;
+    const Entry& entry = one.entries()[0];
+    const bool fits = entry.dtype == dtype && !entry.is_pair && entry.numel == count &&
+                      one.device_index() == list.device_index();
+    return fits ? entry.data : nullptr;
+  }
+
+  // The same for a step's counters, which are integers.
+  static int64_t* counters_of(PyObject* tensor, const TensorList& list) {
+    DLTensor dl;
+    if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) throw PythonError();
+    const bool fits = dl.dtype.code == kDLInt && dl.dtype.bits == 64 && dl.ndim == 1 &&
+                      dl.shape[0] == kCounters && dl.strides[0] == 1 &&
+                      dl.device.device_type == Device::kDLPackType &&
+                      dl.device.device_id == list.device_index();
+    return fits ? reinterpret_cast<int64_t*>(static_cast<char*>(dl.data) + dl.byte_offset) : nullptr;
+  }
+
   // Norm and coefficient of a list, and what `then(list, max_norm, norm, memory)` makes of them; the
   // coefficient is the first number of the memory.
   template <class Then>
@@ -398,6 +447,10 @@ constexpr PyMethodDef kMeasureStepMethod = {"measure_step", PythonOps<Device>::m
                                             nullptr};
 template <class Device>
 constexpr PyMethodDef kScaleMethod = {"scale_", PythonOps<Device>::scale_, METH_VARARGS, nullptr};
+template <class Device>
+constexpr PyMethodDef kScaleEachMethod = {"scale_each_", PythonOps<Device>::scale_each_, METH_VARARGS, nullptr};
+template <class Device>
+constexpr PyMethodDef kUnscaleMethod = {"unscale_", PythonOps<Device>::unscale_, METH_VARARGS, nullptr};
 constexpr PyMethodDef kUseExchangeMethod = {"use_exchange", use_exchange, METH_VARARGS, nullptr};
 constexpr PyMethodDef kFingerprintMethod = {"fingerprint", fingerprint, METH_NOARGS, nullptr};
 constexpr PyMethodDef kEndOfMethods = {nullptr, nullptr, 0, nullptr};
