@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from gradstat._plan import Gradients, Source
+
 
 def state_of(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
     """``{"stage", "found_inf_per_device"}``; made new if there is none."""
@@ -41,8 +43,46 @@ def found_by(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     return list(state_of(scaler, optimizer)["found_inf_per_device"].values())
 
 
+def record_unscaling(scaler: GradScaler, optimizer: Optimizer, positions: list[int] | None) -> None:
+    """Remembers which parameters had a gradient when ``unscale_`` took the scale away (None: all of them)."""
+    state = state_of(scaler, optimizer)
+    state["optimizer"], state["positions"] = optimizer, positions
+
+
+def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, source: Source, found: Gradients) -> None:
+    """Raises RuntimeError, by name, for a gradient that came after ``unscale_`` and so carries the scale still."""
+    state = state_of(scaler, optimizer)
+    if state.get("positions") is None:  # there was one everywhere, or nobody took note
+        return
+    known = set(state["positions"])
+    present = found.positions if found.positions is not None else range(len(source.parameters))
+    added = [position for position in present if position not in known]
+    if added:
+        raise RuntimeError(
+            f"the gradient of {source.names()[added[0]]!r} (and of {len(added) - 1} more) appeared after unscale_() and "
+            "still carries the loss scale; call unscale_() after the last backward()"
+        )
+
+
+def refuse_shared_gradients(scaler: GradScaler, optimizer: Optimizer, source: Source) -> None:
+    """Raises RuntimeError, by name, for a parameter whose gradient lost its scale with another optimizer's."""
+    states = scaler._per_optimizer_states
+    others = [s["optimizer"] for key, s in states.items() if key != id(optimizer) and s.get("optimizer") is not None]
+    taken = {id(parameter) for other in others for group in other.param_groups for parameter in group["params"]}
+    if not taken:
+        return
+    for position, parameter in enumerate(source.parameters):
+        if id(parameter) in taken and parameter.grad is not None:
+            raise RuntimeError(
+                f"{source.names()[position]!r} is also in another optimizer that this scaler has served since the last "
+                "update(), so its gradient has lost the loss scale already and would lose it twice; give every "
+                "parameter to one optimizer only"
+            )
+
+
 def record_step(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor) -> None:
     """Leaves behind what ``scaler.step`` leaves, so that ``update`` works and a second step is refused."""
     state = state_of(scaler, optimizer)
     state["found_inf_per_device"] = {found_inf.device: found_inf}
     state["stage"] = OptState.STEPPED
+    state["optimizer"] = optimizer
