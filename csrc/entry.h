@@ -1,4 +1,4 @@
-// What the kernels are asked: one tensor as they see it, and the norm of them all.
+// What the kernels are asked: one tensor as they see it, what to multiply it by, and the norm of them all.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,15 @@ struct Entry {
   bool is_pair;
 
   int64_t values() const { return is_pair ? 2 * numel : numel; }
+};
+
+// What entries are multiplied by, in the memory of their device: one number for all of them, or one for each.
+struct Coefficients {
+  const double* first;
+  int64_t stride;  // 0 or 1
+
+  Coefficients(const double* numbers, int64_t stride = 0) : first(numbers), stride(stride) {}
+  GRADSTAT_HD double of(int64_t entry) const { return first[entry * stride]; }
 };
 
 // Where and how the total norm of all tensors is to be written, next to the table.

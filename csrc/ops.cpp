@@ -23,10 +23,16 @@ struct Cpu {
     *norm->coefficient = clip_coefficient(value, norm->max_norm);
   }
 
-  static bool is_known_to_be_one(const double* coefficient) { return *coefficient == 1.0; }
+  static void unscale(const TensorList& list, Row* table, const float* factor) {
+    rows_cpu(list.entries(), table, *factor);
+  }
 
-  static void scale(const std::vector<Entry>& entries, int32_t, const double* coefficient, bool) {
-    scale_cpu(entries, *coefficient);
+  static bool are_known_to_be_one(const Coefficients& coefficients) {
+    return coefficients.stride == 0 && *coefficients.first == 1.0;
+  }
+
+  static void scale(const std::vector<Entry>& entries, int32_t, const Coefficients& coefficients, bool) {
+    scale_cpu(entries, coefficients);
   }
 };
 
@@ -39,6 +45,10 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
       "measure(Tensor[] tensors, float max_norm, float norm_type) -> "
       "(Tensor table, Tensor norm, Tensor coefficient)");
   library.def("scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
+  library.def("scale_each_(Tensor(a!)[] tensors, Tensor coefficients) -> ()");
+  library.def("unscale_(Tensor(a!)[] tensors, Tensor factor) -> (Tensor table, int signature)");
+  library.def("unit_stats(Tensor[] tensors) -> Tensor");
+  library.def("scale_units_(Tensor(a!)[] tensors, Tensor coefficients) -> ()");
   library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
 }
 
@@ -56,6 +66,8 @@ PyMODINIT_FUNC PyInit__C() {
                                   kClipMethod<Cpu>,
                                   kMeasureMethod<Cpu>,
                                   kScaleMethod<Cpu>,
+                                  kScaleEachMethod<Cpu>,
+                                  kUnscaleMethod<Cpu>,
                                   {"instructions", instructions, METH_NOARGS, nullptr},
                                   {"make_plan", make_plan, METH_VARARGS, nullptr},
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},

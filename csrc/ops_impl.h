@@ -1,15 +1,17 @@
 // The operators, written once for every kind of device. A `Device` provides
 //   static int32_t type();
 //   static void measure(const TensorList&, Row* table, const NormRequest* norm);
-//   static bool is_known_to_be_one(const double* coefficient);   without waiting for the device
-//   static void scale(const std::vector<Entry>&, int32_t device_index, const double* coefficient,
-//                     bool follows_measure);   whether nothing was enqueued since measure wrote *coefficient
+//   static void unscale(const TensorList&, Row* table, const float* factor);   no address may occur twice
+//   static bool are_known_to_be_one(const Coefficients&);   without waiting for the device
+//   static void scale(const std::vector<Entry>&, int32_t device_index, const Coefficients&,
+//                     bool follows_measure);   whether nothing was enqueued since measure wrote the coefficient
 // and gets the schemas of ops.cpp in return. All pointers are to the device's memory.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -35,15 +37,15 @@ inline bool has_repeated(const std::vector<Entry>& entries) {
   return false;
 }
 
-// Removes from `entries` all but one of those with the same address, and returns the removed ones.
+// Leaves in `entries` only the first of those with the same address, and returns the others: each list as long
+// as before, with empty entries for what is in the other one, so that an entry keeps its number.
 inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
   std::unordered_set<const void*> seen;
-  std::vector<Entry> once, repeated;
-  for (const Entry& entry : entries) {
-    const bool first = entry.numel == 0 || seen.insert(entry.data).second;
-    (first ? once : repeated).push_back(entry);
+  std::vector<Entry> repeated = entries;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const bool is_first = entries[i].numel == 0 || seen.insert(entries[i].data).second;
+    (is_first ? repeated : entries)[i].numel = 0;
   }
-  entries = std::move(once);
   return repeated;
 }
 
@@ -58,18 +60,34 @@ inline NormRequest norm_request(const TensorList& list, double max_norm, double 
 // A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
 // entries of a pass at once. For `follows_measure` see above.
 template <class Device>
-void scale_list(const TensorList& list, const double* coefficient, bool follows_measure) {
-  if (Device::is_known_to_be_one(coefficient)) return;
+void scale_list(const TensorList& list, const Coefficients& coefficients, bool follows_measure) {
+  if (Device::are_known_to_be_one(coefficients)) return;
   if (!has_repeated(list.entries())) {
-    return Device::scale(list.entries(), list.device_index(), coefficient, follows_measure);
+    return Device::scale(list.entries(), list.device_index(), coefficients, follows_measure);
   }
   std::vector<Entry> pass = list.entries();
-  while (!pass.empty()) {
+  while (has_repeated(pass)) {
     std::vector<Entry> repeated = take_repeated(pass);
-    Device::scale(pass, list.device_index(), coefficient, follows_measure);
+    Device::scale(pass, list.device_index(), coefficients, follows_measure);
     pass = std::move(repeated);
     follows_measure = false;
   }
+  Device::scale(pass, list.device_index(), coefficients, follows_measure);
+}
+
+// Where the numbers lie that the entries of `list` are to be multiplied by.
+template <class Number>
+const Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list) {
+  constexpr bool kIsDouble = std::is_same_v<Number, double>;
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(numbers.get(), &dtype));
+  STD_TORCH_CHECK(dtype == (kIsDouble ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32()),
+                  "gradstat: what tensors are multiplied by must be ", kIsDouble ? "float64" : "float32");
+  STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: expected ", count,
+                  " contiguous numbers to multiply by, got ", numbers.numel());
+  STD_TORCH_CHECK(list.size() == 0 || numbers.get_device_index() == list.device_index(),
+                  "gradstat: what tensors are multiplied by must be on their device");
+  return static_cast<const Number*>(numbers.data_ptr());
 }
 
 template <class Device>
@@ -106,13 +124,43 @@ struct Ops {
 
   static void scale_(const std::vector<Tensor>& tensors, const Tensor& coefficient) {
     const TensorList list = list_of(tensors, Device::type());
-    int32_t dtype = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(coefficient.get(), &dtype));
-    STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && coefficient.numel() == 1,
-                    "gradstat: the coefficient must be one float64 element");
-    STD_TORCH_CHECK(coefficient.get_device_index() == list.device_index(),
-                    "gradstat: the coefficient must be on the tensors' device");
-    scale_list<Device>(list, static_cast<const double*>(coefficient.data_ptr()), false);
+    scale_list<Device>(list, numbers_of<double>(coefficient, 1, list), false);
+  }
+
+  static void scale_each_(const std::vector<Tensor>& tensors, const Tensor& coefficients) {
+    scale_entries(list_of(tensors, Device::type()), coefficients);
+  }
+
+  static Tensor unit_stats(const std::vector<Tensor>& tensors) {
+    const TensorList list = list_of(tensors, Device::type(), Division::kUnits);
+    Tensor table = new_table(list);
+    Device::measure(list, static_cast<Row*>(table.data_ptr()), nullptr);
+    return table;
+  }
+
+  static void scale_units_(const std::vector<Tensor>& tensors, const Tensor& coefficients) {
+    scale_entries(list_of(tensors, Device::type(), Division::kUnits), coefficients);
+  }
+
+  static void scale_entries(const TensorList& list, const Tensor& coefficients) {
+    scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list), 1}, false);
+  }
+
+  // scale_ and check in one pass. A tensor listed twice is scaled twice before either is measured.
+  static std::tuple<Tensor, int64_t> unscale_(const std::vector<Tensor>& tensors, const Tensor& factor) {
+    const TensorList list = list_of(tensors, Device::type());
+    const float* by = numbers_of<float>(factor, 1, list);
+    Tensor table = new_table(list);
+    auto* rows = static_cast<Row*>(table.data_ptr());
+    if (has_repeated(list.entries())) {
+      Tensor wide = new_tensor({}, aoti_torch_dtype_float64(), Device::type(), list.device_index());
+      torch::stable::copy_(wide, factor);
+      scale_list<Device>(list, static_cast<const double*>(wide.data_ptr()), false);
+      Device::measure(list, rows, nullptr);
+    } else {
+      Device::unscale(list, rows, by);
+    }
+    return {table, list.signature()};
   }
 
   // measure and scale_ with the list unpacked once.
@@ -126,9 +174,13 @@ struct Ops {
 
 }  // namespace gradstat
 
-#define GRADSTAT_REGISTER(library, Device)                             \
-  library.impl("stats", TORCH_BOX(&gradstat::Ops<Device>::stats));     \
-  library.impl("check", TORCH_BOX(&gradstat::Ops<Device>::check));     \
-  library.impl("measure", TORCH_BOX(&gradstat::Ops<Device>::measure)); \
-  library.impl("scale_", TORCH_BOX(&gradstat::Ops<Device>::scale_));   \
+#define GRADSTAT_REGISTER(library, Device)                                       \
+  library.impl("stats", TORCH_BOX(&gradstat::Ops<Device>::stats));               \
+  library.impl("check", TORCH_BOX(&gradstat::Ops<Device>::check));               \
+  library.impl("measure", TORCH_BOX(&gradstat::Ops<Device>::measure));           \
+  library.impl("scale_", TORCH_BOX(&gradstat::Ops<Device>::scale_));             \
+  library.impl("scale_each_", TORCH_BOX(&gradstat::Ops<Device>::scale_each_));   \
+  library.impl("unscale_", TORCH_BOX(&gradstat::Ops<Device>::unscale_));         \
+  library.impl("unit_stats", TORCH_BOX(&gradstat::Ops<Device>::unit_stats));     \
+  library.impl("scale_units_", TORCH_BOX(&gradstat::Ops<Device>::scale_units_)); \
   library.impl("clip_", TORCH_BOX(&gradstat::Ops<Device>::clip_))

@@ -271,6 +271,25 @@ struct PythonOps {
     });
   }
 
+  // unscale_(tensors, factor) -> (table, signature) | None. A tensor listed twice is not ordinary here.
+  static PyObject* unscale_(PyObject*, PyObject* arguments) {
+    PyObject *tensors = nullptr, *factor = nullptr;
+    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &factor)) return nullptr;
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      if (!direct || has_repeated(direct->list.entries())) Py_RETURN_NONE;
+      const TensorList& list = direct->list;
+      const auto* by = static_cast<const float*>(numbers(factor, DType::kFloat32, 1, list));
+      if (by == nullptr) Py_RETURN_NONE;
+      NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
+      {
+        const WithoutGil others_may_run;
+        Device::unscale(list, static_cast<Row*>(table.data()), by);
+      }
+      return Py_BuildValue("(NL)", table.to_python(), static_cast<long long>(list.signature()));
+    });
+  }
+
   // clip_(tensors, max_norm, norm_type) -> norm | None
   static PyObject* clip_(PyObject*, PyObject* arguments) {
     return measured(arguments, [](const TensorList& list, double max_norm, NewTensor& norm, NewTensor& memory) {
@@ -310,7 +329,36 @@ struct PythonOps {
     });
   }
 
+  // scale_each_(tensors, coefficients) -> bool
+  static PyObject* scale_each_(PyObject*, PyObject* arguments) {
+    PyObject *tensors = nullptr, *coefficients = nullptr;
+    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &coefficients)) return nullptr;
+    return guarded([&]() -> PyObject* {
+      const std::optional<DirectList> direct = list_from(tensors);
+      if (!direct) Py_RETURN_FALSE;
+      const TensorList& list = direct->list;
+      const auto* first = static_cast<const double*>(numbers(coefficients, DType::kFloat64, list.size(), list));
+      if (first == nullptr) Py_RETURN_FALSE;
+      {
+        const WithoutGil others_may_run;
+        scale_list<Device>(list, {first, 1}, false);
+      }
+      Py_RETURN_TRUE;
+    });
+  }
+
  private:
+  // The numbers of an ordinary tensor, or null if they are not `count` of `dtype` on the list's device, in
+  // order.
+  static const void* numbers(PyObject* tensor, DType dtype, int64_t count, const TensorList& list) {
+    TensorList one(1, Device::type(), Division::kUnits);  // more than one entry if it is no single row
+    if (!add_tensor(one, tensor, Device::kDLPackType) || one.size() != 1) return nullptr;
+    const Entry& entry = one.entries()[0];
+    const bool fits = entry.dtype == dtype && !entry.is_pair && entry.numel == count &&
+                      one.device_index() == list.device_index();
+    return fits ? entry.data : nullptr;
+  }
+
   // Norm and coefficient of a list, and what `then(list, max_norm, norm, memory)` makes of them; the
   // coefficient is the first number of the memory.
   template <class Then>
@@ -346,6 +394,10 @@ template <class Device>
 constexpr PyMethodDef kMeasureMethod = {"measure", PythonOps<Device>::measure, METH_VARARGS, nullptr};
 template <class Device>
 constexpr PyMethodDef kScaleMethod = {"scale_", PythonOps<Device>::scale_, METH_VARARGS, nullptr};
+template <class Device>
+constexpr PyMethodDef kScaleEachMethod = {"scale_each_", PythonOps<Device>::scale_each_, METH_VARARGS, nullptr};
+template <class Device>
+constexpr PyMethodDef kUnscaleMethod = {"unscale_", PythonOps<Device>::unscale_, METH_VARARGS, nullptr};
 constexpr PyMethodDef kUseExchangeMethod = {"use_exchange", use_exchange, METH_VARARGS, nullptr};
 constexpr PyMethodDef kFingerprintMethod = {"fingerprint", fingerprint, METH_NOARGS, nullptr};
 constexpr PyMethodDef kEndOfMethods = {nullptr, nullptr, 0, nullptr};

@@ -80,8 +80,9 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
 }
 
 // Throws std::runtime_error naming the first tensor that cannot be read in place.
-inline TensorList list_of(const std::vector<Tensor>& tensors, int32_t device_type) {
-  TensorList list(tensors.size(), device_type);
+inline TensorList list_of(const std::vector<Tensor>& tensors, int32_t device_type,
+                          Division division = Division::kTensors) {
+  TensorList list(tensors.size(), device_type, division);
   for (const Tensor& tensor : tensors) add_tensor(list, tensor, device_type);
   return list;
 }

@@ -179,7 +179,7 @@ void scale_float8(const Entry& entry, int64_t first, int64_t count, float coeffi
 
 struct Kernels {
   const char* name;
-  void (*read)(const Entry&, int64_t first, int64_t count, Row& row);
+  void (*read)(const Entry&, int64_t first, int64_t count, double factor, Row& row);
   void (*scale)(const Entry&, int64_t first, int64_t count, double coefficient);
 };
 
@@ -278,13 +278,13 @@ class Work {
 
 }  // namespace
 
-Row rows_cpu(const std::vector<Entry>& entries, Row* table) {
+Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor) {
   const auto read = kernels().read;
   const Work work(entries);
   std::vector<Row> slots(work.slots());
   work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
     Row row = identity_row();
-    read(entries[tensor], first, count, row);
+    read(entries[tensor], first, count, factor, row);
     (work.has_slots(tensor) ? slots[slot] : table[tensor]) = row;
   });
   Row total = identity_row();
@@ -299,11 +299,12 @@ Row rows_cpu(const std::vector<Entry>& entries, Row* table) {
   return total;
 }
 
-void scale_cpu(const std::vector<Entry>& entries, double coefficient) {
+void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficients) {
   const auto scale = kernels().scale;
   const Work work(entries);
   work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t) {
-    scale(entries[tensor], first, count, coefficient);
+    const double coefficient = coefficients.of(tensor);
+    if (coefficient != 1.0) scale(entries[tensor], first, count, coefficient);
   });
 }
 

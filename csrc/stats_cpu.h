@@ -1,4 +1,4 @@
-// The CPU traversals: rows of many tensors, and scaling of many tensors by one number.
+// The CPU traversals: rows of many tensors, and scaling of many tensors.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,13 @@
 namespace gradstat {
 
 // Fills table[i] with the row of entries[i] and returns the merge of them all. Parallel; the result does
-// not depend on the number of threads.
-Row rows_cpu(const std::vector<Entry>& entries, Row* table);
+// not depend on the number of threads. Elements are multiplied by `factor` in place first, unless it is 1; the
+// rows are those of the products, with the same bits as if they had been read later.
+Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0);
 
-// Multiplies every element by `coefficient`, in float32 for types narrower than that.
-void scale_cpu(const std::vector<Entry>& entries, double coefficient);
+// Multiplies every element of an entry by its coefficient, in float32 for types narrower than that. Entries
+// with a coefficient of exactly 1 are not touched.
+void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficients);
 
 // Writes `value` as one element of `dtype`, rounded to nearest even.
 void write_norm_cpu(double value, DType dtype, void* out);

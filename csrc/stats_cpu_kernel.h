@@ -12,7 +12,8 @@
 //   sums of values      groups of eight: three additions
 // Nothing in this fast loop looks for NaN, Inf, overflow or underflow: each of them shows in the block's sum
 // of squares, which then leaves Type::kSafeLow..kSafeHigh, and the block, still in cache, is read again
-// exactly. What a block gave is merged lane by lane; lanes are reduced once, at the end of a call.
+// exactly. What a block gave is merged lane by lane; lanes are reduced once, at the end of a call. Where values
+// are to be multiplied on the way, each block is just before it is read.
 
 namespace GRADSTAT_NAMESPACE {
 
@@ -559,35 +560,13 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   }
 }
 
-// Adds `count` values at `p`, of which the first is value number `first` of its tensor, to the tensor's row.
-template <class Type, bool kPair>
-void read_values(const typename Type::Storage* p, int64_t first, int64_t count, Row& row) {
-  constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
-  static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
-  Pass<Type, kPair> total;
-  bool any = false;
-  for (int64_t done = 0; done < count; done += kBlock) {
-    const int64_t take = std::min(kBlock, count - done);
-    const auto* block = p + done;
-    Pass<Type, kPair> pass;
-    int64_t i = 0;
-    for (; i + Type::kStep <= take; i += Type::kStep) pass.add(block + i);
-    if (i < take) pass.add_rest(block + i, take - i);
-    if (pass.is_safe(take)) {
-      total.merge(pass);
-      any = true;
-    } else {
-      read_exactly<Type, kPair>(block, take, first + done, row);
-    }
-  }
-  if (any) total.add_to(row);
-}
-
 template <class Type>
-void scale_values(void* data, int64_t first, int64_t count, typename Type::Real coefficient) {
+void scale_values(typename Type::Storage* p, int64_t count, double wide_coefficient) {
   using V = typename Type::V;
+  using Real = typename Type::Real;
+  // Any NaN serves, but BFloat16 needs one that it can hold.
+  const Real coefficient = is_nan(wide_coefficient) ? Real(NAN) : static_cast<Real>(wide_coefficient);
   constexpr int kTwo = 2 * Type::kValues;
-  auto* p = static_cast<typename Type::Storage*>(data) + first;
   const auto scale_two = [&](typename Type::Storage* at) __attribute__((always_inline)) {
     V a, b;
     Type::load_two(at, a, b);
@@ -603,47 +582,82 @@ void scale_values(void* data, int64_t first, int64_t count, typename Type::Real 
   }
 }
 
+// Adds `count` values at `p`, of which the first is value number `first` of its tensor, to the tensor's row,
+// multiplied by `factor` in place unless that is 1.
 template <class Type, bool kPair>
-void read_tensor(const Entry& entry, int64_t first, int64_t count, Row& row) {
-  read_values<Type, kPair>(static_cast<const typename Type::Storage*>(entry.data) + first, first, count, row);
+void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
+  constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
+  static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
+  Pass<Type, kPair> total;
+  bool any = false;
+  for (int64_t done = 0; done < count; done += kBlock) {
+    const int64_t take = std::min(kBlock, count - done);
+    auto* block = p + done;
+    if (factor != 1.0) scale_values<Type>(block, take, factor);
+    Pass<Type, kPair> pass;
+    int64_t i = 0;
+    for (; i + Type::kStep <= take; i += Type::kStep) pass.add(block + i);
+    if (i < take) pass.add_rest(block + i, take - i);
+    if (pass.is_safe(take)) {
+      total.merge(pass);
+      any = true;
+    } else {
+      read_exactly<Type, kPair>(block, take, first + done, row);
+    }
+  }
+  if (any) total.add_to(row);
 }
 
-void read(const Entry& entry, int64_t first, int64_t count, Row& row) {
+template <class Type>
+typename Type::Storage* values_of(const Entry& entry, int64_t first) {
+  return static_cast<typename Type::Storage*>(entry.data) + first;
+}
+
+template <class Type, bool kPair>
+void read_tensor(const Entry& entry, int64_t first, int64_t count, double factor, Row& row) {
+  read_values<Type, kPair>(values_of<Type>(entry, first), first, count, factor, row);
+}
+
+void read(const Entry& entry, int64_t first, int64_t count, double factor, Row& row) {
   switch (entry.dtype) {
     case DType::kFloat32:
-      return entry.is_pair ? read_tensor<Float32, true>(entry, first, count, row)
-                           : read_tensor<Float32, false>(entry, first, count, row);
+      return entry.is_pair ? read_tensor<Float32, true>(entry, first, count, factor, row)
+                           : read_tensor<Float32, false>(entry, first, count, factor, row);
     case DType::kBFloat16:
-      return read_tensor<BFloat16, false>(entry, first, count, row);
+      return read_tensor<BFloat16, false>(entry, first, count, factor, row);
     case DType::kFloat16:
-      return entry.is_pair ? read_tensor<Float16, true>(entry, first, count, row)
-                           : read_tensor<Float16, false>(entry, first, count, row);
+      return entry.is_pair ? read_tensor<Float16, true>(entry, first, count, factor, row)
+                           : read_tensor<Float16, false>(entry, first, count, factor, row);
     case DType::kFloat64:
-      return entry.is_pair ? read_tensor<Float64, true>(entry, first, count, row)
-                           : read_tensor<Float64, false>(entry, first, count, row);
+      return entry.is_pair ? read_tensor<Float64, true>(entry, first, count, factor, row)
+                           : read_tensor<Float64, false>(entry, first, count, factor, row);
     default:
       break;
   }
+  if (factor != 1.0) scale_float8(entry, first, count, static_cast<float>(factor));
   if (count > kFewFloat8) return read_float8(entry, first, count, row);
   float widened[kFewFloat8];
   widen_float8(entry, first, count, widened);
-  read_values<Float32, false>(widened, first, count, row);
+  read_values<Float32, false>(widened, first, count, 1.0, row);
+}
+
+template <class Type>
+void scale_tensor(const Entry& entry, int64_t first, int64_t count, double coefficient) {
+  scale_values<Type>(values_of<Type>(entry, first), count, coefficient);
 }
 
 void scale(const Entry& entry, int64_t first, int64_t count, double coefficient) {
-  // Any NaN serves, but BFloat16 needs one that it can hold.
-  const float narrow = is_nan(coefficient) ? NAN : static_cast<float>(coefficient);
   switch (entry.dtype) {
     case DType::kFloat32:
-      return scale_values<Float32>(entry.data, first, count, narrow);
+      return scale_tensor<Float32>(entry, first, count, coefficient);
     case DType::kBFloat16:
-      return scale_values<BFloat16>(entry.data, first, count, narrow);
+      return scale_tensor<BFloat16>(entry, first, count, coefficient);
     case DType::kFloat16:
-      return scale_values<Float16>(entry.data, first, count, narrow);
+      return scale_tensor<Float16>(entry, first, count, coefficient);
     case DType::kFloat64:
-      return scale_values<Float64>(entry.data, first, count, coefficient);
+      return scale_tensor<Float64>(entry, first, count, coefficient);
     default:
-      return scale_float8(entry, first, count, narrow);
+      return scale_float8(entry, first, count, static_cast<float>(coefficient));
   }
 }
 

@@ -1,4 +1,5 @@
-// From a list of tensors to what a kernel needs: address, number of elements, element type.
+// From a list of tensors to what a kernel needs: address, number of elements, element type; of each tensor, or
+// of each of its units.
 // Accepts only what the kernels read in place (dense, strided, floating or complex, one device); anything
 // else raises, and gradstat/_tensors.py then either turns it into something accepted or explains.
 #pragma once
@@ -75,19 +76,30 @@ inline uint64_t mix(uint64_t hash, uint64_t value) {
   return z ^ (z >> 31);
 }
 
+// What becomes an entry. A unit is a slice along dimension 0 of a tensor that has two dimensions or more; any
+// other tensor is a unit as a whole.
+enum class Division { kTensors, kUnits };
+
 class TensorList {
  public:
   // `device_type` is torch's number of the type of device that all tensors are on.
-  TensorList(size_t capacity, int32_t device_type) : device_type_(device_type) { entries_.reserve(capacity); }
+  TensorList(size_t capacity, int32_t device_type, Division division = Division::kTensors)
+      : division_(division), device_type_(device_type) {
+    entries_.reserve(capacity);
+  }
 
   // Null, or why the tensor cannot be read in place; then nothing was added.
   const char* add(const TensorView& view) {
-    if (!entries_.empty() && view.device_index != device_index_) return "is on another device than the first";
+    if (tensors_ > 0 && view.device_index != device_index_) return "is on another device than the first";
     if (!is_dense(view)) return "is not dense in memory";
+    const bool has_units = division_ == Division::kUnits && view.dims > 1;
+    if (has_units && view.numel > 1 && !is_row_major(view)) {
+      return "is not row-major, so that its units are no stretches of memory; pass .contiguous() of it";
+    }
     device_index_ = view.device_index;
     const ElementType element = view.element;
     const DType real = size_of(element.dtype) == 1 ? DType::kFloat32 : element.dtype;
-    norm_dtype_ = entries_.empty() ? real : promote(norm_dtype_, real);
+    norm_dtype_ = tensors_ == 0 ? real : promote(norm_dtype_, real);
 
     const auto type = static_cast<uint64_t>(element.dtype) * 2 + (element.is_pair ? 1 : 0);
     // The CPU is device -1 to torch's operators and 0 to DLPack.
@@ -97,16 +109,22 @@ class TensorList {
       signature_ = mix(signature_, static_cast<uint64_t>(view.sizes[d]) * 0x2545f4914f6cdd1dull +
                                        static_cast<uint64_t>(view.strides[d]));
     }
-    entries_.push_back({view.data, view.numel, element.dtype, element.is_pair});
+    ++tensors_;
+    if (has_units) {
+      add_units({view.data, view.numel, element.dtype, element.is_pair}, view.sizes[0]);
+    } else {
+      entries_.push_back({view.data, view.numel, element.dtype, element.is_pair});
+    }
     return nullptr;
   }
 
   // Throws std::runtime_error that names the tensor that would be added next, by its position.
   [[noreturn]] void reject(const char* why) const {
-    throw std::runtime_error("gradstat: tensor " + std::to_string(entries_.size()) + " " + why);
+    throw std::runtime_error("gradstat: tensor " + std::to_string(tensors_) + " " + why);
   }
 
   const std::vector<Entry>& entries() const { return entries_; }
+  // Number of entries.
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   int32_t device_index() const { return device_index_; }
   // The dtype of the norm: the promotion over all tensors' real types, float32 for 8-bit ones.
@@ -115,7 +133,20 @@ class TensorList {
   int64_t signature() const { return static_cast<int64_t>(signature_); }
 
  private:
+  void add_units(const Entry& whole, int64_t units) {
+    if (units == 0) return;
+    Entry unit = whole;
+    unit.numel /= units;
+    const int64_t bytes = unit.values() * size_of(unit.dtype);
+    for (int64_t i = 0; i < units; ++i) {
+      unit.data = static_cast<char*>(whole.data) + i * bytes;
+      entries_.push_back(unit);
+    }
+  }
+
+  Division division_;
   std::vector<Entry> entries_;
+  int64_t tensors_ = 0;
   int32_t device_type_;
   int32_t device_index_ = 0;
   DType norm_dtype_ = DType::kFloat32;

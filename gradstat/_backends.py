@@ -1,6 +1,6 @@
 """The backends there are, which of them can run on this machine, and which one serves a call.
 
-A backend fills a table from a list of tensors and scales a list by a number on the device. The registry
+A backend fills a table from a list of tensors and scales a list by numbers on the device. The registry
 is fixed; what varies is whether an entry loads on this machine, which is found out on first use and
 remembered.
 """
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from gradstat import _native
+from gradstat._fields import NAMES
 from gradstat._native import BackendUnavailableError, DeviceModule
+from gradstat._tensors import row_major, units_of
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
@@ -38,6 +40,34 @@ class Kernels(Protocol):
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
         """Multiplies all tensors in place by the 0-d float64 ``coefficient`` on their device."""
 
+    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device.
+
+        A tensor whose coefficient is exactly 1 keeps its values; one listed twice is multiplied by both of its
+        coefficients.
+
+        Raises:
+            RuntimeError: The coefficients are of another dtype, number or device. Nothing has been changed.
+        """
+
+    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
+        """Multiplies all tensors in place by the 0-d float32 ``factor`` on their device; the table of the results.
+
+        The same bits as `scale_` followed by `check`, but where the backend can, in one pass over the memory.
+
+        Raises:
+            RuntimeError: The factor is of another dtype, number or device. Nothing has been changed.
+        """
+
+    def unit_stats(self, tensors: list[Tensor]) -> Tensor:
+        """The table of all units in order. A unit is a slice of a tensor along its dimension 0.
+
+        Tensors of fewer than two dimensions are one unit each. What is not row-major is copied first.
+        """
+
+    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        """Multiplies the units, as `unit_stats` counts them, by one of ``coefficients`` each, as `scale_each_` does."""
+
 
 class NativeKernels:
     """The compiled kernels, through torch's dispatcher and, for ordinary tensors, directly."""
@@ -52,21 +82,74 @@ class NativeKernels:
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
         torch.ops.gradstat.scale_.default(tensors, coefficient)
 
+    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        torch.ops.gradstat.scale_each_.default(tensors, coefficients)
+
+    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
+        table: Tensor = torch.ops.gradstat.unscale_.default(tensors, factor)[0]
+        return table
+
+    def unit_stats(self, tensors: list[Tensor]) -> Tensor:
+        table: Tensor = torch.ops.gradstat.unit_stats.default([tensor.contiguous() for tensor in tensors])
+        return table
+
+    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        with row_major(tensors) as targets:
+            torch.ops.gradstat.scale_units_.default(targets, coefficients)
+
 
 class TableKernels:
-    """A backend made of two functions, one that fills a table and one that scales."""
+    """A backend made of three functions: one fills a table, one scales by one number, one scales by one for each.
+
+    Everything else is composed of them, in more passes than a kernel of its own would take; units are a view each,
+    which takes the host microseconds for every one.
+    """
 
     direct: DeviceModule | None = None
 
-    def __init__(self, stats: Callable[[list[Tensor]], Tensor], scale_: Callable[[list[Tensor], Tensor], None]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[list[Tensor]], Tensor],
+        scale_: Callable[[list[Tensor], Tensor], None],
+        scale_each_: Callable[[list[Tensor], Tensor], None],
+    ) -> None:
         self._stats = stats
         self._scale = scale_
+        self._scale_each = scale_each_
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         return self._stats(tensors), None
 
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
         self._scale(tensors, coefficient)
+
+    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        _require_numbers(coefficients, torch.float64, len(tensors), tensors[0].device)
+        self._scale_each(tensors, coefficients)
+
+    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
+        _require_numbers(factor, torch.float32, 1, tensors[0].device)
+        self._scale(tensors, factor.to(torch.float64))
+        return self._stats(tensors)
+
+    def unit_stats(self, tensors: list[Tensor]) -> Tensor:
+        units = [unit for tensor in tensors for unit in units_of(tensor.contiguous())]
+        return self._stats(units) if units else tensors[0].new_empty((0, len(NAMES)), dtype=torch.float64)
+
+    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        with row_major(tensors) as targets:
+            units = [unit for tensor in targets for unit in units_of(tensor)]
+            if units:
+                self.scale_each_(units, coefficients)
+
+
+def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
+    if numbers.dtype != dtype:
+        raise RuntimeError(f"what tensors are multiplied by must be {dtype}, got {numbers.dtype}")
+    if numbers.numel() != count or not numbers.is_contiguous():
+        raise RuntimeError(f"expected {count} contiguous numbers to multiply by, got {numbers.numel()}")
+    if numbers.device != device:
+        raise RuntimeError(f"what tensors are multiplied by must be on their device, {device}, got {numbers.device}")
 
 
 def _require_device(device_type: str) -> None:
@@ -91,7 +174,7 @@ def _load_triton(device_type: str) -> Kernels:
         import gradstat.kernels.stats as stats_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    return TableKernels(stats_module.stats, scale_module.scale_)
+    return TableKernels(stats_module.stats, scale_module.scale_, scale_module.scale_each_)
 
 
 def _load_reference(device_type: str) -> Kernels:
@@ -100,7 +183,7 @@ def _load_reference(device_type: str) -> Kernels:
     _require_device(device_type)
     from gradstat import reference
 
-    return TableKernels(reference.stats, reference.scale_)
+    return TableKernels(reference.stats, reference.scale_, reference.scale_each_)
 
 
 @dataclass(frozen=True, slots=True)

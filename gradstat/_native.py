@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields, _norms
+from gradstat._tensors import unit_count
 
 _PACKAGE = Path(__file__).resolve().parent
 _REBUILD = "Rebuild it: `pip install --no-build-isolation -e .` in a checkout, or reinstall gradstat."
@@ -51,6 +52,15 @@ class DeviceModule(Protocol):
 
     def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool:
         """Multiplies what `measure` measured by its coefficient."""
+
+    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool:
+        """Multiplies each tensor by its own of the float64 ``coefficients``; False, and nothing done, as in `check`."""
+
+    def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None:
+        """Multiplies by the float32 ``factor``: table and signature of the results.
+
+        None, and nothing done, as in `check`, and if an address occurs twice.
+        """
 
 
 class CpuModule(DeviceModule, Protocol):
@@ -154,6 +164,7 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 
 def _register_fakes() -> None:
+    # `check` and `unscale_` have none: a signature is known to the host only.
     def table_like(tensors: list[Tensor]) -> Tensor:
         return tensors[0].new_empty((len(tensors), len(_fields.NAMES)), dtype=torch.float64)
 
@@ -161,13 +172,19 @@ def _register_fakes() -> None:
     def _(tensors: list[Tensor]) -> Tensor:
         return table_like(tensors)
 
+    @torch.library.register_fake("gradstat::unit_stats")
+    def _(tensors: list[Tensor]) -> Tensor:
+        return tensors[0].new_empty((sum(map(unit_count, tensors)), len(_fields.NAMES)), dtype=torch.float64)
+
     @torch.library.register_fake("gradstat::measure")
     def _(tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
         norm = tensors[0].new_empty((), dtype=_norms.norm_dtype(tensors))
         return table_like(tensors), norm, tensors[0].new_empty((), dtype=torch.float64)
 
     @torch.library.register_fake("gradstat::scale_")
-    def _(tensors: list[Tensor], coefficient: Tensor) -> None:
+    @torch.library.register_fake("gradstat::scale_each_")
+    @torch.library.register_fake("gradstat::scale_units_")
+    def _(tensors: list[Tensor], coefficients: Tensor) -> None:
         return None
 
     @torch.library.register_fake("gradstat::clip_")

@@ -8,7 +8,8 @@ operators recognise those by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,26 @@ def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
             ".to_sparse_coo()"
         )
     return local
+
+
+def unit_count(tensor: Tensor) -> int:
+    """How many units a tensor has: its slices along dimension 0, or one if it has fewer than two dimensions."""
+    return tensor.shape[0] if tensor.dim() > 1 else 1
+
+
+def units_of(tensor: Tensor) -> Sequence[Tensor]:
+    """The units as views."""
+    return tensor.unbind(0) if tensor.dim() > 1 else (tensor,)
+
+
+@contextmanager
+def row_major(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors to be changed in place; of those that are not row-major copies, which are copied back in the end."""
+    # A tensor that is listed twice has one copy, so that a second change finds what the first one left.
+    copies = {t.data_ptr(): (t, t.contiguous()) for t in tensors if not t.is_contiguous()}
+    yield [t if t.is_contiguous() else copies[t.data_ptr()][1] for t in tensors]
+    for tensor, copy in copies.values():
+        tensor.copy_(copy)
 
 
 def is_dense(tensor: Tensor) -> bool:

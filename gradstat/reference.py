@@ -64,12 +64,19 @@ def row(tensor: Tensor) -> Tensor:
 def scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
     """Multiplies every tensor in place by ``coefficient``, a 0-d float64 tensor on their device.
 
-    Types narrower than float64 are multiplied in float32, by the coefficient rounded to float32.
+    Types narrower than float64 are multiplied in float32, by the coefficient rounded to float32; complex ones like
+    pairs of reals.
     """
     for tensor in tensors:
-        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.itemsize > 1 else torch.float32
-        factor = coefficient if wide in (torch.float64, torch.complex128) else coefficient.float()
-        tensor.copy_(tensor.to(wide) * factor)
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        wide = torch.float64 if real.dtype == torch.float64 else torch.float32
+        real.copy_(real.to(wide) * coefficient.to(wide))
+
+
+def scale_each_(tensors: list[Tensor], coefficients: Tensor) -> None:
+    """Multiplies every tensor in place by its own element of ``coefficients``, float64, as `scale_` does."""
+    for tensor, coefficient in zip(tensors, coefficients.unbind(), strict=True):
+        scale_([tensor], coefficient)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""In-place multiplication of many tensors by one device scalar in one Triton launch: clipping's second half.
+"""In-place multiplication of many tensors by one number, or by one each, in one Triton launch.
 
-The coefficient stays on the device; when it is exactly 1 the programs leave before touching a gradient. The
+The coefficients stay on the device; programs leave before touching a tensor whose coefficient is exactly 1. The
 chunks are visited in reverse, because what the statistics read last is most likely still in the cache.
 """
 
@@ -80,14 +80,23 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=["coefficient"])
-def scale_kernel(table, coefficient, tensors, chunks):
-    """One chunk for each program, the last first."""
-    factor = tl.load(coefficient)
+@triton.jit
+def _tensor_of(table, tensors, chunk):
+    """The number of the tensor that a chunk belongs to."""
+    tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_WIDTH).to(tl.pointer_type(tl.int32))
+    return tl.load(tensor_of_chunk + chunk).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks", "stride"], do_not_specialize_on_alignment=["coefficients"])
+def scale_kernel(table, coefficients, tensors, chunks, stride):
+    """One chunk for each program, the last first. stride: 0 for one coefficient, 1 for one for each tensor."""
+    program = chunks - 1 - tl.program_id(0)
+    tensor = tl.to_tensor(0).to(tl.int64)
+    if stride > 0:
+        tensor = _tensor_of(table, tensors, program)
+    factor = tl.load(coefficients + tensor)
     if factor != 1.0:
-        program = chunks - 1 - tl.program_id(0)
-        tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_WIDTH).to(tl.pointer_type(tl.int32))
-        entry = table + tl.load(tensor_of_chunk + program).to(tl.int64) * ENTRY_WIDTH
+        entry = table + _tensor_of(table, tensors, program) * ENTRY_WIDTH
         address = tl.load(entry + ADDRESS)
         values = tl.load(entry + VALUES)
         # The parts of complex elements scale like any reals.
@@ -108,18 +117,25 @@ _launch_scale = Launcher(scale_kernel, WARPS)
 
 
 def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Divides the list so that no address occurs twice in a part: two programs must not write one element."""
-    rounds: list[list[torch.Tensor]] = []
+    """Divides the list so that no address occurs twice in a part: two programs must not write one element.
+
+    Every part is as long as the list, with empty tensors for those in other parts.
+    """
+    rounds = [list(tensors)]
     times_seen: dict[int, int] = {}
-    for tensor in tensors:
+    for i, tensor in enumerate(tensors):
         if tensor.numel() == 0:
             continue
         address = tensor.data_ptr()
         times = times_seen.get(address, 0)
         times_seen[address] = times + 1
+        if times == 0:
+            continue
+        empty = tensor.new_empty(0)
+        rounds[0][i] = empty
         if times == len(rounds):
-            rounds.append([])
-        rounds[times].append(tensor)
+            rounds.append([empty] * len(tensors))
+        rounds[times][i] = tensor
     return rounds
 
 
@@ -135,9 +151,20 @@ def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
     Raises:
         NotImplementedError: a tensor's dtype is an 8-bit float. No tensor has been changed.
     """
-    assert tensors, "expected at least one tensor"
-    assert coefficient.dtype == torch.float64
     assert coefficient.numel() == 1
+    _scale(tensors, coefficient, 0)
+
+
+def scale_each_(tensors: list[torch.Tensor], coefficients: torch.Tensor) -> None:
+    """The same with a coefficient for each tensor: contiguous float64, ``[len(tensors)]``."""
+    assert coefficients.numel() == len(tensors)
+    assert coefficients.is_contiguous()
+    _scale(tensors, coefficients, 1)
+
+
+def _scale(tensors: list[torch.Tensor], coefficients: torch.Tensor, stride: int) -> None:
+    assert tensors, "expected at least one tensor"
+    assert coefficients.dtype == torch.float64
     unsupported = _UNSUPPORTED.intersection(tensor.dtype for tensor in tensors)
     if unsupported:
         names = ", ".join(sorted(str(dtype) for dtype in unsupported))
@@ -146,4 +173,4 @@ def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
     with _table.on_device(device):
         for part in _rounds(tensors):
             table = _table.table_of(part)
-            _launch_scale(device, table.chunks, (table.buffer,), coefficient, table.tensors, table.chunks)
+            _launch_scale(device, table.chunks, (table.buffer,), coefficients, table.tensors, table.chunks, stride)

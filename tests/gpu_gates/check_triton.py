@@ -72,7 +72,7 @@ GATES = (
     ),
     Gate(
         scale.scale_kernel,
-        {"table": "*i64", "coefficient": "*fp64", "tensors": "i32", "chunks": "i32"},
+        {"table": "*i64", "coefficients": "*fp64", "tensors": "i32", "chunks": "i32", "stride": "i32"},
         branches=4,
         loop=(scale._scale_chunk, ("tl.store(target, _scaled(tl.load(target), coefficient))",)),
         warps=scale.WARPS,
@@ -83,7 +83,7 @@ GATES = (
 def compiled(gate: Gate, architecture: int) -> Any:
     # As the launcher finds them: torch's allocations are aligned, the coefficient may be any element.
     aligned = [
-        (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "coefficient"
+        (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "coefficients"
     ]
     source = ASTSource(
         gate.kernel, gate.arguments, constexprs={}, attrs={i: [["tt.divisibility", 16]] for i in aligned}
