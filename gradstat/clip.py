@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from gradstat import _norms
 from gradstat._backends import Kernels
 from gradstat._native import DeviceModule
 from gradstat._plan import Gradients, gradients_of
-from gradstat._tensors import NameOf, check_writable, is_dense, readable
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, readable
 from gradstat.stats import by_device, direct_for, resolve_for
 
 _INF = math.inf
@@ -207,15 +207,8 @@ def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameO
 
 def scale_any_(kernels: Kernels, targets: list[Tensor], coefficient: Tensor) -> None:
     """Scales tensors as `check_writable` returns them, strided views through a dense copy."""
-    through_dense_(targets, lambda dense: kernels.scale_(dense, coefficient))
-
-
-def through_dense_(targets: list[Tensor], change_: Callable[[list[Tensor]], None]) -> None:
-    """Changes tensors in place with what can only change dense ones: strided views are copied out and back."""
-    copies = {id(target): (target, target.contiguous()) for target in targets if not is_dense(target)}
-    change_([copies[id(target)][1] if id(target) in copies else target for target in targets])
-    for target, changed in copies.values():
-        target.copy_(changed)
+    with changeable(targets, is_dense) as dense:
+        kernels.scale_(dense, coefficient)
 
 
 def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import collect, listed_parameters, refuse_distributed, scale_everywhere_
-from gradstat.stats import assemble, direct_for, measure_parts, resolve_for
+from gradstat.stats import assemble, direct_for, measure_parts
 
 DEFAULT_WINDOW = 1000
 
@@ -172,20 +172,11 @@ class NormClip(AdaptiveClip):
         """
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+        norm = _norms.total_norm(measure(gradients, name_of, backend), 2.0)
+        coefficient = self.coefficient(norm)
         direct = direct_for(gradients[0], name_of, backend)
-        measured = direct.check(gradients) if direct is not None else None
-        if direct is not None and measured is not None:
-            norm = _norms.total_norm(measured[0], 2.0)
-            coefficient = self.coefficient(norm)
-            if direct.scale_(gradients, coefficient):
-                return norm
-            targets = check_writable(gradients, name_of)
-        else:
-            refuse_distributed(gradients, name_of)
-            targets = check_writable(gradients, name_of)
-            norm = _norms.total_norm(table_of(gradients, name_of, backend), 2.0)
-            coefficient = self.coefficient(norm)
-        scale_everywhere_(targets, coefficient, name_of, backend)
+        if direct is None or not direct.scale_(gradients, coefficient):
+            scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, backend)
         return norm
 
 
@@ -217,15 +208,15 @@ class TensorClip(AdaptiveClip):
             Nothing has been changed then.
         """
 
-    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        refuse_distributed(gradients, name_of)
-        table = table_of(gradients, name_of, backend)
-        self.scale_(parameters, gradients, table, resolve_for(backend, gradients[0].device.type, name_of, 0), None)
-        return _norms.total_norm(table, 2.0)
 
-
-def table_of(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-    """The rows of all gradients on the first one's device."""
+def measure(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+    """The table of gradients, on the first one's device. What cannot be clipped raises here, and nothing has changed."""
+    direct = direct_for(gradients[0], name_of, backend)
+    measured = direct.check(gradients) if direct is not None else None
+    if measured is not None:
+        return measured[0]
+    refuse_distributed(gradients, name_of)
+    check_writable(gradients, name_of)
     parts = measure_parts(gradients, name_of, backend)
     return assemble([part.table for part in parts], [part.positions for part in parts])
 

@@ -45,4 +45,4 @@ def add_coefficients_(state: State, coefficients: Tensor, kept: Tensor) -> None:
     clipped = coefficients < 1
     counted = torch.stack((kept.double(), clipped.double(), torch.where(clipped, coefficients, 0.0)))
     state["totals"][DECIDED:] += counted.view(3, -1).sum(1)
-    state["smallest"].copy_(torch.minimum(state["smallest"], coefficients.amin()))
+    state["smallest"].copy_(torch.cat([state["smallest"].view(1), coefficients.view(-1)]).amin())

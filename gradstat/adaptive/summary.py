@@ -29,7 +29,7 @@ class ClipSummary:
     Attributes:
         clip: The clip, as it was made.
         steps: Steps seen, less those that the caller kept out.
-        nonfinite: Steps among them whose norm was NaN or Inf. They clip nothing and count for nothing below.
+        nonfinite: Steps among them whose total norm was NaN or Inf; it is not among the percentiles.
         decides_on: What one coefficient is decided for: ``"step"``, ``"tensor"`` or ``"unit"``.
         decided: How many coefficients were decided on all steps together.
         clipped: How many of them were below 1.
