@@ -4,6 +4,7 @@ from gradstat._backends import BackendStatus, backends
 from gradstat._fields import NAMES as FIELDS
 from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._version import __version__
+from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
 from gradstat.check import PendingReport, check, check_async, check_tensors
 from gradstat.clip import clip_grad_norm_
 from gradstat.counters import StepCounters, StepCounts, step_counters
@@ -13,9 +14,14 @@ from gradstat.step import StepResult, guarded_step
 from gradstat.tensor_stats import TensorStats
 
 __all__ = [
+    "AGC",
     "FIELDS",
+    "AdaGC",
+    "AutoClip",
     "BackendStatus",
     "BackendUnavailableError",
+    "ClipSummary",
+    "FixedClip",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",
@@ -24,6 +30,7 @@ __all__ = [
     "StepCounts",
     "StepResult",
     "TensorStats",
+    "ZClip",
     "__version__",
     "backends",
     "check",

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradstat import _native
 from gradstat._fields import NAMES
 from gradstat._native import BackendUnavailableError, DeviceModule
-from gradstat._tensors import row_major, units_of
+from gradstat._tensors import changeable, units_of
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
@@ -94,7 +94,7 @@ class NativeKernels:
         return table
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        with row_major(tensors) as targets:
+        with changeable(tensors, Tensor.is_contiguous) as targets:
             torch.ops.gradstat.scale_units_.default(targets, coefficients)
 
 
@@ -137,7 +137,7 @@ class TableKernels:
         return self._stats(units) if units else tensors[0].new_empty((0, len(NAMES)), dtype=torch.float64)
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        with row_major(tensors) as targets:
+        with changeable(tensors, Tensor.is_contiguous) as targets:
             units = [unit for tensor in targets for unit in units_of(tensor)]
             if units:
                 self.scale_each_(units, coefficients)

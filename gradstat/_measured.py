@@ -13,9 +13,9 @@ from gradstat import _fields, _norms
 from gradstat._plan import Names
 from gradstat._tensors import NameOf, TensorInfo, check_writable, refuse_distributed
 from gradstat.check import PendingReport
-from gradstat.clip import scale_any_
+from gradstat.clip import scale_everywhere_
 from gradstat.report import Report
-from gradstat.stats import Part, by_device, direct_for, infos_of, measure_parts, resolve_for
+from gradstat.stats import Part, direct_for, infos_of, measure_parts
 
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
@@ -117,10 +117,7 @@ class Measured(NamedTuple):
         if direct is None or not direct.scale_(gradients, self.numbers):
             with torch.no_grad():
                 targets = check_writable(gradients, name_of)
-                for device, at in by_device(targets).items():
-                    kernels = resolve_for(self.backend, device.type, name_of, at[0])
-                    coefficient = self.numbers[0].to(device, non_blocking=True)
-                    scale_any_(kernels, [targets[i] for i in at], coefficient)
+                scale_everywhere_(targets, self.numbers[0], name_of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
     def on_host(self) -> tuple[bool, float]:

@@ -22,15 +22,25 @@ def total_norm(table: Tensor, norm_type: float) -> Tensor:
         table: ``[n, len(FIELDS)]`` float64, n at least 1.
         norm_type: 2 or infinity (the largest magnitude; real tensors only).
     """
-    column = {name: table[:, index] for name, index in _fields.INDEX.items()}
+    sums = table.sum(0)
     if norm_type == math.inf:
         # The identities of empty rows are -inf on both sides, hence the clamp.
-        norm = torch.maximum(column["max"].amax(), -column["min"].amin()).clamp(min=0.0)
-    else:
-        sums = [column[name].sum() for name in ("sq_sum", "sq_sum_large", "sq_sum_small")]
-        norm = _fields.l2_norm(torch, *sums)
-    norm = torch.where(column["inf_count"].sum() > 0, math.inf, norm)
-    return torch.where(column["nan_count"].sum() > 0, math.nan, norm)
+        largest = torch.maximum(_column(table, "max").amax(), -_column(table, "min").amin()).clamp(min=0.0)
+        return _unless_nonfinite(largest, sums)
+    return l2_norms(sums)
+
+
+def l2_norms(rows: Tensor) -> Tensor:
+    """The L2 norm of each row, float64: NaN if any of its elements is NaN, else Inf if any is.
+
+    Args:
+        rows: ``[..., len(FIELDS)]`` float64.
+
+    Returns:
+        ``[...]``.
+    """
+    squares = (_column(rows, name) for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
+    return _unless_nonfinite(_fields.l2_norm(torch, *squares), rows)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -92,11 +102,20 @@ def count_step(counters: Tensor, skipped: Tensor) -> None:
 
 def norm_dtype(tensors: list[Tensor]) -> torch.dtype:
     """The dtype of a norm over ``tensors``: torch's promotion over their real dtypes."""
-    dtypes = {_real(tensor.dtype) for tensor in tensors}
+    dtypes = {_real(dtype) for dtype in {tensor.dtype for tensor in tensors}}
     promoted = dtypes.pop()
     for dtype in dtypes:
         promoted = torch.promote_types(promoted, dtype)
     return promoted
+
+
+def _column(rows: Tensor, name: str) -> Tensor:
+    return rows[..., _fields.INDEX[name]]
+
+
+def _unless_nonfinite(norm: Tensor, rows: Tensor) -> Tensor:
+    norm = torch.where(_column(rows, "inf_count") > 0, math.inf, norm)
+    return torch.where(_column(rows, "nan_count") > 0, math.nan, norm)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

@@ -124,11 +124,11 @@ def units_of(tensor: Tensor) -> Sequence[Tensor]:
 
 
 @contextmanager
-def row_major(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors to be changed in place; of those that are not row-major copies, which are copied back in the end."""
+def changeable(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
+    """The tensors, to be changed in place; those that do not fit as contiguous copies, copied back in the end."""
     # A tensor that is listed twice has one copy, so that a second change finds what the first one left.
-    copies = {t.data_ptr(): (t, t.contiguous()) for t in tensors if not t.is_contiguous()}
-    yield [t if t.is_contiguous() else copies[t.data_ptr()][1] for t in tensors]
+    copies = {t.data_ptr(): (t, t.contiguous()) for t in tensors if not fits(t)}
+    yield [t if fits(t) else copies[t.data_ptr()][1] for t in tensors]
     for tensor, copy in copies.values():
         tensor.copy_(copy)
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
-from gradstat import _norms, _optimizers, _scaling
 from gradstat._arrival import Mirror
-from gradstat._measured import Measured, Unscaled
-from gradstat._plan import gradients_of, names_of, source_of
+from gradstat._plan import gradients_of, source_of
 from gradstat.check import PendingReport
 
 

@@ -14,8 +14,8 @@ from torch.nn import Module
 from gradstat import _norms
 from gradstat._backends import Kernels
 from gradstat._native import DeviceModule
-from gradstat._plan import gradients_of
-from gradstat._tensors import check_writable, is_dense, readable, refuse_distributed
+from gradstat._plan import Gradients, gradients_of
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, readable, refuse_distributed
 from gradstat.stats import by_device, direct_for, resolve_for
 
 _INF = math.inf
@@ -63,12 +63,7 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor.
     """
-    if isinstance(parameters, Module) or not isinstance(parameters, Iterable):
-        raise TypeError(f"expected parameters, got {type(parameters).__name__}; pass module.parameters()")
-    is_generator = isinstance(parameters, types.GeneratorType)
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if is_generator and not listed:
-        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=2)
+    listed = listed_parameters(parameters, warn_from=3)
     gradients = _gradients(listed)
     max_norm, norm_type = float(max_norm), float(norm_type)
     if max_norm != max_norm:  # NaN, asked in a way that torch.compile can trace
@@ -86,18 +81,42 @@ def clip_grad_norm_(
     return norm
 
 
-def _gradients(parameters: list[Tensor]) -> list[Tensor]:
-    if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
-        found = [parameter.grad for parameter in parameters]
-        return [gradient for gradient in found if gradient is not None]
+def listed_parameters(parameters: Tensor | Iterable[Tensor], warn_from: int) -> list[Tensor]:
+    """One parameter, or several, as a list.
+
+    Raises:
+        TypeError: It is anything else, a module in particular.
+
+    Warns:
+        UserWarning: It is an empty generator, as in torch; ``warn_from`` is the stack level.
+    """
+    if isinstance(parameters, Module) or not isinstance(parameters, Iterable):
+        raise TypeError(f"expected parameters, got {type(parameters).__name__}; pass module.parameters()")
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not listed and isinstance(parameters, types.GeneratorType):
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=warn_from
+        )
+    return listed
+
+
+def collect(parameters: list[Tensor]) -> Gradients:
+    """`gradients_of`, whose error says which item is not a parameter."""
     try:
-        return gradients_of(parameters).tensors
+        return gradients_of(parameters)
     except AttributeError:
         position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
         raise AttributeError(
             f"item {position} of `parameters` has no .grad: it is of type {type(item).__name__}, not a parameter; "
             "pass module.parameters()"
         ) from None
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
+        found = [parameter.grad for parameter in parameters]
+        return [gradient for gradient in found if gradient is not None]
+    return collect(parameters).tensors
 
 
 def _clip(
@@ -165,22 +184,21 @@ def _clip_general(
     if error_if_nonfinite:
         _raise_if_nonfinite(norm, norm_type)
     if max_norm != _INF:
-        coefficient = _norms.clip_coefficient(total, max_norm)
-        for device, at in groups.items():
-            scale_any_(kernels[device], [targets[i] for i in at], coefficient.to(device, non_blocking=True))
+        scale_everywhere_(targets, _norms.clip_coefficient(total, max_norm), _name, backend)
     return norm
+
+
+def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
+    """Scales tensors as `check_writable` returns them, on whatever devices, by one coefficient."""
+    for device, at in by_device(targets).items():
+        kernels = resolve_for(backend, device.type, name_of, at[0])
+        scale_any_(kernels, [targets[i] for i in at], coefficient.to(device, non_blocking=True))
 
 
 def scale_any_(kernels: Kernels, targets: list[Tensor], coefficient: Tensor) -> None:
     """Scales tensors as `check_writable` returns them, strided views through a dense copy."""
-    dense = [target for target in targets if is_dense(target)]
-    if dense:
+    with changeable(targets, is_dense) as dense:
         kernels.scale_(dense, coefficient)
-    for target in targets:
-        if not is_dense(target):
-            copy = target.contiguous()
-            kernels.scale_([copy], coefficient)
-            target.copy_(copy)
 
 
 def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -169,6 +169,7 @@ LAYERS = [
     {"_render"},
     {"stats", "report"},
     {"check", "clip"},
+    {"adaptive"},
     {"__init__"},
     {"bench"},
     {"demo"},

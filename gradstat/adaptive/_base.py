@@ -1,0 +1,242 @@
+"""What adaptive clips have in common: stand-alone use, state that stays on the device, and the summary."""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstat import _norms
+from gradstat._backends import Kernels
+from gradstat._tensors import NameOf, check_writable
+from gradstat.adaptive import _history
+from gradstat.adaptive._history import State
+from gradstat.adaptive.summary import ClipSummary, summarize
+from gradstat.clip import collect, listed_parameters, refuse_distributed, scale_everywhere_
+from gradstat.stats import assemble, direct_for, measure_parts
+
+DEFAULT_WINDOW = 1000
+
+
+class AdaptiveClip(ABC):
+    """A clip that decides by what it has seen of earlier steps, or of the weights, on the device.
+
+    In place of ``clip_grad_norm_``::
+
+        clip = gradstat.ZClip()
+        ...
+        norm = clip.clip_(model.parameters())
+
+    Its state is a few float64 tensors, made on the gradients' device at first use and from then on only changed
+    in place there: no step waits for the device, and a step can be captured into a CUDA graph once one has run
+    outside of it. A norm that is NaN or Inf changes nothing, neither gradients nor what is remembered. Use one
+    clip for one list of parameters.
+    """
+
+    _decides_on: str
+    # For the summary: what to do about a clip that clips more than half of the time, or never.
+    _if_often: str
+    _if_never: str
+
+    def __init__(self, window: int, **options: object) -> None:
+        self._window = whole_number("window", window, 1)
+        self._options = {**options, "window": window}
+        self._state: State = {}
+
+    def clip_(self, parameters: Tensor | Iterable[Tensor], *, backend: str | None = None) -> Tensor:
+        """Clips the gradients of ``parameters`` in place by this clip's rule. No host sync.
+
+        Args:
+            parameters: Parameters, or one; those without a gradient are passed over.
+            backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+
+        Returns:
+            The total L2 norm before clipping: 0-d, on the first gradient's device, of the gradients' promoted real
+            dtype. Zero, float32, on the CPU when there are no gradients.
+
+        Raises:
+            TypeError: ``parameters`` is a module, or a gradient's dtype has no norm.
+            AttributeError: Something in ``parameters`` is not a tensor.
+            ValueError: A gradient cannot be measured, or the list is not the one this clip has a state for.
+            RuntimeError: A gradient is expanded memory, which cannot be scaled in place.
+            NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
+            Nothing has been changed then.
+        """
+        listed = listed_parameters(parameters, warn_from=3)
+        gradients, positions, _ = collect(listed)
+        if not gradients:
+            return torch.tensor(0.0)
+        if positions is not None:
+            listed = [listed[i] for i in positions]
+
+        def name_of(i: int) -> str:
+            return f"the gradient of parameters[{i if positions is None else positions[i]}]"
+
+        with torch.no_grad():
+            norm = self._clip_(listed, gradients, name_of, backend)
+        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+        torch.autograd.graph.increment_version(gradients)
+        return norm.to(_norms.norm_dtype(gradients))
+
+    @abstractmethod
+    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+        """Clips ``gradients``, which are those of ``parameters``; their total norm before, 0-d float64."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state: ``"rule"``, its name, and ``"tensors"``, by name, on their device. No host sync."""
+        tensors = self._state or self._new_state(torch.device("cpu"))
+        return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned. The options are this clip's own, not those of then.
+
+        The tensors may be on any device; at the next step they are moved to the gradients'. Where this clip has a
+        tensor of that shape already it is copied into, so that captured graphs see the values. No host sync, unless
+        values have to move from a GPU to the CPU.
+
+        Raises:
+            ValueError: It is the state of another rule, or of another ``window``.
+        """
+        own = type(self).__name__
+        if state["rule"] != own:
+            raise ValueError(f"this is the state of {state['rule']}, which {own} cannot continue from")
+        tensors: State = state["tensors"]
+        if len(tensors["norms"]) != self._window:
+            raise ValueError(
+                f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make it with "
+                f"window={len(tensors['norms'])}"
+            )
+        before, self._state = self._state, {}
+        for name, tensor in tensors.items():
+            if name in before and before[name].shape == tensor.shape:
+                self._state[name] = before[name].copy_(tensor)
+            else:
+                self._state[name] = tensor.clone()
+
+    def summary(self) -> ClipSummary:
+        """What this clip has done so far, in numbers and in words. One host sync."""
+        state = self._state or self._new_state(torch.device("cpu"))
+        return summarize(repr(self), self._decides_on, state, self._if_often, self._if_never)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._options.items())})"
+
+    def _new_state(self, device: torch.device) -> State:
+        """The state before the first step."""
+        return _history.new(self._window, device)
+
+    def _state_on(self, device: torch.device) -> State:
+        if not self._state:
+            self._state = self._new_state(device)
+        if any(tensor.device != device for tensor in self._state.values()):
+            self._state = {name: tensor.to(device) for name, tensor in self._state.items()}
+        return self._state
+
+
+class NormClip(AdaptiveClip):
+    """A clip that decides one coefficient for all gradients, from their total norm."""
+
+    _decides_on = "step"
+
+    @torch.no_grad()
+    def coefficient(self, norm: Tensor, *, keep: Tensor | None = None) -> Tensor:
+        """Decides what to multiply the gradients of a step by, and remembers the step. No host sync.
+
+        Args:
+            norm: Total L2 norm of the gradients as the optimizer is to see them, without a loss scale: 0-d float64,
+                on the device where the state is to be.
+            keep: 0-d bool on that device. Where False the step is not remembered, as if it had not been, and the
+                coefficient is 1. None keeps every step.
+
+        Returns:
+            0-d float64 on that device, from 0 to 1. For a norm that is NaN or Inf it is 1, and nothing but the
+            number of such norms is remembered: such a step is for the caller to leave out.
+        """
+        state = self._state_on(norm.device)
+        kept = norm.isfinite() if keep is None else norm.isfinite() & keep
+        _history.add_norm_(state, norm, kept)
+        coefficient = torch.where(kept, self._decide(state, norm, kept), 1.0)
+        _history.add_coefficients_(state, coefficient, kept)
+        return coefficient
+
+    @abstractmethod
+    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
+        """The coefficient for ``norm``, which is in the history already; of no account where ``kept`` is False.
+
+        Changes the rule's own tensors of ``state``, in place and only where ``kept`` is True.
+        """
+
+    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+        norm = _norms.total_norm(measure(gradients, name_of, backend), 2.0)
+        coefficient = self.coefficient(norm)
+        direct = direct_for(gradients[0], name_of, backend)
+        if direct is None or not direct.scale_(gradients, coefficient):
+            scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, backend)
+        return norm
+
+
+class TensorClip(AdaptiveClip):
+    """A clip that decides a coefficient for each tensor, or for each unit of it."""
+
+    @abstractmethod
+    def scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        table: Tensor,
+        kernels: Kernels,
+        inverse_scale: Tensor | None,
+    ) -> None:
+        """Decides the coefficients of a step, scales the gradients in place, and remembers the step. No host sync.
+
+        Args:
+            parameters: Those that have a gradient.
+            gradients: Theirs, in the same order.
+            table: ``[n, len(FIELDS)]`` float64, the rows of ``gradients`` as they are, on the first one's device.
+            kernels: Those for the gradients' type of device.
+            inverse_scale: 0-d float32, the reciprocal of the loss scale that the gradients still carry: they are
+                multiplied by it, too, whatever is decided. None if they carry none.
+
+        Raises:
+            ValueError: The list is not the one this clip has a state for.
+            RuntimeError, NotImplementedError: A gradient cannot be scaled in place, or not by this rule.
+            Nothing has been changed then.
+        """
+
+
+def measure(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+    """The table of gradients, on the first one's device. What cannot be clipped raises here, and nothing has changed."""
+    direct = direct_for(gradients[0], name_of, backend)
+    measured = direct.check(gradients) if direct is not None else None
+    if measured is not None:
+        return measured[0]
+    refuse_distributed(gradients, name_of)
+    check_writable(gradients, name_of)
+    parts = measure_parts(gradients, name_of, backend)
+    return assemble([part.table for part in parts], [part.positions for part in parts])
+
+
+def limited(norm: Tensor, limit: Tensor | float) -> Tensor:
+    """What brings ``norm`` down to ``limit``: their ratio, or 1 if it is not above; NaN limits nothing."""
+    return torch.where(norm > limit, limit / norm, 1.0)
+
+
+def number(name: str, value: float, low: float, high: float = math.inf) -> float:
+    """The option ``name`` as a float from ``low`` to ``high``, both included, or a ValueError."""
+    value = float(value)
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
+    return value
+
+
+def whole_number(name: str, value: int, low: int) -> int:
+    """The option ``name`` as an int of at least ``low``, or a ValueError; TypeError if it is not an integer."""
+    value = operator.index(value)
+    if value < low:
+        raise ValueError(f"{name} is {value}; expected a whole number from {low}")
+    return value

@@ -1,0 +1,158 @@
+"""Clips by the total norm: a fixed limit, a percentile of the norms seen, a z-score among them."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gradstat import _norms
+from gradstat.adaptive import _history
+from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, limited, number, whole_number
+from gradstat.adaptive._history import State
+
+Target = Literal["reciprocal", "threshold", "mean"]
+
+
+class FixedClip(NormClip):
+    """torch's clip to a norm of at most ``max_norm``, which remembers what it did.
+
+    The coefficient is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch/nn/utils/clip_grad.py``. Unlike
+    `clip_grad_norm_` it leaves gradients alone if their norm is NaN or Inf.
+
+    Args:
+        max_norm: Upper limit of the total norm, from 0 to infinity, which only remembers.
+        window: How many norms are kept for the summary.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    _if_often = (
+        "max_norm then sets the size of the step rather than removing what stands out; raise it to the suggested "
+        "one, or lower the learning rate"
+    )
+    _if_never = "max_norm protects from nothing seen so far; lower it to the suggested one to remove what stands out"
+
+    def __init__(self, max_norm: float, window: int = DEFAULT_WINDOW) -> None:
+        self._max_norm = number("max_norm", max_norm, 0.0)
+        super().__init__(window, max_norm=max_norm)
+
+    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
+        return _norms.clip_coefficient(norm, self._max_norm)
+
+
+class AutoClip(NormClip):
+    """Clips the total norm to a percentile of the norms seen, that of the present step included.
+
+    P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, AutoClip: Adaptive Gradient Clipping for Source Separation
+    Networks, MLSP 2020, arXiv 2007.14469: the limit is the p-th percentile of the history of norms, interpolated
+    linearly as by ``numpy.percentile``, and the coefficient ``min(1, limit / norm)``. The paper keeps all norms;
+    here the last ``window`` are kept, which is the same until so many steps were seen.
+
+    Args:
+        percentile: From 0 to 100. The paper's 10 clips about nine steps in ten, and so fixes the length of most
+            steps; to remove only what stands out, use 90 or more.
+        window: How many norms are kept.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    _if_never = "the norms seen do not differ"
+
+    def __init__(self, percentile: float = 10.0, window: int = DEFAULT_WINDOW) -> None:
+        self._percentile = number("percentile", percentile, 0.0, 100.0)
+        self._if_often = (
+            f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it if only "
+            "what stands out is to be clipped"
+        )
+        super().__init__(window, percentile=percentile)
+
+    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
+        limit = torch.nanquantile(state["norms"], self._percentile / 100)  # NaN is a place without a norm
+        return limited(norm, limit)
+
+
+class ZClip(NormClip):
+    """Clips a total norm that stands out from the running mean by its z-score.
+
+    A. Kumar, L. Owen, N. Roy Chowdhury, F. Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,
+    arXiv 2504.02507, and the authors' code (github.com/bluorion-com/ZClip) where the paper leaves something open.
+    With mean m and standard deviation s of the norms so far, a norm g stands out if ``z = (g - m) / s`` exceeds
+    ``z_threshold``. It is then clipped to
+
+    ================  ====================================
+    ``to``            norm after clipping
+    ================  ====================================
+    ``"reciprocal"``  ``m + z_threshold**2 / z * s``
+    ``"threshold"``   ``m + z_threshold * s``
+    ``"mean"``        ``m``
+    ================  ====================================
+
+    and the norm after clipping g' goes into the statistics: ``m' = alpha m + (1 - alpha) g'``, then
+    ``s'**2 = alpha s**2 + (1 - alpha) (g' - m')**2``. They begin as mean and (population) variance of the first
+    ``warmup`` norms, during which nothing stands out. The authors' code adds 1e-6 to s in z; this does not, so the
+    rule does not depend on the scale of the gradients.
+
+    Args:
+        z_threshold: The z-score above which a norm stands out, at least 0.
+        alpha: Share of the old statistics in the new ones, from 0 to 1.
+        warmup: How many norms the statistics begin with, at least 1.
+        to: What a norm that stands out is clipped to.
+        max_norm: Upper limit of the norm on every step, the first ones included; it does not enter the statistics.
+        window: How many norms are kept for the summary.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"
+    _if_never = "no norm stood out; lower z_threshold to clip smaller spikes"
+
+    def __init__(
+        self,
+        z_threshold: float = 2.5,
+        alpha: float = 0.97,
+        warmup: int = 25,
+        to: Target = "reciprocal",
+        max_norm: float = math.inf,
+        window: int = DEFAULT_WINDOW,
+    ) -> None:
+        if to not in get_args(Target):
+            raise ValueError(f"to is {to!r}; expected one of {', '.join(get_args(Target))}")
+        self._z_threshold = number("z_threshold", z_threshold, 0.0)
+        self._alpha = number("alpha", alpha, 0.0, 1.0)
+        self._warmup = whole_number("warmup", warmup, 1)
+        self._to = to
+        self._max_norm = number("max_norm", max_norm, 0.0)
+        super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
+
+    def _new_state(self, device: torch.device) -> State:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return {**super()._new_state(device), "mean": zero, "deviation": zero.clone()}
+
+    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
+        mean, deviation, recorded = state["mean"], state["deviation"], state["totals"][_history.RECORDED]
+        warming_up = recorded <= self._warmup
+        excess = norm - mean
+        ordinary = self._z_threshold * deviation
+        stands_out = ~warming_up & (excess > ordinary)
+        if self._to == "reciprocal":
+            allowed = mean + ordinary * (ordinary / excess)
+        else:
+            allowed = mean + ordinary if self._to == "threshold" else mean
+        after = torch.where(stands_out, allowed, norm)
+
+        # One update for both phases: over the first norms the weight of each is its share of them, which gives
+        # their mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no
+        # finite norm makes them infinite.
+        weight = torch.where(warming_up, 1 / recorded, 1 - self._alpha)
+        step = after - mean
+        distance = step.abs() * torch.where(warming_up, (1 - weight).sqrt(), 1 - weight)
+        spread = torch.hypot((1 - weight).sqrt() * deviation, weight.sqrt() * distance)
+        mean.copy_(torch.where(kept, mean + weight * step, mean))
+        deviation.copy_(torch.where(kept, spread, deviation))
+        return limited(norm, after.clamp(max=self._max_norm))

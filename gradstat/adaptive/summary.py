@@ -1,0 +1,119 @@
+"""`ClipSummary`: what a clip did to a run, in numbers and in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradstat.adaptive import _history
+from gradstat.adaptive._history import State
+
+PERCENTILES = (5, 25, 50, 75, 95, 99)
+
+# The suggested limit leaves nine recent steps in ten alone. That share is a convention of gradstat, not a result:
+# AutoClip (arXiv 2007.14469) is where choosing the limit as a percentile of the norms seen comes from, and its
+# authors' own choice, the 10th, clips nine steps in ten instead.
+SUGGESTED_PERCENTILE = 90
+
+# With fewer finite steps there is nothing to advise on. A convention of gradstat.
+ENOUGH_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ClipSummary:
+    """What a clip has done so far. Made by the ``summary`` of a clip; ``print`` it.
+
+    Attributes:
+        clip: The clip, as it was made.
+        steps: Steps seen, less those that the caller kept out.
+        nonfinite: Steps among them whose total norm was NaN or Inf; it is not among the percentiles.
+        decides_on: What one coefficient is decided for: ``"step"``, ``"tensor"`` or ``"unit"``.
+        decided: How many coefficients were decided on all steps together.
+        clipped: How many of them were below 1.
+        mean_coefficient: Mean of those below 1; NaN when there is none.
+        smallest_coefficient: Smallest of them; NaN when there is none.
+        recent: How many norms the percentiles are of.
+        norm_percentiles: Total norms before clipping of recent steps, by percentile (5, 25, 50, 75, 95 and 99),
+            with linear interpolation; NaN when there is none.
+        suggested_max_norm: A limit for `FixedClip` or `clip_grad_norm_`: the 90th percentile of those norms.
+        suggestion: Why that one.
+        advice: What to change about this clip, in words; empty when there is nothing to say.
+    """
+
+    clip: str
+    steps: int
+    nonfinite: int
+    decides_on: str
+    decided: int
+    clipped: int
+    mean_coefficient: float
+    smallest_coefficient: float
+    recent: int
+    norm_percentiles: dict[int, float]
+    suggested_max_norm: float
+    suggestion: str
+    advice: str
+
+    @property
+    def clipped_fraction(self) -> float:
+        """Share of the decided coefficients that were below 1; NaN before the first one."""
+        return self.clipped / self.decided if self.decided else math.nan
+
+    def __str__(self) -> str:
+        lines = [f"{self.clip}: {self.steps:,} steps, {self.nonfinite:,} of them with a norm that is not finite"]
+        if self.decided:
+            lines.append(
+                f"clipped: {self.clipped:,} of {self.decided:,} {self.decides_on}s ({self.clipped_fraction:.1%})"
+            )
+        if self.clipped:
+            lines[-1] += f", to {self.mean_coefficient:.3g} on average and {self.smallest_coefficient:.3g} at the least"
+        if self.recent:
+            values = ", ".join(f"{norm:.3g} ({p} %)" for p, norm in self.norm_percentiles.items())
+            lines.append(f"norms of the last {self.recent:,} steps, by percentile: {values}")
+            lines.append(f"suggested max_norm: {self.suggested_max_norm:.3g}, {self.suggestion}")
+        if self.advice:
+            lines.append(f"advice: {self.advice}")
+        return "\n".join(lines)
+
+
+def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never: str) -> ClipSummary:
+    """The summary of what ``state`` holds; one host sync.
+
+    Args:
+        clip: The clip in words.
+        decides_on: What one coefficient is decided for.
+        state: At least the tensors of `_history.new`.
+        if_often: What to say when more than half of the coefficients are below 1.
+        if_never: What to say when none is.
+    """
+    held = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
+    norms, totals, smallest = np.split(held, [len(state["norms"]), len(held) - 1])
+    recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.REMAINING])
+    norms = norms[np.isfinite(norms)]
+    percentiles = np.percentile(norms, [*PERCENTILES, SUGGESTED_PERCENTILE]) if len(norms) else [math.nan] * 7
+    *shown, suggested = (float(value) for value in percentiles)
+
+    advice = ""
+    if recorded >= ENOUGH_STEPS and clipped > decided / 2:
+        advice = f"more than half of the {decides_on}s are clipped: {if_often}"
+    elif recorded >= ENOUGH_STEPS and not clipped:
+        advice = f"nothing was ever clipped: {if_never}"
+    return ClipSummary(
+        clip=clip,
+        steps=recorded + nonfinite,
+        nonfinite=nonfinite,
+        decides_on=decides_on,
+        decided=decided,
+        clipped=clipped,
+        mean_coefficient=float(totals[_history.REMAINING]) / clipped if clipped else math.nan,
+        smallest_coefficient=float(smallest[0]) if clipped else math.nan,
+        recent=len(norms),
+        norm_percentiles=dict(zip(PERCENTILES, shown, strict=True)),
+        suggested_max_norm=suggested,
+        suggestion=f"the {SUGGESTED_PERCENTILE}th percentile: it would have clipped about "
+        f"{100 - SUGGESTED_PERCENTILE} % of the last {len(norms):,} steps",
+        advice=advice,
+    )

@@ -1,0 +1,240 @@
+"""Clips tensor by tensor: by the running norm of each, or unit by unit by the norm of the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstat import _norms
+from gradstat._backends import Kernels
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, readable
+from gradstat.adaptive import _history
+from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, measure, number, whole_number
+from gradstat.clip import refuse_distributed
+from gradstat.stats import by_device, resolve_for
+
+
+class AdaGC(TensorClip):
+    """Clips each tensor by the running mean of its own norm.
+
+    G. Wang et al., AdaGC: Improving Training Stability for Large Language Model Pretraining, 2025, arXiv 2502.11034.
+    With norm n_i of tensor i and the running mean of its norms after clipping, c_i, the coefficient is
+    ``h_i = min(1, relative * c_i / n_i)``, and then ``c_i' = beta c_i + (1 - beta) h_i n_i``. In the first ``warmup``
+    steps all tensors are clipped together, by ``h = min(1, absolute / norm)`` of the total norm, and c_i becomes the
+    smallest ``h n_i``.
+
+    Two things are added. The first norm of a tensor that had none during warm-up is not clipped and begins its mean.
+    A norm of exactly zero is no observation: the paper's minimum would keep such a tensor at zero for good, as in a
+    model with parameters that are idle or begin behind a zero.
+
+    The means are kept by position among the parameters that have a gradient. These must be the same ones on every
+    step; ``zero_grad(set_to_none=False)`` gives idle parameters a gradient of zeros.
+
+    Args:
+        relative: Limit of a tensor's norm, in units of its running mean; at least 0.
+        beta: Share of the old mean in the new one, from 0 to 1.
+        warmup: Steps with a finite norm in which all tensors are clipped together.
+        absolute: Limit of the total norm in these steps.
+        window: How many total norms are kept for the summary.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    _decides_on = "tensor"
+    _if_often = (
+        "the means begin at what absolute left of the first norms, and grow slowly; raise absolute to a usual total "
+        "norm, or raise relative if only what stands out is to be clipped"
+    )
+    _if_never = "no tensor's norm stood out; lower relative to clip smaller spikes"
+
+    def __init__(
+        self,
+        relative: float = 1.05,
+        beta: float = 0.98,
+        warmup: int = 100,
+        absolute: float = 1.0,
+        window: int = DEFAULT_WINDOW,
+    ) -> None:
+        self._relative = number("relative", relative, 0.0)
+        self._beta = number("beta", beta, 0.0, 1.0)
+        self._warmup = whole_number("warmup", warmup, 0)
+        self._absolute = number("absolute", absolute, 0.0)
+        self._known: tuple[int, ...] | None = None
+        super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
+
+    def scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        table: Tensor,
+        kernels: Kernels,
+        inverse_scale: Tensor | None,
+    ) -> None:
+        self._scale_(parameters, gradients, table, kernels, inverse_scale, _name)
+
+    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+        table = measure(gradients, name_of, backend)
+        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
+        return self._scale_(parameters, gradients, table, kernels, None, name_of)
+
+    @torch.no_grad()
+    def _scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        table: Tensor,
+        kernels: Kernels,
+        inverse_scale: Tensor | None,
+        name_of: NameOf,
+    ) -> Tensor:
+        state = self._state_on(table.device)
+        means = state.get("means")
+        if means is None:
+            means = torch.full((len(parameters),), math.inf, dtype=torch.float64, device=table.device)
+        known = tuple(map(id, parameters))
+        if len(means) != len(known) or self._known not in (None, known):
+            raise ValueError(
+                f"AdaGC keeps a mean for each of {len(means)} parameters, by position, and this is another list, of "
+                f"{len(known)}. The parameters with a gradient must be the same on every step: use "
+                "zero_grad(set_to_none=False), or make a new clip for a new list"
+            )
+
+        norms, total = _norms.l2_norms(table), _norms.total_norm(table, 2.0)
+        if inverse_scale is not None:
+            norms, total = norms * inverse_scale, total * inverse_scale
+        finite = total.isfinite()
+        warming_up = state["totals"][_history.RECORDED] + finite <= self._warmup
+        # While all are clipped together a norm says nothing unless all of them are finite.
+        kept = norms.isfinite() & (norms > 0) & (finite | ~warming_up)
+        decided = torch.where(warming_up, limited(total, self._absolute), limited(norms, self._relative * means))
+        coefficients = torch.where(kept, decided, 1.0)
+        after = coefficients * norms
+        moved = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
+        updated = torch.where(kept, torch.where(warming_up, torch.minimum(means, after), moved), means)
+
+        _scale_each_(gradients, coefficients, kernels, inverse_scale, name_of)
+        self._known = known
+        state["means"] = means.copy_(updated)
+        _history.add_norm_(state, total, finite)
+        _history.add_coefficients_(state, coefficients, kept)
+        return total
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._known = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is for copies of the parameters, which are other objects.
+        return {**self.__dict__, "_known": None}
+
+
+class AGC(TensorClip):
+    """Clips each unit of a gradient by the norm of its weights; keeps no state but what the summary needs.
+
+    A. Brock, S. De, S. L. Smith, K. Simonyan, High-Performance Large-Scale Image Recognition Without Normalization,
+    2021, arXiv 2102.06171: with gradient norm g_i and weight norm w_i of unit i the coefficient is
+    ``min(1, clipping * max(w_i, eps) / g_i)``. A unit is a slice along dimension 0, the weights of one output of a
+    linear layer or a convolution; tensors of fewer than two dimensions are one unit. The paper clips all parameters
+    but those of the final linear layer: leave these out of what is passed.
+
+    Gradients that are not row-major (channels-last, strided views) are copied; sparse ones are refused.
+
+    Args:
+        clipping: Limit of the gradient norm of a unit, in units of its weight norm; at least 0. The paper's 0.01 is
+            for batches of 4096, larger values are for smaller batches.
+        eps: Least weight norm that counts, so that weights of zero can move.
+        window: How many total norms are kept for the summary.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    _decides_on = "unit"
+    _if_often = "clipping then sets the size of the steps; raise it, or lower the learning rate"
+    _if_never = "no gradient was large for its weights; lower clipping to clip smaller ones"
+
+    def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
+        self._clipping = number("clipping", clipping, 0.0)
+        self._eps = number("eps", eps, 0.0)
+        super().__init__(window, clipping=clipping, eps=eps)
+
+    def scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        table: Tensor,
+        kernels: Kernels,
+        inverse_scale: Tensor | None,
+    ) -> None:
+        self._scale_(parameters, gradients, kernels, inverse_scale, _name)
+
+    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+        refuse_distributed(gradients, name_of)
+        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
+        return self._scale_(parameters, gradients, kernels, None, name_of)
+
+    @torch.no_grad()
+    def _scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        kernels: Kernels,
+        inverse_scale: Tensor | None,
+        name_of: NameOf,
+    ) -> Tensor:
+        for i, gradient in enumerate(gradients):
+            if gradient.is_sparse:
+                raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
+        targets = check_writable(gradients, name_of)
+        weights = readable(parameters, lambda i: f"the parameter of which there is {name_of(i)}")
+        first = targets[0].device
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for device, at in by_device(targets).items():
+            units = kernels.unit_stats([targets[i] for i in at])
+            limits = self._clipping * _norms.l2_norms(kernels.unit_stats([weights[i] for i in at])).clamp(min=self._eps)
+            factor = 1.0 if inverse_scale is None else inverse_scale.to(device, non_blocking=True)
+            norms = _norms.l2_norms(units) * factor
+            kept = norms.isfinite()
+            coefficients = torch.where(kept, limited(norms, limits), 1.0)
+            kernels.scale_units_([targets[i] for i in at], coefficients * factor)
+            parts.append((units, coefficients, kept))
+
+        units, coefficients, kept = (
+            torch.cat([tensor.to(first, non_blocking=True) for tensor in tensors])
+            for tensors in zip(*parts, strict=True)
+        )
+        total = _norms.total_norm(units, 2.0)
+        total = total if inverse_scale is None else total * inverse_scale
+        state = self._state_on(first)
+        _history.add_norm_(state, total, total.isfinite())
+        _history.add_coefficients_(state, coefficients, kept)
+        return total
+
+
+def _scale_each_(
+    gradients: list[Tensor],
+    coefficients: Tensor,
+    kernels: Kernels,
+    inverse_scale: Tensor | None,
+    name_of: NameOf,
+) -> None:
+    """Multiplies each gradient by its coefficient, and all by ``inverse_scale``, on whatever devices they are."""
+    factors = coefficients if inverse_scale is None else coefficients * inverse_scale
+    if kernels.direct is not None and kernels.direct.scale_each_(gradients, factors):
+        return
+    targets = check_writable(gradients, name_of)
+    groups = by_device(targets)
+    for device, at in groups.items():
+        own = factors
+        if len(groups) > 1:
+            own = factors[torch.tensor(at).to(factors.device, non_blocking=True)].to(device, non_blocking=True)
+        with changeable([targets[i] for i in at], is_dense) as dense:
+            kernels.scale_each_(dense, own)
+
+
+def _name(position: int) -> str:
+    return f"the gradient of parameters[{position}]"
