@@ -1,5 +1,6 @@
 """Gradient statistics for PyTorch in one pass: NaN and Inf, norms and extremes, on every step."""
 
+from gradstat import amp
 from gradstat._backends import BackendStatus, backends
 from gradstat._fields import NAMES as FIELDS
 from gradstat._native import BackendUnavailableError, StaleExtensionError
@@ -32,6 +33,7 @@ __all__ = [
     "TensorStats",
     "ZClip",
     "__version__",
+    "amp",
     "backends",
     "check",
     "check_async",

@@ -135,6 +135,77 @@ class Measured(NamedTuple):
         return skip != 0.0, divisor
 
 
+class Unscaled(NamedTuple):
+    """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive.
+
+    Attributes:
+        parts: Tables of the gradients without the scale, and their layouts.
+        names, missing: For the report.
+        inverse_scale: What they were multiplied by, 0-d float32.
+    """
+
+    parts: list[Part]
+    names: Names
+    missing: Names
+    inverse_scale: Tensor
+
+    @classmethod
+    def of_(cls, gradients: list[Tensor], names: Names, missing: Names, inverse_scale: Tensor) -> Unscaled:
+        """Multiplies the gradients, of which there is one at least, in place. No host sync.
+
+        Raises:
+            As `gradstat.clip_grad_norm_`, before anything is changed.
+        """
+
+        def name_of(i: int) -> str:
+            return names()[i]
+
+        first = gradients[0]
+        inverse_scale = inverse_scale.to(first.device, non_blocking=True)
+        direct = direct_for(first, name_of, None)
+        short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
+        if short is not None:
+            table, signature = short
+            parts = [Part(table, None, infos_of(gradients, signature))]
+        else:
+            with torch.no_grad():
+                refuse_distributed(gradients, name_of)
+                targets = check_writable(gradients, name_of)
+                scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
+                parts = measure_parts(gradients, name_of, None)
+        torch.autograd.graph.increment_version(gradients)
+        return cls(parts, names, missing, inverse_scale)
+
+    def found_inf(self) -> dict[torch.device, Tensor]:
+        """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
+        return {part.table.device: _norms.any_nonfinite(part.table).to(torch.float32) for part in self.parts}
+
+    def clip_(self, gradients: list[Tensor], max_norm: float) -> Tensor:
+        """Clips the gradients, unless one is not finite. Their norm before, 0-d, of their promoted dtype."""
+
+        def name_of(i: int) -> str:
+            return self.names()[i]
+
+        with torch.no_grad():
+            device = gradients[0].device
+            total = _norms.total_norm(torch.cat([part.table.to(device, non_blocking=True) for part in self.parts]), 2.0)
+            coefficient = torch.where(total.isfinite(), _norms.clip_coefficient(total, max_norm), 1.0)
+            direct = direct_for(gradients[0], name_of, None)
+            if direct is None or not direct.scale_(gradients, coefficient):
+                scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, None)
+            torch.autograd.graph.increment_version(gradients)
+            return total.to(_norms.norm_dtype(gradients))
+
+    def report(self) -> PendingReport:
+        """The report, on its way from now on."""
+        names, missing = self.names, self.missing
+
+        def make(table: Any, infos: Sequence[TensorInfo], inverse_scale: Any) -> Report:
+            return Report(names, table, infos, missing, loss_scale=1.0 / float(inverse_scale))
+
+        return PendingReport(self.parts, make, self.inverse_scale)
+
+
 def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:
     """Raises ValueError for a float16 gradient, by name, as torch's ``unscale_`` does."""
     for i, gradient in enumerate(gradients):

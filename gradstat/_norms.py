@@ -82,13 +82,19 @@ def decide(table: Tensor, max_norm: float, loss_scale: Tensor | None, counters: 
     norm = total_norm(table, 2.0) / scale
     clip = clip_coefficient(norm, max_norm)
     grad_scale = (scale / clip).to(torch.float32)
-    nonfinite = table[:, [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]].sum() > 0
+    nonfinite = any_nonfinite(table)
     usable = (scale > 0) & scale.isfinite() & ((clip == 0) | ~grad_scale.isinf())
     skip = nonfinite | ~usable
     if counters is not None:
         count_step(counters, skip)
     verdict = torch.stack([skip.to(torch.float32), grad_scale, scale.to(torch.float32)])
     return Decision(norm, torch.stack([clip / scale, norm]), verdict)
+
+
+def any_nonfinite(table: Tensor) -> Tensor:
+    """Whether any element of any tensor is NaN or Inf, 0-d bool."""
+    # The two columns are neighbours (tests/test_fields.py holds that).
+    return table[:, _fields.INDEX["nan_count"] : _fields.INDEX["inf_count"] + 1].any()
 
 
 def count_step(counters: Tensor, skipped: Tensor) -> None:

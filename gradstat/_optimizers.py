@@ -35,9 +35,14 @@ def _has_fused_step(kind: Any) -> bool:
 
 
 @functools.cache
-def accepts_scaler(kind: Any) -> bool:
-    """Whether ``step`` takes torch's scaler itself, the older of torch's two interfaces."""
+def _accepts_scaler(kind: Any) -> bool:
     return "grad_scaler" in inspect.signature(kind.step).parameters
+
+
+def accepts_scaler(optimizer: Optimizer) -> bool:
+    """Whether ``step`` takes torch's scaler itself, the older of torch's two interfaces."""
+    kind: Any = type(optimizer)
+    return _accepts_scaler(kind)
 
 
 def obeys_verdict(optimizer: Optimizer) -> bool:
@@ -46,7 +51,7 @@ def obeys_verdict(optimizer: Optimizer) -> bool:
     if _has_fused_step(kind):
         # Not the flag below: it is set for the defaults, while any group may say otherwise, and is lost by pickling.
         return all(group.get("fused") for group in optimizer.param_groups)
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not accepts_scaler(kind)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not _accepts_scaler(kind)
 
 
 @functools.cache

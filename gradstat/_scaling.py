@@ -43,10 +43,10 @@ def found_by(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     return list(state_of(scaler, optimizer)["found_inf_per_device"].values())
 
 
-def record_unscaling(scaler: GradScaler, optimizer: Optimizer, positions: list[int] | None) -> None:
-    """Remembers which parameters had a gradient when ``unscale_`` took the scale away (None: all of them)."""
+def record_unscaling(scaler: GradScaler, optimizer: Optimizer, positions: list[int] | None, unscaled: object) -> None:
+    """Remembers until ``update`` what ``unscale_`` measured, and which parameters had a gradient (None: all)."""
     state = state_of(scaler, optimizer)
-    state["optimizer"], state["positions"] = optimizer, positions
+    state["optimizer"], state["positions"], state["unscaled"] = optimizer, positions, unscaled
 
 
 def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, source: Source, found: Gradients) -> None:
@@ -59,8 +59,8 @@ def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, source: Sou
     added = [position for position in present if position not in known]
     if added:
         raise RuntimeError(
-            f"the gradient of {source.names()[added[0]]!r} (and of {len(added) - 1} more) appeared after unscale_() and "
-            "still carries the loss scale; call unscale_() after the last backward()"
+            f"the gradient of {source.names()[added[0]]!r} (and of {len(added) - 1} more) appeared after unscale_() "
+            "and still carries the loss scale; call unscale_() after the last backward()"
         )
 
 
@@ -80,9 +80,9 @@ def refuse_shared_gradients(scaler: GradScaler, optimizer: Optimizer, source: So
             )
 
 
-def record_step(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor) -> None:
+def record_step(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor | None) -> None:
     """Leaves behind what ``scaler.step`` leaves, so that ``update`` works and a second step is refused."""
     state = state_of(scaler, optimizer)
-    state["found_inf_per_device"] = {found_inf.device: found_inf}
+    state["found_inf_per_device"] = {} if found_inf is None else {found_inf.device: found_inf}
     state["stage"] = OptState.STEPPED
     state["optimizer"] = optimizer

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
+from gradstat import _norms, _optimizers, _scaling
 from gradstat._arrival import Mirror
-from gradstat._plan import gradients_of, source_of
+from gradstat._measured import Measured, Unscaled, refuse_half
+from gradstat._plan import gradients_of, names_of, source_of
 from gradstat.check import PendingReport
+from gradstat.clip import clip_grad_norm_
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class GradScaler(TorchGradScaler):
     runaway_above = 2.0**32
 
     _counters: Tensor | None = None
-    _status: Mirror | None = None
+    _mirror: Mirror | None = None
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
@@ -111,13 +117,130 @@ class GradScaler(TorchGradScaler):
         limit = float(max_norm)
         if limit != limit:
             raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
+        if not self._enabled:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            return clip_grad_norm_(parameters, limit)
         gradients = gradients_of(source_of(optimizer).parameters).tensors
         self.unscale_(optimizer)
-        if not gradients:
-            return torch.tensor(0.0)
-        if not self._enabled:
-            from gradstat.clip import clip_grad_norm_
+        unscaled: Unscaled | None = _scaling.state_of(self, optimizer).get("unscaled")
+        return torch.tensor(0.0) if unscaled is None else unscaled.clip_(gradients, limit)
 
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            return clip_grad_norm_(parameters, limit)
-        return self._unscaled.clip_(gradients, limit)
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.
+
+        As torch's: unscales if ``unscale_`` has not. A fused optimizer does that by itself, and without a host
+        sync; every other one costs one.
+        """
+        if not self._enabled or _optimizers.accepts_scaler(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if "closure" in kwargs or (args and callable(args[0])):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scale = _scaling.require_scale(self, "step")
+        is_unscaled = _scaling.is_unscaled(self, optimizer)
+        source = source_of(optimizer)
+        found = gradients_of(source.parameters)
+        obeys = _optimizers.obeys_verdict(optimizer)
+        if not is_unscaled and not obeys:
+            self.unscale_(optimizer)
+        elif is_unscaled:
+            _scaling.refuse_added_gradients(self, optimizer, source, found)
+        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # whoever set it means it, as in torch
+        if is_unscaled or not obeys:
+            flags = _scaling.found_by(self, optimizer)
+            if not flags:
+                raise AssertionError("No inf checks were recorded for this optimizer.")
+            found_inf = flags[0] if len(flags) == 1 else self._together(flags)
+        else:
+            _scaling.refuse_shared_gradients(self, optimizer, source)
+            if not found.tensors:  # a step that changes nothing and finds nothing, as in torch
+                _scaling.record_step(self, optimizer, None)
+                return optimizer.step(*args, **kwargs)
+            names, missing = names_of(source, found)
+            measured = Measured.of(found.tensors, names, missing, math.inf, scale, None, None)
+            self._keep(optimizer, measured.report)
+            found_inf, own_divisor, _ = measured.verdict.unbind()
+            divisor = own_divisor if divisor is None else own_divisor * divisor
+        returned: float | None = None
+        if not obeys or _optimizers.first_momentum_is_at_risk(optimizer):
+            if not found_inf.item():
+                with _optimizers.told(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
+                    returned = optimizer.step(*args, **kwargs)
+        else:
+            with _optimizers.told(optimizer, found_inf, divisor):
+                returned = optimizer.step(*args, **kwargs)
+        _scaling.record_step(self, optimizer, found_inf)
+        return returned
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Sets the scale for the next step, as torch's, and counts the steps for `status`."""
+        if self._enabled and new_scale is None:
+            flags = [
+                flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+            ]
+            if flags:
+                self._count(self._together(flags))
+        super().update(new_scale)
+
+    def status(self, wait: bool = False) -> ScalerStatus:
+        """How the scale is doing: the newest numbers that have arrived.
+
+        Without ``wait`` only the first call waits for a GPU; later ones may show what was true a few calls ago.
+        """
+        if not self._enabled or self._scale is None or self._counters is None:
+            return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
+        if self._mirror is None:
+            self._mirror = Mirror(self._numbers)
+        scale, steps, skipped, in_a_row = self._mirror.read(wait).tolist()
+        verdict = "ok"
+        if in_a_row >= self.collapse_after:
+            verdict = "collapsing"
+        elif scale > self.runaway_above:
+            verdict = "running away"
+        return ScalerStatus(scale, int(steps), int(skipped), int(in_a_row), verdict)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What torch's ``unscale_`` is made of."""
+        source = source_of(optimizer)
+        found = gradients_of(source.parameters)
+        if not found.tensors:
+            return {}
+        names, missing = names_of(source, found)
+        if not allow_fp16:
+            refuse_half(found.tensors, lambda i: names()[i])
+        _scaling.refuse_shared_gradients(self, optimizer, source)
+        unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale)
+        _scaling.record_unscaling(self, optimizer, found.positions, unscaled)
+        self._keep(optimizer, unscaled.report)
+        return unscaled.found_inf()
+
+    def _keep(self, optimizer: Optimizer, report: Callable[[], PendingReport]) -> None:
+        if self._reports is None:
+            self._reports = weakref.WeakKeyDictionary()
+        self._reports[optimizer] = report
+
+    def _together(self, flags: list[Tensor]) -> Tensor:
+        """1 if one of several flags is above 0, else 0. Not their sum: at 2 an optimizer would step."""
+        device = flags[0].device
+        return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax().clamp(max=1.0)
+
+    def _count(self, skipped: Tensor) -> None:
+        if self._counters is None or self._counters.device != skipped.device:
+            before = self._counters
+            self._counters = torch.zeros(3, dtype=torch.int64, device=skipped.device)
+            if before is not None:
+                self._counters.copy_(before)
+        _norms.count_step(self._counters, skipped)
+
+    def _numbers(self) -> Tensor:
+        scale, counters = self._scale, self._counters
+        assert scale is not None
+        assert counters is not None
+        return torch.cat([scale.to(counters.device, torch.float64).reshape(1), counters.to(torch.float64)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_reports", "_mirror", "_counters"):
+            state.pop(name, None)
+        return state

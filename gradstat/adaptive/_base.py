@@ -13,11 +13,11 @@ from torch import Tensor
 
 from gradstat import _norms
 from gradstat._backends import Kernels
-from gradstat._tensors import NameOf, check_writable
+from gradstat._tensors import NameOf, check_writable, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
-from gradstat.clip import collect, listed_parameters, refuse_distributed, scale_everywhere_
+from gradstat.clip import collect, listed_parameters, scale_everywhere_
 from gradstat.stats import assemble, direct_for, measure_parts
 
 DEFAULT_WINDOW = 1000
@@ -210,7 +210,7 @@ class TensorClip(AdaptiveClip):
 
 
 def measure(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-    """The table of gradients, on the first one's device. What cannot be clipped raises here, and nothing has changed."""
+    """The table of gradients, on the first one's device. What cannot be clipped raises, before anything changes."""
     direct = direct_for(gradients[0], name_of, backend)
     measured = direct.check(gradients) if direct is not None else None
     if measured is not None:

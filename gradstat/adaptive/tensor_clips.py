@@ -10,10 +10,9 @@ from torch import Tensor
 
 from gradstat import _norms
 from gradstat._backends import Kernels
-from gradstat._tensors import NameOf, changeable, check_writable, is_dense, readable
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, readable, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, measure, number, whole_number
-from gradstat.clip import refuse_distributed
 from gradstat.stats import by_device, resolve_for
 
 

@@ -1,0 +1,433 @@
+"""gradstat.amp.GradScaler against torch's, over random sequences with injected overflow, and what it adds."""
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as TorchScaler
+
+import gradstat
+from gradstat.amp import GradScaler
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "fused sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "fused sgd, dampened": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.3, fused=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "fused adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "fused adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True, fused=True),
+    "fused adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01, fused=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
+}
+
+
+def network(device: str = "cpu") -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+
+
+def backward(model: nn.Module, scaler: TorchScaler, x: Tensor, bad: float | None) -> None:
+    scaler.scale(model(x).square().sum()).backward()
+    if bad is not None:
+        list(model.parameters())[1].grad[2] = bad  # type: ignore[index]
+
+
+def initialised(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
+    return optimizer.state_dict()["state"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["step", "unscale", "unscale and clip", "accumulate"])
+def test_a_random_sequence_ends_where_torchs_ends(kind: str, way: str, device: str) -> None:
+    generator = torch.Generator().manual_seed(len(kind) * 7 + len(way))
+    model = network(device)
+    models = [model, copy.deepcopy(model)]
+    optimizers = [OPTIMIZERS[kind](m.parameters()) for m in models]
+    arguments = {"init_scale": 2.0**10, "growth_interval": 3}
+    scalers = [GradScaler(device, **arguments), TorchScaler(device, **arguments)]
+    # torch's own fused SGD cannot skip its first step: see test_step.py.
+    first = 2 if "fused sgd" in kind else 0
+    skipped = 0
+    for step in range(14):
+        bad = (
+            [None, math.inf, math.nan][int(torch.randint(0, 6, (), generator=generator)) % 4 % 3]
+            if step >= first
+            else None
+        )
+        skipped += bad is not None
+        batches = [torch.randn(4, 6, generator=generator).to(device) for _ in range(2 if way == "accumulate" else 1)]
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            for batch in batches:
+                backward(model, scaler, batch, bad)
+            if way == "unscale":
+                scaler.unscale_(optimizer)
+            elif way == "unscale and clip":
+                if isinstance(scaler, GradScaler):
+                    scaler.unscale_and_clip_(optimizer, 0.5)
+                else:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+    assert 0 < skipped < 14
+    ours, theirs = initialised(optimizers[0]), initialised(optimizers[1])
+    for index, state in theirs.items():
+        for name, value in state.items():
+            torch.testing.assert_close(ours[index][name], value, rtol=1e-4, atol=1e-6)
+    status = scalers[0].status(wait=True)  # type: ignore[union-attr]
+    assert (status.steps, status.skipped) == (14, skipped)
+    assert status.scale == scalers[1].get_scale()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_scaler_serves_several_optimizers(fused: bool, device: str) -> None:
+    models = [network(device), network(device)]
+    twins = copy.deepcopy(models)
+    ours = [torch.optim.AdamW(m.parameters(), fused=fused) for m in models]
+    theirs = [torch.optim.AdamW(m.parameters(), fused=fused) for m in twins]
+    mine, torchs = GradScaler(device, growth_interval=2), TorchScaler(device, growth_interval=2)
+    for step in range(6):
+        x = torch.randn(4, 6, device=device)
+        for scaler, pair, optimizers in ((mine, models, ours), (torchs, twins, theirs)):
+            for i, (model, optimizer) in enumerate(zip(pair, optimizers, strict=True)):
+                optimizer.zero_grad()
+                backward(model, scaler, x, math.inf if step == 2 and i == 1 else None)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert mine.state_dict() == torchs.state_dict()
+    for a, b in zip(models, twins, strict=True):
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_unscaled_gradients_are_bit_for_bit_torchs(device: str) -> None:
+    model = network(device)
+    twin = copy.deepcopy(model)
+    for m, kind in ((model, GradScaler), (twin, TorchScaler)):
+        optimizer, scaler = torch.optim.SGD(m.parameters()), kind(device, init_scale=3.7e4)
+        torch.manual_seed(1)
+        backward(m, scaler, torch.randn(4, 6, device=device), None)
+        scaler.unscale_(optimizer)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def passes_over_gradients(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the compiled functions that were handed the gradients."""
+    from gradstat import _native
+
+    module, seen = _native.load_cpu(), []
+    for name in ("check", "clip_", "measure", "measure_step", "scale_", "unscale_"):
+        original = getattr(module, name)
+
+        def noted(*arguments: object, name: str = name, original: Callable[..., object] = original) -> object:
+            seen.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(module, name, noted)
+    call()
+    monkeypatch.undo()
+    return seen
+
+
+def test_a_fused_step_reads_once_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scaler = network(), GradScaler("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    backward(model, scaler, torch.randn(4, 6), None)
+    assert passes_over_gradients(lambda: scaler.step(optimizer), monkeypatch) == ["measure_step"]
+    scaler.update()
+    other = torch.optim.RMSprop(model.parameters())
+    backward(model, scaler, torch.randn(4, 6), None)
+    assert passes_over_gradients(lambda: scaler.step(other), monkeypatch) == ["unscale_"]
+
+
+@pytest.mark.parametrize("way", ["step", "unscale"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_report_is_in_unscaled_units(way: str, fused: bool, device: str) -> None:
+    model, scaler = network(device), GradScaler(device, init_scale=1000.0)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.0, fused=fused)
+    x = torch.randn(4, 6, device=device)
+    backward(model, scaler, x, None)
+    if way == "unscale":
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update(4.0)  # what the report says is about then, not now
+    report = scaler.report(optimizer).result()
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert report.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert report.loss_scale == pytest.approx(1000.0)
+    for stats, gradient in zip(report, expected, strict=True):
+        assert stats.l2_norm == pytest.approx(gradient.norm().item(), rel=1e-5)
+        assert stats.min == pytest.approx(gradient.min().item(), rel=1e-5)
+        assert stats.sum == pytest.approx(gradient.sum().item(), rel=1e-4, abs=1e-5)
+    assert report.ok
+    assert not report.overflowed
+
+
+def test_an_overflow_is_told_from_nan() -> None:
+    model, scaler = network(), GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    backward(model, scaler, torch.randn(4, 6), math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.report(optimizer).result()
+    assert report.overflowed
+    assert "OVERFLOWED: 0 NaN and 1 Inf in 83 elements at loss scale 65536" in str(report)
+    assert "the loss scale was too large" in str(report)
+    assert report.to_dict()["overflowed"] is True
+    again = pickle.loads(pickle.dumps(report))
+    assert again.overflowed
+    assert again.loss_scale == 65536
+
+    optimizer.zero_grad()
+    backward(model, scaler, torch.randn(4, 6), math.nan)
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.report(optimizer).result()
+    assert not report.overflowed
+    assert "1 of 4 gradients NOT FINITE: 1 NaN and 0 Inf in 83 elements at loss scale 32768" in str(report)
+    with pytest.raises(gradstat.NonFiniteGradientError, match=r"1 NaN, 0 Inf\) at loss scale 32768:\n  0\.bias: 1 NaN"):
+        report.raise_if_nonfinite()
+
+
+def test_a_real_overflow_in_half_precision_names_itself() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    scaler = GradScaler("cpu", init_scale=2.0**24)
+    optimizer = torch.optim.AdamW(model.named_parameters(), fused=True)
+    before = copy.deepcopy(model.state_dict())
+    steps = 0
+    while not steps or scaler.report(optimizer).result().loss_scale is None or not scaler.report(optimizer).result().ok:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(8, 64)).square().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        steps += 1
+        if not scaler.report(optimizer).result().ok:
+            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert steps < 40
+    status = scaler.status(wait=True)
+    assert status.skipped == steps - 1 > 0
+    assert status.consecutive_skipped == 0
+
+
+def test_a_collapsing_scale_shows() -> None:
+    model, scaler = network(), GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        assert scaler.status().verdict == ("ok" if step < 5 else "collapsing"), step
+        optimizer.zero_grad()
+        backward(model, scaler, torch.randn(4, 6), math.nan)
+        scaler.step(optimizer)
+        scaler.update()
+    status = scaler.status(wait=True)
+    assert (status.scale, status.steps, status.skipped, status.consecutive_skipped) == (2.0**-4, 6, 6, 6)
+    assert "6 skipped in a row. No scale is small enough" in str(status)
+
+
+def test_a_scale_that_runs_away_shows() -> None:
+    model, scaler = network(), GradScaler("cpu", init_scale=2.0**31, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for verdict in ("ok", "ok", "running away"):
+        assert scaler.status().verdict == verdict
+        optimizer.zero_grad()
+        backward(model, scaler, torch.randn(4, 6), None)
+        scaler.step(optimizer)
+        scaler.update()
+    assert "nothing has overflowed on the way here" in str(scaler.status())
+
+
+def test_checkpoints_go_both_ways_and_the_scaler_pickles() -> None:
+    model, mine = network(), GradScaler("cpu", init_scale=512.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, mine, torch.randn(4, 6), math.inf)
+    mine.step(optimizer)
+    mine.update()
+    torchs = TorchScaler("cpu")
+    torchs.load_state_dict(mine.state_dict())
+    assert torchs.get_scale() == 256.0
+    mine.load_state_dict(torchs.state_dict())
+    assert pickle.loads(pickle.dumps(mine)).get_scale() == 256.0
+    assert copy.deepcopy(mine).get_scale() == 256.0
+
+
+def test_a_disabled_scaler_is_transparent() -> None:
+    model, scaler = network(), GradScaler("cpu", enabled=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.randn(4, 6)).sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    norm = scaler.unscale_and_clip_(optimizer, 0.01)
+    assert norm > 0.01
+    assert gradstat.check(model).total_norm == pytest.approx(0.01, rel=1e-3)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.status().steps == 0
+
+
+def test_a_cuda_scaler_without_a_gpu_warns_and_is_disabled() -> None:
+    if torch.cuda.is_available():
+        return
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert not GradScaler().is_enabled()
+
+
+# Misuse ----------------------------------------------------------------------------------------------------
+
+
+def scaled(kind: str = "sgd") -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
+    model, scaler = network(), GradScaler("cpu")
+    optimizer = OPTIMIZERS[kind](model.named_parameters())
+    backward(model, scaler, torch.randn(4, 6), None)
+    return model, optimizer, scaler
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+def test_torchs_errors_stay_torchs(kind: str) -> None:
+    for make in (GradScaler, TorchScaler):
+        model = network()
+        optimizer, scaler = OPTIMIZERS[kind](model.parameters()), make("cpu")
+        with pytest.raises(AssertionError, match=r"Attempted .* but _scale is None"):
+            scaler.step(optimizer)
+        backward(model, scaler, torch.randn(4, 6), None)
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+            scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+            scaler.step(optimizer, closure=lambda: 0.0)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+            scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+            scaler.unscale_(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if kind == "sgd":
+            with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+            scaler.update()
+
+
+def test_half_gradients_are_refused_before_any_is_touched() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3).half())]
+    optimizer, scaler = torch.optim.SGD(parameters), GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\. 'group0\.1' is float16"):
+        scaler.unscale_(optimizer)
+    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str) -> None:
+    model, optimizer, scaler = scaled(kind)
+    late = list(model.parameters())[2]
+    gradient, late.grad = late.grad, None
+    scaler.unscale_(optimizer)
+    late.grad = gradient
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\) and still carries the loss scale"
+    ):
+        scaler.step(optimizer)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_parameter_in_two_optimizers_is_refused_instead_of_unscaled_twice(kind: str, unscales: bool) -> None:
+    model, optimizer, scaler = scaled(kind)
+    other = OPTIMIZERS[kind](list(model.parameters())[1:])
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"'group0\.0' is also in another optimizer"):
+        (scaler.unscale_ if unscales else scaler.step)(other)
+
+
+def test_nothing_stays_on_an_optimizer_whose_step_failed() -> None:
+    _, optimizer, scaler = scaled("fused adamw")
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(Exception, match=r"fast|str|lr"):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_a_grad_scale_set_by_the_user_multiplies_as_in_torch() -> None:
+    results = []
+    for make in (GradScaler, TorchScaler):
+        torch.manual_seed(3)
+        model = network()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=True), make("cpu")
+        backward(model, scaler, torch.randn(4, 6), None)
+        optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+        scaler.step(optimizer)
+        results.append(list(model.parameters()))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_nan_limit_is_refused_before_anything_is_unscaled() -> None:
+    model, optimizer, scaler = scaled()
+    before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="max_norm is NaN"):
+        scaler.unscale_and_clip_(optimizer, math.nan)
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
+    model, optimizer, scaler = scaled()
+    next(iter(model.parameters())).grad[1, 1] = math.nan  # type: ignore[index]
+    assert scaler.unscale_and_clip_(optimizer, 1.0).isnan()
+    assert gradstat.check(model).nan_count == 1
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_report_before_any_step_says_so() -> None:
+    _, optimizer, scaler = scaled()
+    with pytest.raises(KeyError, match=r"neither unscale_\(\) nor step\(\)"):
+        scaler.report(optimizer)
+
+
+def test_sparse_gradients_are_unscaled() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer, scaler = torch.optim.SGD(embedding.parameters(), lr=0.5), GradScaler("cpu", init_scale=64.0)
+    before = embedding.weight.detach().clone()
+    scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    expected = before.clone()
+    expected[1] -= 1.0
+    expected[3] -= 0.5
+    torch.testing.assert_close(embedding.weight.detach(), expected)
+    assert scaler.report(optimizer).result().finite_norm == pytest.approx(math.sqrt(4 * 4 + 4))
+
+
+def test_an_optimizer_that_takes_the_scaler_itself_still_gets_it() -> None:
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: object = None, *, grad_scaler: object = None) -> None:  # type: ignore[override]
+            self.seen = grad_scaler
+
+    model, scaler = network(), GradScaler("cpu")
+    optimizer = Old(model.parameters(), lr=0.1)
+    backward(model, scaler, torch.randn(4, 6), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        scaler.step(optimizer)
+    assert optimizer.seen is scaler
