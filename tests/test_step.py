@@ -1,0 +1,830 @@
+"""guarded_step: every optimizer of torch against clip and step, skips that leave no trace, and misuse."""
+
+import copy
+import gc
+import inspect
+import math
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradstat
+from gradstat import _norms, _optimizers
+from gradstat.amp import GradScaler
+
+Make = Callable[[Any], Optimizer]
+
+# Every optimizer of torch, and whether the device alone decides about its steps.
+OPTIMIZERS: dict[str, tuple[Make, bool]] = {
+    "Adam fused": (lambda ps: torch.optim.Adam(ps, lr=0.01, fused=True), True),
+    "AdamW fused": (lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True), True),
+    "AdamW fused amsgrad": (lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True, fused=True), True),
+    "Adagrad fused": (lambda ps: torch.optim.Adagrad(ps, lr=0.1, fused=True), True),
+    "SGD fused": (lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.1, fused=True), True),
+    "SGD fused momentum": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, fused=True), True),
+    "SGD fused dampened": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, fused=True), True),
+    "ASGD": (lambda ps: torch.optim.ASGD(ps, lr=0.1), False),
+    "Adadelta": (lambda ps: torch.optim.Adadelta(ps), False),
+    "Adafactor": (lambda ps: torch.optim.Adafactor(ps), False),
+    "Adagrad": (lambda ps: torch.optim.Adagrad(ps, lr=0.1), False),
+    "Adam": (lambda ps: torch.optim.Adam(ps, lr=0.01), False),
+    "Adam foreach": (lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True), False),
+    "Adam for-loop": (lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=False), False),
+    "AdamW": (lambda ps: torch.optim.AdamW(ps, lr=0.01), False),
+    "Adamax": (lambda ps: torch.optim.Adamax(ps, lr=0.01), False),
+    "LBFGS": (lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3), False),
+    "Muon": (lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01), False),
+    "NAdam": (lambda ps: torch.optim.NAdam(ps, lr=0.01), False),
+    "RAdam": (lambda ps: torch.optim.RAdam(ps, lr=0.01), False),
+    "RMSprop": (lambda ps: torch.optim.RMSprop(ps, lr=0.01), False),
+    "Rprop": (lambda ps: torch.optim.Rprop(ps, lr=0.01), False),
+    "SGD": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), False),
+    "SparseAdam": (lambda ps: torch.optim.SparseAdam(ps, lr=0.01), False),
+}
+
+
+def network(device: str = "cpu") -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+
+
+def model_for(kind: str, device: str = "cpu") -> nn.Module:
+    if kind == "LBFGS":  # whose estimate of curvature amplifies roundings
+        return network(device).double()
+    return nn.Embedding(10, 4, sparse=True).to(device) if kind == "SparseAdam" else network(device)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    parameter = next(model.parameters())
+    if isinstance(model, nn.Embedding):
+        loss: Tensor = model(torch.randint(0, 10, (5,), generator=generator).to(parameter.device)).square().sum()
+    else:
+        loss = model(torch.randn(4, 6, generator=generator).to(parameter)).square().sum()
+    return loss
+
+
+def spoil(optimizer: Optimizer, bad: float) -> None:
+    gradient = optimizer.param_groups[0]["params"][-1].grad
+    (gradient._values() if gradient.is_sparse else gradient).view(-1)[1] = bad
+
+
+def snapshot(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+def assert_same_state(ours: Any, theirs: Any) -> None:
+    """State dictionaries of optimizers; those of ours may hold what has been prepared for a first step."""
+    for index, state in theirs["state"].items():
+        for name, value in state.items():
+            if isinstance(value, (Tensor, float, int)):
+                torch.testing.assert_close(ours["state"][index][name], value, rtol=1e-4, atol=1e-7)
+
+
+def test_the_table_names_every_optimizer_of_torch() -> None:
+    named = {name.split()[0] for name in OPTIMIZERS}
+    kinds = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and issubclass(kind, Optimizer)}
+    assert named == kinds - {"Optimizer"}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [0.3, None], ids=["clipped", "unclipped"])
+def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None, device: str) -> None:
+    make, obeys = OPTIMIZERS[kind]
+    model = model_for(kind, device)
+    twin = copy.deepcopy(model)
+    ours, theirs = make(model.parameters()), make(twin.parameters())
+    assert _optimizers.obeys_verdict(ours) is obeys
+    outcomes = []
+    for step in range(8):
+        bad = {0: math.nan, 3: math.inf, 4: -math.inf}.get(step)
+
+        def closure_for(m: nn.Module, o: Optimizer, clips: bool, step: int = step, bad: float | None = bad) -> Tensor:
+            o.zero_grad()
+            loss = loss_of(m, step)
+            loss.backward()
+            if bad is not None:
+                spoil(o, bad)
+            if clips and max_norm is not None:
+                parameters = [p for group in o.param_groups for p in group["params"]]
+                if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
+                    nn.utils.clip_grad_norm_(parameters, max_norm)
+                else:
+                    gradstat.clip_grad_norm_(parameters, max_norm)
+            return loss
+
+        before = snapshot(model, ours)
+        if kind == "LBFGS":
+            result = gradstat.guarded_step(ours, max_norm, closure=lambda: closure_for(model, ours, False))
+        else:
+            closure_for(model, ours, False)
+            result = gradstat.guarded_step(ours, max_norm)
+        outcomes.append(bool(result.skipped))
+        if bad is None:
+            assert result.total_norm.isfinite()
+            if kind == "LBFGS":
+                theirs.step(lambda: closure_for(twin, theirs, True))
+            else:
+                closure_for(twin, theirs, True)
+                theirs.step()
+        else:
+            assert not result.total_norm.isfinite()
+            after = snapshot(model, ours)
+            assert all(torch.equal(before[0][name], value) for name, value in after[0].items())
+            assert_same_state(after[1], before[1])
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
+        assert_same_state(ours.state_dict(), theirs.state_dict())
+    assert outcomes == [True, False, False, True, True, False, False, False]
+    assert result.counters.read(wait=True) == gradstat.StepCounts(steps=8, skipped=3, consecutive_skipped=0)
+    assert gradstat.step_counters(ours) is result.counters
+    assert not {"found_inf", "grad_scale"} & set(vars(ours))
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses to bring a number to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            raise AssertionError("a host sync")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaling", [False, True])
+@pytest.mark.parametrize("kind", [name for name, (_, obeys) in OPTIMIZERS.items() if obeys and "dampened" not in name])
+def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    scaler = GradScaler("cpu") if scaling else None
+    loss = loss_of(model, 0)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    from gradstat import _measured
+
+    monkeypatch.setattr(_measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
+    with NoSync():
+        result = gradstat.guarded_step(optimizer, 0.1, scaler=scaler)
+        if scaler is not None:
+            scaler.update()
+    assert not result.skipped
+
+
+def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradstat import _measured
+
+    monkeypatch.setattr(_measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
+    model = network()
+    optimizer = torch.optim.RMSprop(model.parameters())
+    loss_of(model, 0).backward()
+    spoil(optimizer, math.nan)
+    result = gradstat.guarded_step(optimizer, 1.0, skip_nonfinite=False)
+    assert not result.skipped
+    assert result.counters.read() == gradstat.StepCounts(1, 0, 0)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+# The first step of a fused SGD ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("way", ["guarded_step", "scaler"])
+def test_a_skipped_first_step_leaves_no_garbage_in_the_momentum(dampening: float, way: str) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    for step in range(5):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss_of(twin, step).backward()
+        scaler.scale(loss_of(model, step)).backward()
+        if step < 2:
+            spoil(ours, math.inf)
+        if way == "guarded_step":
+            gradstat.guarded_step(ours, scaler=scaler)
+        else:
+            scaler.step(ours)
+        scaler.update(1.0)
+        if step >= 2:
+            theirs.step()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    assert_same_state(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_torch_itself_falls_into_that_trap() -> None:
+    """When this fails, torch has mended it and first_momentum_is_at_risk may go."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for step, found in enumerate((1.0, 0.0)):
+        loss_of(model, step).backward()
+        optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]
+        optimizer.step()
+    assert any(parameter.isnan().any() for parameter in model.parameters())
+
+
+# What else may come along -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
+def test_a_closure_is_evaluated_once_and_its_loss_returned(kind: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    seen = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        seen.append(loss)
+        return loss
+
+    with torch.no_grad():
+        result = gradstat.guarded_step(optimizer, 1.0, closure=closure)
+    assert seen == [result.loss]
+    assert gradstat.guarded_step(optimizer, closure=lambda: closure() and None).loss is None
+
+
+def test_lbfgs_goes_back_if_a_later_evaluation_is_not_finite() -> None:
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    evaluations = 0
+
+    def closure() -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        if evaluations in (7, 8):
+            spoil(optimizer, math.nan)
+        return loss
+
+    assert not gradstat.guarded_step(optimizer, closure=closure).skipped
+    before = snapshot(model, optimizer)
+    result = gradstat.guarded_step(optimizer, closure=closure)
+    assert evaluations == 7, "in the middle of the second step"
+    assert result.skipped
+    after = snapshot(model, optimizer)
+    assert all(torch.equal(before[0][name], value) for name, value in after[0].items())
+    assert str(before[1]) == str(after[1])
+    assert gradstat.guarded_step(optimizer, closure=closure).skipped
+    assert not gradstat.guarded_step(optimizer, closure=closure).skipped
+    assert result.counters.read() == gradstat.StepCounts(4, 2, 0)
+
+
+def test_optimizers_may_share_parameters() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    pairs = []
+    for m in (model, twin):
+        pairs.append(
+            (torch.optim.AdamW(m.parameters(), lr=0.1, fused=True), torch.optim.SGD(m[0].parameters(), lr=0.1))
+        )
+    for m, (first, second), guarded in ((model, pairs[0], True), (twin, pairs[1], False)):
+        loss_of(m, 0).backward()
+        for optimizer, limit in ((first, 0.5), (second, 0.1)):
+            if guarded:
+                gradstat.guarded_step(optimizer, limit)
+            else:
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], limit)
+                optimizer.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_groups_may_say_otherwise_than_the_defaults() -> None:
+    weights, biases = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "fused": False, "lr": 0.5}], fused=True)
+    assert not _optimizers.obeys_verdict(optimizer)
+    for parameter in (*weights, *biases):
+        parameter.grad = torch.full_like(parameter, math.nan)
+    assert gradstat.guarded_step(optimizer).skipped
+    for parameter in (*weights, *biases):
+        parameter.grad = torch.ones_like(parameter)
+    assert not gradstat.guarded_step(optimizer).skipped
+    assert weights[0][0].item() == pytest.approx(1 - 1e-3 - 1e-5, rel=1e-5)
+    assert biases[0][0].item() == pytest.approx(0.5 - 0.5 * 0.01, rel=1e-5)
+
+
+def test_differentiable_optimizers_step_as_after_torchs_clip() -> None:
+    results = []
+    for guarded in (True, False):
+        start = torch.ones(3, requires_grad=True)
+        parameter = start.clone()
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, differentiable=True)
+        optimizer.param_groups[0]["params"] = [parameter]
+        parameter.grad = torch.full((3,), 2.0)
+        if guarded:
+            gradstat.guarded_step(optimizer, 1.0)
+        else:
+            nn.utils.clip_grad_norm_([parameter], 1.0)
+            optimizer.step()
+        parameter.sum().backward()
+        results.append((parameter.detach(), start.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
+def test_schedulers_advance_as_told_and_do_not_complain(kind: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    rate = optimizer.param_groups[0]["lr"]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            loss_of(model, step).backward()
+            spoil(optimizer, math.nan)
+            assert gradstat.guarded_step(optimizer, 1.0).skipped
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate / 8)
+
+
+def test_an_optimizer_that_was_pickled_is_as_fused_as_before() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = pickle.loads(pickle.dumps(torch.optim.AdamW([parameter], fused=True)))
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+    assert _optimizers.obeys_verdict(optimizer)
+
+
+def test_a_subclass_with_a_step_of_its_own_is_not_trusted() -> None:
+    class Tame(torch.optim.AdamW):
+        pass
+
+    class Wild(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.sub_(parameter.grad)
+
+    parameter = nn.Parameter(torch.ones(3))
+    assert _optimizers.obeys_verdict(Tame([parameter], fused=True))
+    wild = Wild([parameter])
+    parameter.grad = torch.tensor([1.0, math.nan, 1.0])
+    assert gradstat.guarded_step(wild).skipped
+    assert torch.equal(parameter, torch.ones(3))
+
+
+def test_an_optimizer_of_others_that_keeps_torchs_contract_is_trusted() -> None:
+    class Theirs(Optimizer):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    keep = 1 - self.found_inf  # type: ignore[attr-defined]
+                    gradient = torch.nan_to_num(parameter.grad / self.grad_scale)  # type: ignore[attr-defined]
+                    parameter.data.sub_(gradient * keep)
+
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = Theirs([parameter], {})
+    parameter.grad = torch.tensor([3.0, 4.0])
+    gradstat.guarded_step(optimizer, 1.0)
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8]))
+    parameter.grad = torch.tensor([math.inf, 4.0])
+    assert gradstat.guarded_step(optimizer, 1.0).skipped
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_dtype_and_backend(dtype: torch.dtype, fused: bool, where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in [(40, 3), (7,), (0,)]]
+    twins = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    ours = torch.optim.SGD(parameters, lr=0.5, fused=fused)
+    theirs = torch.optim.SGD(twins, lr=0.5, fused=fused)
+    for step in range(3):
+        for parameter, twin in zip(parameters, twins, strict=True):
+            parameter.grad = torch.randn(parameter.shape, device=device).to(dtype)
+            twin.grad = parameter.grad.clone()
+        if step == 1:
+            spoil_first = parameters[0].grad
+            assert spoil_first is not None
+            spoil_first[3, 1] = math.nan
+        result = gradstat.guarded_step(ours, 1.0, backend=backend)
+        assert result.total_norm.dtype == dtype
+        assert result.skipped.dtype == torch.bool
+        assert bool(result.skipped) is (step == 1)
+        if step != 1:
+            norm = nn.utils.clip_grad_norm_(twins, 1.0)
+            torch.testing.assert_close(result.total_norm, norm, rtol=4 * torch.finfo(dtype).eps, atol=0)
+            theirs.step()
+        for a, b in zip(parameters, twins, strict=True):
+            # What a fused optimizer divides by is a float32 number.
+            slack = 4 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if fused else 0.0)
+            torch.testing.assert_close(a, b, rtol=slack, atol=slack)
+    assert result.counters.read(wait=True) == gradstat.StepCounts(3, 1, 0)
+
+
+def test_gradients_that_are_not_dense_are_clipped_and_stepped() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.full((3, 4), 2.0)[:, ::2]
+    norm = gradstat.guarded_step(optimizer, 1.0).total_norm
+    assert norm == pytest.approx(math.sqrt(24))
+    torch.testing.assert_close(parameter.detach(), torch.full((3, 2), -1 / math.sqrt(6)), rtol=1e-5, atol=0)
+
+
+# The result -------------------------------------------------------------------------------------------------
+
+
+def test_the_report_has_the_gradients_as_they_were_under_the_models_names() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loss_of(model, 0).backward()
+    spoil(optimizer, math.inf)
+    expected = gradstat.check(model)
+    report = gradstat.guarded_step(optimizer, 1e-3, model=model).report.result()
+    assert str(report) == str(expected)
+    assert report.names == tuple(name for name, _ in model.named_parameters())
+    assert report.loss_scale is None
+    assert gradstat.guarded_step(optimizer, 1e-3).report.result().names[0] == "group0.0"
+
+
+def test_the_report_says_which_gradients_are_missing() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    next(iter(model.parameters())).grad = torch.ones(8, 6)
+    assert gradstat.guarded_step(optimizer).report.result().missing == ("0.bias", "2.weight", "2.bias")
+
+
+def test_a_result_keeps_no_gradient_alive() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loss_of(model, 0).backward()
+    gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+    result = gradstat.guarded_step(optimizer, 1.0, model=model)
+    report = result.report
+    optimizer.zero_grad()
+    gc.collect()
+    assert not any(gradient() for gradient in gradients)
+    assert report.result().ok
+
+
+def test_an_optimizer_that_never_stepped_has_no_counters() -> None:
+    with pytest.raises(KeyError, match=r"has not been stepped by gradstat\.guarded_step yet"):
+        gradstat.step_counters(torch.optim.SGD(network().parameters()))
+
+
+def test_counters_die_with_their_optimizer() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    loss_of(model, 0).backward()
+    counters = weakref.ref(gradstat.guarded_step(optimizer).counters)
+    del optimizer
+    gc.collect()
+    assert counters() is None
+
+
+def test_without_gradients_nothing_happens() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    result = gradstat.guarded_step(optimizer, 1.0)
+    assert (result.total_norm, bool(result.skipped)) == (0.0, False)
+    assert len(result.report.result()) == 0
+    empty = torch.optim.SGD([{"params": []}])
+    assert gradstat.guarded_step(empty, 1.0).total_norm == 0
+
+
+# With a loss scaler -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD", "RMSprop", "SGD fused momentum"])
+@pytest.mark.parametrize("unscaled_before", [False, True])
+@pytest.mark.parametrize("scaler_kind", [GradScaler, torch.amp.GradScaler])
+def test_scaled_steps_end_where_torchs_end(kind: str, unscaled_before: bool, scaler_kind: Any, device: str) -> None:
+    model = network(device)
+    twin = copy.deepcopy(model)
+    make, _ = OPTIMIZERS[kind]
+    ours, theirs = make(model.parameters()), make(twin.parameters())
+    mine, torchs = scaler_kind(device, growth_interval=2), torch.amp.GradScaler(device, growth_interval=2)
+    for step in range(7):
+        bad = {2: math.inf, 3: math.nan}.get(step)
+        for m, optimizer, scaler in ((model, ours, mine), (twin, theirs, torchs)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(m, step)).backward()
+            if bad is not None:
+                spoil(optimizer, bad)
+        if unscaled_before:
+            mine.unscale_(ours)
+        norm = gradstat.guarded_step(ours, 0.5, scaler=mine).total_norm
+        torchs.unscale_(theirs)
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected, equal_nan=True)
+        torchs.step(theirs)
+        mine.update()
+        torchs.update()
+        assert mine.state_dict() == torchs.state_dict()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_a_scaled_report_speaks_in_unscaled_units() -> None:
+    model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=48.0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    expected = torch.autograd.grad(loss_of(model, 0), list(model.parameters()))
+    scaler.scale(loss_of(model, 0)).backward()
+    report = gradstat.guarded_step(optimizer, 1e-3, scaler=scaler).report
+    scaler.update(7.0)
+    for stats, gradient in zip(report.result(), expected, strict=True):
+        assert stats.l2_norm == pytest.approx(gradient.norm().item(), rel=1e-5)
+        assert stats.max == pytest.approx(gradient.max().item(), rel=1e-5)
+    assert report.result().loss_scale == 48.0
+
+
+def test_what_unscaling_found_counts_though_it_was_mended_since() -> None:
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler.scale(loss_of(model, 0)).backward()
+    spoil(optimizer, math.nan)
+    scaler.unscale_(optimizer)
+    spoil(optimizer, 0.0)
+    before = copy.deepcopy(model.state_dict())
+    result = gradstat.guarded_step(optimizer, scaler=scaler)
+    assert result.skipped
+    assert result.counters.read() == gradstat.StepCounts(1, 1, 1)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
+def test_a_useless_scale_skips(scale: float, kind: str) -> None:
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler._scale.fill_(scale)  # type: ignore[union-attr]
+    assert gradstat.guarded_step(optimizer, 1.0, scaler=scaler).skipped
+
+
+def test_a_disabled_scaler_takes_no_part() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    result = gradstat.guarded_step(optimizer, scaler=GradScaler("cpu", enabled=False), skip_nonfinite=False)
+    assert result.report.result().loss_scale is None
+
+
+# The kernel's decision --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 1024.0, 3e38, 1e-30, 0.0, -2.0, math.inf, math.nan])
+@pytest.mark.parametrize("max_norm", [1.0, 0.0, -1.0, 1e-30, 1e30, math.inf])
+@pytest.mark.parametrize("value", [0.0, 1e-20, 3.0, 1e30, math.inf, math.nan])
+def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: float, value: float, device: str) -> None:
+    gradients = [torch.tensor([value, 1e-3 * (value if math.isfinite(value) else 1.0)], device=device)]
+    loss_scale = None if scale is None else torch.tensor(scale, device=device)
+    counters = [torch.tensor([5, 2, 1], device=device) for _ in range(2)]
+    table, norm, numbers, verdict = torch.ops.gradstat.measure(gradients, max_norm, 2.0, loss_scale, counters[0])
+    expected = _norms.decide(table, max_norm, loss_scale, counters[1])
+    torch.testing.assert_close(verdict, expected.verdict, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(numbers, expected.numbers, rtol=1e-15, atol=0, equal_nan=True)
+    torch.testing.assert_close(norm, expected.norm.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(*counters)
+    assert verdict[0] in (0.0, 1.0)
+    assert counters[0].tolist() == ([6, 3, 2] if verdict[0] else [6, 2, 0])
+
+
+def test_the_short_way_decides_as_the_operator(device: str) -> None:
+    gradients = [torch.randn(300, device=device), torch.randn(5, 5, device=device).bfloat16()]
+    scale, counters = torch.tensor(64.0, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    from gradstat.stats import direct_for
+
+    direct = direct_for(gradients[0], str, None)
+    assert direct is not None
+    short = direct.measure_step(gradients, 0.01, 2.0, scale, counters)
+    assert short is not None
+    long = torch.ops.gradstat.measure(gradients, 0.01, 2.0, scale, counters)
+    for a, b in zip((short[0], *short[2:]), long, strict=True):
+        assert torch.equal(a, b)
+    assert counters.tolist() == [2, 0, 0]
+    for wrong in ((scale.double(), counters), (scale, counters.float()), (scale, counters[:2])):
+        assert direct.measure_step(gradients, 1.0, 2.0, *wrong) is None
+    assert counters.tolist() == [2, 0, 0]
+
+
+# Compiled and captured --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
+def test_a_compiled_training_step_leaves_the_graph_quietly(kind: str) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    ours, theirs = (OPTIMIZERS[kind][0](m.parameters()) for m in (model, twin))
+
+    @torch.compile(backend="eager")
+    def step(seed: int) -> Tensor:
+        ours.zero_grad()
+        model(torch.full((2, 6), float(seed))).square().sum().backward()
+        return gradstat.guarded_step(ours, 0.1).total_norm * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            norm = step(seed)
+            theirs.zero_grad()
+            twin(torch.full((2, 6), float(seed))).square().sum().backward()
+            assert norm == pytest.approx(2 * nn.utils.clip_grad_norm_(twin.parameters(), 0.1).item())
+            theirs.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_measuring_for_a_step_compiles_without_a_break(backend: str, device: str) -> None:
+    counters = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2)]
+    scale = torch.tensor(8.0, device=device)
+
+    def measure(x: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
+        _, norm, _, verdict = torch.ops.gradstat.measure([x * 2, x + 1], 0.5, 2.0, scale, counters)
+        return norm * 1.0, verdict + counters.sum()
+
+    compiled = torch.compile(measure, fullgraph=True, backend=backend)
+    for _ in range(2):
+        x = torch.randn(7, device=device)
+        torch.testing.assert_close(compiled(x, counters[0]), measure(x, counters[1]), rtol=0, atol=0)
+    assert counters[0].tolist() == [2, 0, 0]
+
+
+@pytest.mark.cuda
+def test_a_captured_step_follows_its_gradients() -> None:
+    model = network("cuda")
+    twin = copy.deepcopy(model)
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True, capturable=True)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=True, capturable=True)
+    for m in (model, twin):
+        for parameter in m.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gradstat.guarded_step(ours, 0.5)
+        theirs.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = gradstat.guarded_step(ours, 0.5)
+    for step in range(4):
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            parameter.grad.copy_(torch.randn_like(parameter))  # type: ignore[union-attr]
+            other.grad.copy_(parameter.grad)  # type: ignore[union-attr, arg-type]
+        if step == 2:
+            spoil(ours, math.nan)
+        graph.replay()
+        assert bool(result.skipped) is (step == 2)
+        if step != 2:
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            theirs.step()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    assert gradstat.step_counters(ours).read(wait=True) == gradstat.StepCounts(5, 1, 0)
+
+
+@pytest.mark.cuda
+def test_a_step_decided_on_the_host_cannot_be_captured_and_says_so() -> None:
+    model = network("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    loss_of(model, 0).backward()
+    gradstat.guarded_step(optimizer)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph; use a fused"),
+        torch.cuda.graph(graph),
+    ):
+        gradstat.guarded_step(optimizer)
+
+
+@pytest.mark.cuda
+def test_fused_steps_do_not_wait_for_the_gpu() -> None:
+    model, scaler = network("cuda"), GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        scaler.scale(loss_of(model, 0)).backward()
+        gradstat.guarded_step(optimizer, 1.0, scaler=scaler)
+        scaler.update()
+    scaler.scale(loss_of(model, 0)).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = gradstat.guarded_step(optimizer, 1.0, scaler=scaler)
+        scaler.update()
+        report = result.report
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.result().ok
+
+
+# Misuse -----------------------------------------------------------------------------------------------------
+
+
+class Wrapped:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+@pytest.fixture
+def ready() -> tuple[nn.Module, Optimizer]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.named_parameters(), fused=True)
+    loss_of(model, 0).backward()
+    return model, optimizer
+
+
+def test_what_is_not_an_optimizer_is_refused(ready: tuple[nn.Module, Optimizer]) -> None:
+    model, optimizer = ready
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Sequential$"):
+        gradstat.guarded_step(model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got Wrapped; pass the optimizer it wraps, `\.optimizer`"):
+        gradstat.guarded_step(Wrapped(optimizer))  # type: ignore[arg-type]
+
+
+def test_bad_arguments_are_refused_before_anything_changes(ready: tuple[nn.Module, Optimizer]) -> None:
+    model, optimizer = ready
+    before = snapshot(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="max_norm is NaN"):
+        gradstat.guarded_step(optimizer, math.nan)
+    with pytest.raises(AssertionError, match="Attempted guarded_step but _scale is None"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="leave skip_nonfinite=True"):
+        gradstat.guarded_step(optimizer, scaler=scaler, skip_nonfinite=False)
+    with pytest.raises(RuntimeError, match="a closure and a loss scaler do not go together"):
+        gradstat.guarded_step(optimizer, scaler=scaler, closure=lambda: None)
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times in a step; pass closure="):
+        gradstat.guarded_step(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="LBFGS needs the loss, but the closure returned None"):
+        gradstat.guarded_step(torch.optim.LBFGS(model.parameters()), closure=lambda: None)
+    after = snapshot(model, optimizer)
+    assert str(before) == str(after)
+
+
+def test_a_scaler_that_has_stepped_or_found_nothing_is_refused(ready: tuple[nn.Module, Optimizer]) -> None:
+    _, optimizer = ready
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    gradstat.guarded_step(optimizer, scaler=scaler)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+    scaler.update()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="none of the optimizer's parameters has a gradient"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+
+
+def test_half_gradients_are_not_unscaled_in_place() -> None:
+    parameter = nn.Parameter(torch.ones(3).half())
+    parameter.grad = torch.ones(3).half()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\. 'group0\.0' is float16"):
+        gradstat.guarded_step(torch.optim.SGD([parameter]), scaler=scaler)
+    assert torch.equal(parameter.grad, torch.ones(3).half())
+    gradstat.guarded_step(torch.optim.SGD([parameter], lr=65536.0, fused=True), scaler=scaler)
+    assert torch.equal(parameter.detach(), torch.zeros(3).half())
+
+
+@pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+def test_a_verdict_of_others_is_refused(name: str, ready: tuple[nn.Module, Optimizer]) -> None:
+    _, optimizer = ready
+    setattr(optimizer, name, torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match=rf"already has the attribute '{name}'.*`del optimizer\.{name}`"):
+        gradstat.guarded_step(optimizer)
+    assert hasattr(optimizer, name)
+
+
+def test_nothing_stays_on_an_optimizer_whose_step_failed(ready: tuple[nn.Module, Optimizer]) -> None:
+    _, optimizer = ready
+    optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        gradstat.guarded_step(optimizer, 1.0)
+    assert not {"found_inf", "grad_scale"} & set(vars(optimizer))
+
+
+def test_gradients_that_cannot_be_measured_are_named() -> None:
+    real, unreal = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+    for parameter in (real, unreal):
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=r"'group0\.1' .* holds no data"):
+        gradstat.guarded_step(torch.optim.SGD([real, unreal]), 1.0)
+    assert torch.equal(real, torch.ones(3))
+    assert torch.equal(real.grad, torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_an_expanded_gradient_is_refused_only_if_it_has_to_be_written() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(1).expand(4)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    with pytest.raises(RuntimeError, match=r"'group0\.0' .* is expanded"):
+        gradstat.guarded_step(optimizer, 1.0)
+    assert torch.equal(parameter, torch.zeros(4))
+    gradstat.guarded_step(optimizer, 10.0)
+    assert torch.equal(parameter, -torch.ones(4))
