@@ -12,10 +12,11 @@ from torch import Tensor
 from gradstat import _fields, _norms
 from gradstat._plan import Names
 from gradstat._tensors import NameOf, TensorInfo, check_writable, refuse_distributed
+from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_
 from gradstat.report import Report
-from gradstat.stats import Part, direct_for, infos_of, measure_parts
+from gradstat.stats import Part, assemble, direct_for, infos_of, measure_parts, resolve_for
 
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
@@ -86,6 +87,21 @@ class Measured(NamedTuple):
             decision = _norms.decide(joined, max_norm, loss_scale, counters)
             norm = decision.norm.to(_norms.norm_dtype(gradients))
             return made(parts, norm, decision.numbers, decision.verdict)
+
+    def limit_(self, coefficient: Tensor) -> None:
+        """Takes up a coefficient of clipping that was decided after measuring, 0-d float64."""
+        self.numbers[0].mul_(coefficient)
+        self.verdict[1].div_(coefficient)
+
+    def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Lets a clip that decides tensor by tensor clip the gradients, and unscales them, in place."""
+        if self.is_scaled:
+            refuse_half(gradients, lambda i: self.names()[i])
+        table = assemble([part.table for part in self.parts], [part.positions for part in self.parts])
+        kernels = resolve_for(self.backend, gradients[0].device.type, lambda i: self.names()[i], 0)
+        inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
+        clip.scale_(parameters, gradients, table, kernels, inverse_scale)
+        torch.autograd.graph.increment_version(gradients)
 
     def report(self) -> PendingReport:
         """The report about the gradients without their loss scale, on its way from now on."""
@@ -180,19 +196,28 @@ class Unscaled(NamedTuple):
         """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
         return {part.table.device: _norms.any_nonfinite(part.table).to(torch.float32) for part in self.parts}
 
-    def clip_(self, gradients: list[Tensor], max_norm: float) -> Tensor:
+    def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
         """Clips the gradients, unless one is not finite. Their norm before, 0-d, of their promoted dtype."""
 
         def name_of(i: int) -> str:
             return self.names()[i]
 
         with torch.no_grad():
-            device = gradients[0].device
-            total = _norms.total_norm(torch.cat([part.table.to(device, non_blocking=True) for part in self.parts]), 2.0)
-            coefficient = torch.where(total.isfinite(), _norms.clip_coefficient(total, max_norm), 1.0)
-            direct = direct_for(gradients[0], name_of, None)
-            if direct is None or not direct.scale_(gradients, coefficient):
-                scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, None)
+            table = assemble([part.table for part in self.parts], [part.positions for part in self.parts])
+            total = _norms.total_norm(table, 2.0)
+            if isinstance(max_norm, TensorClip):
+                kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
+                max_norm.scale_(parameters, gradients, table, kernels, None)
+            else:
+                if isinstance(max_norm, NormClip):
+                    coefficient = max_norm.coefficient(total)
+                else:
+                    assert not isinstance(max_norm, AdaptiveClip)
+                    coefficient = _norms.clip_coefficient(total, float(max_norm))
+                    coefficient = torch.where(total.isfinite(), coefficient, 1.0)
+                direct = direct_for(gradients[0], name_of, None)
+                if direct is None or not direct.scale_(gradients, coefficient):
+                    scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, None)
             torch.autograd.graph.increment_version(gradients)
             return total.to(_norms.norm_dtype(gradients))
 

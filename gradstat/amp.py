@@ -18,6 +18,7 @@ from gradstat import _norms, _optimizers, _scaling
 from gradstat._arrival import Mirror
 from gradstat._measured import Measured, Unscaled, refuse_half
 from gradstat._plan import gradients_of, names_of, source_of
+from gradstat.adaptive import AdaptiveClip
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
 
@@ -97,7 +98,7 @@ class GradScaler(TorchGradScaler):
             raise KeyError("neither unscale_() nor step() has been called for this optimizer yet") from None
         return make()
 
-    def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+    def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float | AdaptiveClip) -> Tensor:
         """`unscale_`, then what `gradstat.clip_grad_norm_` does, with the norm from the same pass.
 
         No host sync. If a gradient is not finite none is clipped, so that `report` and the gradients still
@@ -105,7 +106,8 @@ class GradScaler(TorchGradScaler):
 
         Args:
             optimizer: As for ``unscale_``.
-            max_norm: Upper limit of the L2 norm of all its gradients together; infinity only measures.
+            max_norm: Upper limit of the L2 norm of all its gradients together; infinity only measures. Or an
+                adaptive clip (`gradstat.AutoClip` and its like).
 
         Returns:
             The norm before clipping, without the loss scale: 0-d, on the first gradient's device, of the gradients'
@@ -114,16 +116,18 @@ class GradScaler(TorchGradScaler):
         Raises:
             ValueError: ``max_norm`` is NaN. Besides as ``unscale_``.
         """
-        limit = float(max_norm)
-        if limit != limit:
+        if not isinstance(max_norm, AdaptiveClip) and math.isnan(float(max_norm)):
             raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
+        source = source_of(optimizer)
         if not self._enabled:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            return clip_grad_norm_(parameters, limit)
-        gradients = gradients_of(source_of(optimizer).parameters).tensors
+            if isinstance(max_norm, AdaptiveClip):
+                return max_norm.clip_(source.parameters)
+            return clip_grad_norm_(source.parameters, float(max_norm))
+        parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
+        gradients = gradients_of(parameters).tensors
         self.unscale_(optimizer)
         unscaled: Unscaled | None = _scaling.state_of(self, optimizer).get("unscaled")
-        return torch.tensor(0.0) if unscaled is None else unscaled.clip_(gradients, limit)
+        return torch.tensor(0.0) if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.
@@ -154,7 +158,8 @@ class GradScaler(TorchGradScaler):
             _scaling.refuse_shared_gradients(self, optimizer, source)
             if not found.tensors:  # a step that changes nothing and finds nothing, as in torch
                 _scaling.record_step(self, optimizer, None)
-                return optimizer.step(*args, **kwargs)
+                nothing: float | None = optimizer.step(*args, **kwargs)
+                return nothing
             names, missing = names_of(source, found)
             measured = Measured.of(found.tensors, names, missing, math.inf, scale, None, None)
             self._keep(optimizer, measured.report)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gradstat import _norms, _optimizers, _scaling
 from gradstat._measured import Measured
 from gradstat._plan import gradients_of, named_by, names_of, source_of
+from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
 
@@ -63,7 +64,7 @@ class StepResult:
 
 def guarded_step(
     optimizer: Optimizer,
-    max_norm: float | None = None,
+    max_norm: float | AdaptiveClip | None = None,
     skip_nonfinite: bool = True,
     scaler: GradScaler | None = None,
     *,
@@ -83,7 +84,8 @@ def guarded_step(
     Args:
         optimizer: Any optimizer with gradients from ``backward()``.
         max_norm: Upper limit of the L2 norm of all its gradients together, as for `clip_grad_norm_`; None or
-            infinity only measures.
+            infinity only measures. Or an adaptive clip: `gradstat.AutoClip`, `ZClip` and `FixedClip` go the same way
+            as a number, `AdaGC` and `AGC` write the gradients, whatever the optimizer.
         skip_nonfinite: Skip the step if a gradient is not finite. If False it is taken as it comes.
         scaler: A loss scaler whose scale the gradients carry, or have lost by ``scaler.unscale_(optimizer)``.
             ``scaler.update()`` remains to be called.
@@ -114,39 +116,44 @@ def guarded_step(
 
 def _guarded_step(
     optimizer: Optimizer,
-    max_norm: float | None,
+    max_norm: float | AdaptiveClip | None,
     skip_nonfinite: bool,
     scaler: GradScaler | None,
     closure: Callable[[], Any] | None,
     model: Module | None,
     backend: str | None,
 ) -> StepResult:
-    limit = _checked_limit(optimizer, max_norm)
+    _check_optimizer(optimizer)
+    clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
+    limit = math.inf if max_norm is None or isinstance(max_norm, AdaptiveClip) else float(max_norm)
+    if math.isnan(limit):
+        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number, or None")
     scaling = None
     if scaler is not None and scaler.is_enabled():
         scaling = _Scaling.of(scaler, optimizer, skip_nonfinite, closure)
-    request = _Request(optimizer, limit, skip_nonfinite, scaling, model, backend)
+    request = _Request(optimizer, limit, clip, skip_nonfinite, scaling, model, backend)
     if closure is None:
         if _optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
         return _step(request, None)
     if _optimizers.repeats_closure(optimizer):
+        if clip is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} evaluates the loss several times in a step, each of which an adaptive "
+                "clip would take for a step; pass a number as max_norm"
+            )
         return _step_repeating(request, closure)
     with torch.enable_grad():
         loss = closure()
     return _step(request, loss)
 
 
-def _checked_limit(optimizer: object, max_norm: float | None) -> float:
+def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
-    limit = math.inf if max_norm is None else float(max_norm)
-    if math.isnan(limit):
-        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number, or None")
     _optimizers.refuse_foreign_verdict(optimizer)
-    return limit
 
 
 class _Scaling(NamedTuple):
@@ -181,6 +188,7 @@ class _Request(NamedTuple):
 
     optimizer: Optimizer
     limit: float
+    clip: AdaptiveClip | None
     skips: bool
     scaling: _Scaling | None
     model: Module | None
@@ -196,6 +204,15 @@ def _step(request: _Request, loss: Any) -> StepResult:
     gradients, measured = _measure(request, counts=True)
     obeys = _optimizers.obeys_verdict(optimizer)
     rewrites = request.limit != math.inf or request.loss_scale is not None
+    clip = request.clip if gradients else None
+    if isinstance(clip, NormClip):
+        measured.limit_(clip.coefficient(measured.numbers[1], keep=measured.verdict[0] == 0))
+        rewrites = True
+    elif isinstance(clip, TensorClip):
+        # Before it is known whether to skip, so that a clip sees the same steps with every optimizer.
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        measured.limit_tensors_(clip, parameters, gradients)
+        rewrites = False
     if request.skips and (not obeys or _optimizers.first_momentum_is_at_risk(optimizer)):
         skip, divisor = measured.on_host()
         if skip:

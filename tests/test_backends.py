@@ -162,14 +162,17 @@ def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
 
 LAYERS = [
     {"_fields", "_version"},
-    {"_norms", "_tensors", "reference", "kernels"},
+    {"_norms", "_tensors", "_arrival", "reference", "kernels"},
     {"_native"},
     {"_backends", "_plan"},
     {"tensor_stats"},
     {"_render"},
     {"stats", "report"},
     {"check", "clip"},
+    {"_optimizers", "_scaling", "counters"},
     {"adaptive"},
+    {"_measured"},
+    {"step", "amp"},
     {"__init__"},
     {"bench"},
     {"demo"},

@@ -497,6 +497,65 @@ def test_without_gradients_nothing_happens() -> None:
     assert gradstat.guarded_step(empty, 1.0).total_norm == 0
 
 
+# With an adaptive clip --------------------------------------------------------------------------------------
+
+CLIPS: dict[str, Callable[[], gradstat.adaptive.AdaptiveClip]] = {
+    "FixedClip": lambda: gradstat.FixedClip(0.5),
+    "AutoClip": lambda: gradstat.AutoClip(50),
+    "ZClip": lambda: gradstat.ZClip(z_threshold=0.5, warmup=2),
+    "AdaGC": lambda: gradstat.AdaGC(warmup=2),
+    "AGC": lambda: gradstat.AGC(0.1),
+}
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD", "SGD fused momentum"])
+@pytest.mark.parametrize("rule", CLIPS)
+@pytest.mark.parametrize("scaling", ["none", "step", "unscale and clip"])
+def test_adaptive_clips_step_as_they_clip_alone(kind: str, rule: str, scaling: str, device: str) -> None:
+    model = network(device)
+    twin = copy.deepcopy(model)
+    make, _ = OPTIMIZERS[kind]
+    ours, theirs = make(model.parameters()), make(twin.parameters())
+    mine, other = CLIPS[rule](), CLIPS[rule]()
+    scaler = None if scaling == "none" else GradScaler(device, init_scale=2.0**12, growth_interval=3)
+    for step in range(9):
+        bad = math.nan if step in (1, 5) else None
+        ours.zero_grad()
+        theirs.zero_grad()
+        loudness = 10.0 if step == 7 else 1.0
+        loss = loss_of(model, step) * loudness
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        (loss_of(twin, step) * loudness).backward()
+        if bad is not None:
+            spoil(ours, bad)
+            spoil(theirs, bad)
+        if scaling == "unscale and clip":
+            assert scaler is not None
+            norm = scaler.unscale_and_clip_(ours, mine)
+            scaler.step(ours)
+        else:
+            norm = gradstat.guarded_step(ours, mine, scaler=scaler).total_norm
+        if scaler is not None:
+            scaler.update()
+        expected = other.clip_(twin.parameters())
+        torch.testing.assert_close(norm, expected, equal_nan=True)
+        if bad is None:
+            theirs.step()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
+    summary, alone = mine.summary(), other.summary()
+    assert (summary.steps, summary.clipped, summary.nonfinite) == (alone.steps, alone.clipped, alone.nonfinite)
+    assert summary.clipped
+
+
+def test_adaptive_clips_by_the_norm_cost_a_fused_step_no_sync() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loss_of(model, 0).backward()
+    with NoSync():
+        gradstat.guarded_step(optimizer, gradstat.AutoClip())
+
+
 # With a loss scaler -----------------------------------------------------------------------------------------
 
 
@@ -763,6 +822,9 @@ def test_bad_arguments_are_refused_before_anything_changes(ready: tuple[nn.Modul
         gradstat.guarded_step(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="LBFGS needs the loss, but the closure returned None"):
         gradstat.guarded_step(torch.optim.LBFGS(model.parameters()), closure=lambda: None)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match="each of which an adaptive clip would take for a step"):
+        gradstat.guarded_step(lbfgs, gradstat.AutoClip(), closure=lambda: None)
     after = snapshot(model, optimizer)
     assert str(before) == str(after)
 
