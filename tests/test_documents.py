@@ -39,6 +39,14 @@ def test_the_first_example_of_the_readme_runs_as_printed() -> None:
     assert names["norm"] > 0  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("name", ["stepping.md"])
+def test_examples_of_the_pages_run(name: str) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+    assert examples
+    for example in examples:
+        exec(example, {})
+
+
 def test_the_factory_of_the_readme_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradstat.bench import command
 
