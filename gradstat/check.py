@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._plan import Source, gradients_of, source_of
+from gradstat._tensors import TensorInfo
 from gradstat.report import Report
 from gradstat.stats import Part, measure_parts
 
@@ -22,8 +23,7 @@ class PendingReport:
     """
 
     def __init__(self, parts: list[Part], make_report: Callable[[Any, Any], Report]) -> None:
-        self._arrivals = [_Arrival(part.table) for part in parts]
-        self._parts = parts
+        self._arrivals = [_Arrival(part) for part in parts]
         self._make_report = make_report
         self._report: Report | None = None
 
@@ -34,22 +34,21 @@ class PendingReport:
     def result(self) -> Report:
         """The report; waits once per device that has not delivered yet. Later calls return the same one."""
         if self._report is None:
-            tables = [arrival.wait() for arrival in self._arrivals]
-            if len(tables) == 1:
-                table, infos = tables[0], self._parts[0].infos
-            else:
-                table, infos = _join(tables, self._parts)
-            self._report = self._make_report(table, infos)
-            self._arrivals, self._parts = [], []
+            self._report = self._make_report(*_join(self._arrivals))
+            self._arrivals = []
         return self._report
 
 
 class _Arrival:
-    """A table on its way to the host: copied into pinned memory behind the kernel that fills it."""
+    """The rows of one device on their way to the host: copied into pinned memory behind the kernel that fills them.
 
-    __slots__ = ("_event", "_host")
+    The table on the device is let go of at once, as its memory is used again only behind the copy.
+    """
 
-    def __init__(self, table: Tensor) -> None:
+    __slots__ = ("_event", "_host", "infos", "positions")
+
+    def __init__(self, part: Part) -> None:
+        table, self.positions, self.infos = part
         self._event: torch.cuda.Event | None = None
         if table.is_cuda:
             # torch's allocator hands out pinned blocks it has used before, so this allocates nothing in
@@ -71,12 +70,15 @@ class _Arrival:
         return self._host.cpu().numpy()  # .cpu() waits on devices without pinned copies, else does nothing
 
 
-def _join(tables: list[Any], parts: list[Part]) -> tuple[Any, list[Any]]:
-    """The tables of several devices as one, rows in the order of the tensors given."""
+def _join(arrivals: list[_Arrival]) -> tuple[Any, Sequence[TensorInfo]]:
+    """The rows of all devices, once they are there, in the order of the tensors given, and their tensors' infos."""
+    tables = [arrival.wait() for arrival in arrivals]
     if not tables:
         return np.empty((0, len(_fields.NAMES))), []
-    order = np.argsort([p for part in parts for p in part.positions or ()])
-    infos = [info for part in parts for info in part.infos]
+    if len(tables) == 1:
+        return tables[0], arrivals[0].infos
+    order = np.argsort([p for arrival in arrivals for p in arrival.positions or ()])
+    infos = [info for arrival in arrivals for info in arrival.infos]
     return np.concatenate(tables)[order], [infos[i] for i in order]
 
 
