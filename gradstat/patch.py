@@ -66,9 +66,9 @@ def patch_torch() -> TorchPatch:
     """Has torch's own clipping functions do what gradstat's do, so that a program can try them without edits.
 
     ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in
-    ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. Gradients that are
-    not plain tensors (DTensor, any other subclass) are handed to what was there before, which for DTensor is
-    what works across ranks. ::
+    ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. What was there
+    before still serves two cases: gradients that are not plain tensors (DTensor, whose norm needs all ranks, or
+    any other subclass), and functions under ``torch.compile``, which compiles torch's own into its graph. ::
 
         patch = gradstat.patch_torch()
         train()  # its torch.nn.utils.clip_grad_norm_(...) is gradstat's
@@ -122,7 +122,8 @@ class _Layer:
 
     def choose(self, ours: _Function, tensors: Iterable[object]) -> _Function:
         """What is to be called for ``tensors``."""
-        return ours if not self._removed and set(map(type, tensors)) <= _PLAIN_TYPES else self.below
+        handed_over = self._removed or torch.compiler.is_compiling() or not set(map(type, tensors)) <= _PLAIN_TYPES
+        return self.below if handed_over else ours
 
 
 # The replacements list what they are given, since a generator can be gone through only once.
