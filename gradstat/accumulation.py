@@ -145,9 +145,11 @@ class AccumulationReport:
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self.first_bad)} not finite, first in {min(self.first_bad.values())}"
-        return f"AccumulationReport({self.micro_batches} micro-batches, {state})"
+        return f"AccumulationReport({self._size()}, {state})"
 
     def __str__(self) -> str:
-        account = self._account(_NAMED_IN_TEXT) if not self.ok else ["all finite after each micro-batch"]
-        title = f"gradstat: {self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}: "
-        return "\n".join([title + account[0], *account[1:], "accumulated, after the last one:", str(self.final)])
+        account = [f"{self._size()}, all finite after each"] if self.ok else self._account(_NAMED_IN_TEXT)
+        return "\n".join([f"gradstat: {account[0]}", *account[1:], "accumulated, after the last one:", str(self.final)])
+
+    def _size(self) -> str:
+        return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
