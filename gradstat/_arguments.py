@@ -37,28 +37,25 @@ def listed_parameters(parameters: Tensor | Iterable[Tensor], stacklevel: int) ->
     return found
 
 
-def gradients_to_clip(parameters: list[Tensor]) -> list[Tensor]:
-    """The gradients there are.
+def gradients_to_clip(parameters: list[Tensor]) -> tuple[list[Tensor], NameOf]:
+    """The gradients there are, and what errors call the i-th of them.
 
     Raises:
         AttributeError: Something among ``parameters`` has no ``.grad``; the message names its position.
     """
     if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
         found = [parameter.grad for parameter in parameters]
-        return [gradient for gradient in found if gradient is not None]
+        return [gradient for gradient in found if gradient is not None], lambda i: f"gradient {i}"
     try:
-        return gradients_of(parameters).tensors
+        gradients = gradients_of(parameters)
     except AttributeError:
         position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
         raise AttributeError(
             f"item {position} of `parameters` has no .grad: it is of type {type(item).__name__}, not a parameter; "
             "pass module.parameters()"
         ) from None
-
-
-def gradient_name(position: int) -> str:
-    """What errors call the gradient at ``position`` among those there are."""
-    return f"the gradient of parameters[{position}]"
+    positions = gradients.positions
+    return gradients.tensors, lambda i: f"the gradient of parameters[{i if positions is None else positions[i]}]"
 
 
 def require_foreach(tensors: Sequence[Tensor]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradstat import _norms
 from gradstat._arguments import (
-    gradient_name,
     gradients_to_clip,
     listed,
     listed_parameters,
@@ -19,7 +18,7 @@ from gradstat._arguments import (
 )
 from gradstat._backends import Kernels
 from gradstat._native import DeviceModule
-from gradstat._tensors import check_writable, is_dense, moved, readable
+from gradstat._tensors import NameOf, check_writable, is_dense, moved, readable
 from gradstat.stats import by_device, direct_for, resolve_for
 from gradstat.total_norm import is_fused, measure, raise_if_nonfinite, refuse_in_compiled
 
@@ -68,7 +67,7 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor.
     """
-    gradients = gradients_to_clip(listed_parameters(parameters, stacklevel=3))
+    gradients, name_of = gradients_to_clip(listed_parameters(parameters, stacklevel=3))
     max_norm, norm_type = _limit(max_norm), float(norm_type)
     if not gradients:
         return torch.tensor(0.0)
@@ -78,7 +77,7 @@ def clip_grad_norm_(
         refuse_in_compiled("clip_grad_norm_", norm_type, error_if_nonfinite, backend)
         compiled: Tensor = torch.ops.gradstat.clip_.default(gradients, max_norm, norm_type)
         return compiled
-    norm = _clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+    norm = _clip(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
     if max_norm != _INF:
         _note_change(gradients)
     return norm
@@ -117,7 +116,7 @@ def clip_grads_with_norm_(
         RuntimeError: A gradient is expanded memory, which cannot be scaled in place.
         NotImplementedError: A gradient or ``total_norm`` is a distributed tensor.
     """
-    gradients = gradients_to_clip(listed(parameters))
+    gradients, name_of = gradients_to_clip(listed(parameters))
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if foreach:
         require_foreach(gradients)
@@ -131,10 +130,10 @@ def clip_grads_with_norm_(
                 raise NotImplementedError("inside torch.compile, clip_grads_with_norm_ takes no backend")
             torch.ops.gradstat.scale_.default(gradients, first)
             return
-        direct = direct_for(gradients[0], gradient_name, backend)
+        direct = direct_for(gradients[0], name_of, backend)
         if direct is None or not direct.scale_(gradients, first):
-            refuse_distributed(gradients, gradient_name, "clip_grads_with_norm_")
-            _scale_(check_writable(gradients, gradient_name), coefficient, backend)
+            refuse_distributed(gradients, name_of, "clip_grads_with_norm_")
+            _scale_(check_writable(gradients, name_of), coefficient, name_of, backend)
     _note_change(gradients)
 
 
@@ -158,15 +157,20 @@ def _given_norm(total_norm: Tensor | float) -> Tensor:
 
 
 def _clip(
-    gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, backend: str | None
+    gradients: list[Tensor],
+    name_of: NameOf,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    backend: str | None,
 ) -> Tensor:
-    direct = direct_for(gradients[0], gradient_name, backend) if is_fused(gradients, norm_type) else None
+    direct = direct_for(gradients[0], name_of, backend) if is_fused(gradients, norm_type) else None
     if direct is not None:
         norm = _clip_directly(direct, gradients, max_norm, norm_type, error_if_nonfinite)
         if norm is not None:
             return norm
     with torch.no_grad():
-        return _clip_general(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+        return _clip_general(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
 
 
 def _clip_directly(
@@ -184,25 +188,30 @@ def _clip_directly(
 
 
 def _clip_general(
-    gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, backend: str | None
+    gradients: list[Tensor],
+    name_of: NameOf,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    backend: str | None,
 ) -> Tensor:
     """Any gradients: several devices, sparse, strided, every order of norm, every backend."""
-    refuse_distributed(gradients, gradient_name, "clip_grad_norm_")
-    plain = readable(gradients, gradient_name)
-    targets = check_writable(gradients, gradient_name) if max_norm != _INF else []
-    total = measure(plain, norm_type, gradient_name, backend)
+    refuse_distributed(gradients, name_of, "clip_grad_norm_")
+    plain = readable(gradients, name_of)
+    targets = check_writable(gradients, name_of) if max_norm != _INF else []
+    total = measure(plain, norm_type, name_of, backend)
     norm = total.to(_norms.norm_dtype(plain))
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     if targets:
-        _scale_(targets, _norms.clip_coefficient(total, max_norm), backend)
+        _scale_(targets, _norms.clip_coefficient(total, max_norm), name_of, backend)
     return norm
 
 
-def _scale_(targets: list[Tensor], coefficient: Tensor, backend: str | None) -> None:
+def _scale_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
     """Scales tensors as `check_writable` returns them, on any devices."""
     groups = by_device(targets)
-    kernels = {device: resolve_for(backend, device.type, gradient_name, at[0]) for device, at in groups.items()}
+    kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
     for device, at in groups.items():
         scale_any_(kernels[device], [targets[i] for i in at], moved(coefficient, device))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradstat._arguments import gradient_name, gradients_to_clip, has_foreach, listed, require_foreach
+from gradstat._arguments import gradients_to_clip, has_foreach, listed, require_foreach
 
 # Bytes from which a second pass over a gradient costs more than an operation of its own. Measured on a CPU; for
 # devices that work behind the host an estimate from bandwidth and the time of a launch, not yet measured.
@@ -45,7 +45,7 @@ def clip_grad_value_(
         RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype
             cannot hold ``clip_value``. Gradients before it are clamped by then.
     """
-    gradients = gradients_to_clip(listed(parameters))
+    gradients, name_of = gradients_to_clip(listed(parameters))
     limit = float(clip_value)
     if not limit >= 0:
         raise ValueError(f"clip_value is {limit}; pass a number of at least 0")
@@ -55,7 +55,7 @@ def clip_grad_value_(
         require_foreach(gradients)
     groups = _by_device_and_dtype(gradients)
     if any(group[0].is_complex() for group in groups):
-        name = gradient_name(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))
+        name = name_of(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))
         raise NotImplementedError(
             f"{name!r} is complex, and complex numbers have no order to clamp them by; clip them to a norm with "
             "clip_grad_norm_"

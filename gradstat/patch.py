@@ -132,7 +132,7 @@ class _Layer:
 def _norm_clip(layer: _Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed_parameters(parameters, stacklevel=3)
-        return layer.choose(clip_grad_norm_, gradients_to_clip(given))(given, *args, **kwargs)
+        return layer.choose(clip_grad_norm_, gradients_to_clip(given)[0])(given, *args, **kwargs)
 
     return replacement
 
@@ -140,7 +140,7 @@ def _norm_clip(layer: _Layer) -> _Function:
 def _value_clip(layer: _Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed(parameters)
-        return layer.choose(clip_grad_value_, gradients_to_clip(given))(given, *args, **kwargs)
+        return layer.choose(clip_grad_value_, gradients_to_clip(given)[0])(given, *args, **kwargs)
 
     return replacement
 
@@ -158,7 +158,7 @@ def _clip_with_norm(layer: _Layer) -> _Function:
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
     ) -> Any:
         given = listed(parameters)
-        tensors = [*gradients_to_clip(given), *([total_norm] if isinstance(total_norm, Tensor) else [])]
+        tensors = [*gradients_to_clip(given)[0], *([total_norm] if isinstance(total_norm, Tensor) else [])]
         return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
 
     return replacement

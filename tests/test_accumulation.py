@@ -182,14 +182,13 @@ def test_a_wrong_target_is_refused_at_once(target: object) -> None:
 
 
 def test_a_check_that_fails_leaves_the_others() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    micro_batches = gradstat.MicroBatches([("w", parameter)])
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    backward(model)
     micro_batches.check()
-    parameter.grad = None
-    parameter.data = torch.zeros(2, device="meta")
-    parameter.grad = torch.ones(2, device="meta")
-    with pytest.raises(ValueError, match=r"'w'.*meta"):
+    model.extra = nn.Parameter(torch.zeros(2, device="meta"))
+    model.extra.grad = torch.ones(2, device="meta")
+    with pytest.raises(ValueError, match=r"'extra'.*meta"):
         micro_batches.check()
     assert micro_batches.result().micro_batches == 1
 
