@@ -39,7 +39,8 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
   library.def("stats(Tensor[] tensors) -> Tensor");
   library.def("check(Tensor[] tensors) -> (Tensor table, int signature)");
   library.def(
-      "measure(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale, Tensor(a!)? counters) -> "
+      "measure(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? "
+      "counters=None) -> "
       "(Tensor table, Tensor norm, Tensor coefficient, Tensor verdict)");
   library.def("scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
   library.def("scale_each_(Tensor(a!)[] tensors, Tensor coefficients) -> ()");

@@ -5,24 +5,30 @@ from gradstat._backends import BackendStatus, backends
 from gradstat._fields import NAMES as FIELDS
 from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._version import __version__
+from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
 from gradstat.check import PendingReport, check, check_async, check_tensors
-from gradstat.clip import clip_grad_norm_
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
+from gradstat.clip_value import clip_grad_value_
 from gradstat.counters import StepCounters, StepCounts, step_counters
+from gradstat.patch import patch_torch
 from gradstat.report import NonFiniteGradientError, Report
 from gradstat.stats import stats
 from gradstat.step import StepResult, guarded_step
 from gradstat.tensor_stats import TensorStats
+from gradstat.total_norm import get_total_norm
 
 __all__ = [
     "AGC",
     "FIELDS",
+    "AccumulationReport",
     "AdaGC",
     "AutoClip",
     "BackendStatus",
     "BackendUnavailableError",
     "ClipSummary",
     "FixedClip",
+    "MicroBatches",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",
@@ -39,7 +45,11 @@ __all__ = [
     "check_async",
     "check_tensors",
     "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
     "guarded_step",
+    "patch_torch",
     "stats",
     "step_counters",
 ]

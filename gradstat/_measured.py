@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields, _norms
+from gradstat._arguments import refuse_distributed
 from gradstat._plan import Names
-from gradstat._tensors import NameOf, TensorInfo, check_writable, refuse_distributed
+from gradstat._tensors import NameOf, TensorInfo, check_writable, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_
@@ -74,7 +75,7 @@ class Measured(NamedTuple):
 
         first = gradients[0]
         if loss_scale is not None and loss_scale.device != first.device:
-            loss_scale = loss_scale.to(first.device, non_blocking=True)
+            loss_scale = moved(loss_scale, first.device)
         direct = direct_for(first, name_of, backend)
         short = direct.measure_step(gradients, max_norm, 2.0, loss_scale, counters) if direct is not None else None
         if short is not None:
@@ -83,7 +84,7 @@ class Measured(NamedTuple):
         with torch.no_grad():
             refuse_distributed(gradients, name_of)
             parts = measure_parts(gradients, name_of, backend)
-            joined = torch.cat([part.table.to(first.device, non_blocking=True) for part in parts])
+            joined = torch.cat([moved(part.table, first.device) for part in parts])
             decision = _norms.decide(joined, max_norm, loss_scale, counters)
             norm = decision.norm.to(_norms.norm_dtype(gradients))
             return made(parts, norm, decision.numbers, decision.verdict)
@@ -177,7 +178,7 @@ class Unscaled(NamedTuple):
             return names()[i]
 
         first = gradients[0]
-        inverse_scale = inverse_scale.to(first.device, non_blocking=True)
+        inverse_scale = moved(inverse_scale, first.device)
         direct = direct_for(first, name_of, None)
         short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
         if short is not None:

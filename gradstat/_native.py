@@ -189,7 +189,11 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("gradstat::measure")
     def _(
-        tensors: list[Tensor], max_norm: float, norm_type: float, loss_scale: Tensor | None, counters: Tensor | None
+        tensors: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        loss_scale: Tensor | None = None,
+        counters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         norm = tensors[0].new_empty((), dtype=_norms.norm_dtype(tensors))
         numbers = tensors[0].new_empty(2, dtype=torch.float64)

@@ -145,23 +145,27 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. Waits only if it comes to the host, as nothing would tell when it has arrived."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
-    """The strided tensors that hold the elements of ``tensors``, safe to be scaled in place.
+    """The strided tensors that hold the elements of ``tensors``, safe to be scaled in place by a real number.
 
     Raises:
         RuntimeError: Elements of a tensor share memory, so that scaling them in place has no meaning.
-        NotImplementedError: A tensor is lazily conjugated or negated.
+        NotImplementedError: A tensor is lazily negated.
     """
     targets = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
         if local.layout is torch.sparse_coo:
             local = local._values()  # scaling uncoalesced values scales the sum they stand for
-        if local.is_conj() or local.is_neg():
-            raise NotImplementedError(
-                f"{_describe(name_of(i), local)} is a lazy conjugate or negation; assign .resolve_conj() or "
-                ".resolve_neg() of it"
-            )
+        if local.is_conj():
+            local = local.conj()  # takes the mark off; scaling by a real number is the same on both sides of it
+        if local.is_neg():
+            raise NotImplementedError(f"{_describe(name_of(i), local)} is a lazy negation; assign .resolve_neg() of it")
         if not is_dense(local) and _overlaps(local):
             raise RuntimeError(
                 f"{_describe(name_of(i), local)} is expanded: several of its elements share one place in memory, so it "
@@ -169,16 +173,6 @@ def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
             )
         targets.append(local)
     return targets
-
-
-def refuse_distributed(gradients: Sequence[Tensor], name_of: NameOf) -> None:
-    """Raises NotImplementedError for a distributed tensor, by name: its norm needs a reduction over its mesh."""
-    for i, gradient in enumerate(gradients):
-        if hasattr(gradient, "_local_tensor"):
-            raise NotImplementedError(
-                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that gradstat "
-                "does not do yet; use torch.nn.utils.clip_grad_norm_"
-            )
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from gradstat import _norms, _optimizers, _scaling
 from gradstat._arrival import Mirror
 from gradstat._measured import Measured, Unscaled, refuse_half
 from gradstat._plan import gradients_of, names_of, source_of
+from gradstat._tensors import moved
 from gradstat.adaptive import AdaptiveClip
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
@@ -228,7 +229,7 @@ class GradScaler(TorchGradScaler):
     def _together(self, flags: list[Tensor]) -> Tensor:
         """1 if one of several flags is above 0, else 0. Not their sum: at 2 an optimizer would step."""
         device = flags[0].device
-        return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax().clamp(max=1.0)
+        return torch.stack([moved(flag, device) for flag in flags]).amax().clamp(max=1.0)
 
     def _count(self, skipped: Tensor) -> None:
         if self._counters is None or self._counters.device != skipped.device:

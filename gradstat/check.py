@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -11,8 +11,17 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._arrival import Arrival
 from gradstat._plan import gradients_of, names_of, source_of
+from gradstat._tensors import TensorInfo
 from gradstat.report import Report
 from gradstat.stats import Part, measure_parts
+
+
+class _Rows(NamedTuple):
+    """The rows of one device on their way. Their table there is let go of, for its memory is used behind the copy."""
+
+    table: Arrival
+    positions: list[int] | None
+    infos: Sequence[TensorInfo]
 
 
 class PendingReport:
@@ -23,34 +32,31 @@ class PendingReport:
 
     def __init__(self, parts: list[Part], make_report: Callable[..., Report], *others: Tensor) -> None:
         """``make_report`` is given table, infos and the arrays of ``others``, tensors that travel along."""
-        self._arrivals = [Arrival(part.table) for part in parts]
+        self._rows = [_Rows(Arrival(part.table), part.positions, part.infos) for part in parts]
         self._others = [Arrival(tensor) for tensor in others]
-        self._parts = parts
         self._make_report = make_report
         self._report: Report | None = None
 
     def done(self) -> bool:
         """Whether `result` would return without waiting. Never waits itself."""
-        return self._report is not None or all(arrival.done() for arrival in self._arrivals + self._others)
+        return self._report is not None or all(a.done() for a in (*(r.table for r in self._rows), *self._others))
 
     def result(self) -> Report:
         """The report; waits once per device that has not delivered yet. Later calls return the same one."""
         if self._report is None:
-            tables = [arrival.wait() for arrival in self._arrivals]
-            if len(tables) == 1:
-                table, infos = tables[0], self._parts[0].infos
-            else:
-                table, infos = _join(tables, self._parts)
-            self._report = self._make_report(table, infos, *(arrival.wait() for arrival in self._others))
-            self._arrivals, self._others, self._parts = [], [], []
+            self._report = self._make_report(*_join(self._rows), *(arrival.wait() for arrival in self._others))
+            self._rows, self._others = [], []
         return self._report
 
 
-def _join(tables: list[Any], parts: list[Part]) -> tuple[Any, list[Any]]:
-    """The tables of several devices as one, rows in the order of the tensors given."""
+def _join(parts: list[_Rows]) -> tuple[Any, Sequence[TensorInfo]]:
+    """The rows of all devices, once they are there, in the order of the tensors given, and their tensors' infos."""
+    tables = [part.table.wait() for part in parts]
     if not tables:
         return np.empty((0, len(_fields.NAMES))), []
-    order = np.argsort([p for part in parts for p in part.positions or ()])
+    if len(tables) == 1:
+        return tables[0], parts[0].infos
+    order = np.argsort([position for part in parts for position in part.positions or ()])
     infos = [info for part in parts for info in part.infos]
     return np.concatenate(tables)[order], [infos[i] for i in order]
 

@@ -1,22 +1,26 @@
-"""Gradient clipping with torch's contract, one read when nothing is clipped, and no host sync."""
+"""Clipping gradients to a norm with torch's contract, one read when nothing is clipped, and no host sync."""
 
 from __future__ import annotations
 
 import math
-import types
-import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from gradstat import _norms
+from gradstat._arguments import (
+    gradients_to_clip,
+    listed,
+    listed_parameters,
+    refuse_distributed,
+    require_foreach,
+)
 from gradstat._backends import Kernels
 from gradstat._native import DeviceModule
-from gradstat._plan import Gradients, gradients_of
-from gradstat._tensors import NameOf, changeable, check_writable, is_dense, readable, refuse_distributed
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, moved, readable
 from gradstat.stats import by_device, direct_for, resolve_for
+from gradstat.total_norm import is_fused, measure, raise_if_nonfinite, refuse_in_compiled
 
 _INF = math.inf
 
@@ -63,73 +67,110 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor.
     """
-    listed = listed_parameters(parameters, warn_from=3)
-    gradients = _gradients(listed)
-    max_norm, norm_type = float(max_norm), float(norm_type)
-    if max_norm != max_norm:  # NaN, asked in a way that torch.compile can trace
-        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
+    gradients, name_of = gradients_to_clip(listed_parameters(parameters, stacklevel=3))
+    max_norm, norm_type = _limit(max_norm), float(norm_type)
     if not gradients:
         return torch.tensor(0.0)
     if foreach:
-        _require_foreach(gradients)
+        require_foreach(gradients)
     if torch.compiler.is_compiling():
-        return _compiled_clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
-    norm = _clip(gradients, max_norm, norm_type, error_if_nonfinite, backend)
+        refuse_in_compiled("clip_grad_norm_", norm_type, error_if_nonfinite, backend)
+        compiled: Tensor = torch.ops.gradstat.clip_.default(gradients, max_norm, norm_type)
+        return compiled
+    norm = _clip(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
     if max_norm != _INF:
-        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
-        torch.autograd.graph.increment_version(gradients)
+        _note_change(gradients)
     return norm
 
 
-def listed_parameters(parameters: Tensor | Iterable[Tensor], warn_from: int) -> list[Tensor]:
-    """One parameter, or several, as a list.
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor | float,
+    foreach: bool | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Multiplies the gradients of ``parameters`` in place by ``min(1, max_norm / (total_norm + 1e-6))``.
+
+    A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm that
+    was measured before, of whatever it was measured. If the coefficient is 1 gradients are neither read nor
+    written, decided on the device. No host sync, unless ``total_norm`` has to move from a GPU to the CPU.
+
+    It differs from torch's on purpose as `clip_grad_norm_` does: ``max_norm=inf`` never changes a gradient, NaN
+    is refused, sparse COO gradients work, and the coefficient is computed in float64. ``total_norm`` may be a
+    plain number.
+
+    Args:
+        parameters: Parameters, or one; those without a gradient are passed over.
+        max_norm: Upper limit of the norm. Infinity changes nothing.
+        total_norm: The norm before clipping: a number, or a real 0-d tensor on any device. NaN turns every
+            gradient into NaN, Inf into zero, as in torch.
+        foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
+        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
 
     Raises:
-        TypeError: It is anything else, a module in particular.
-
-    Warns:
-        UserWarning: It is an empty generator, as in torch; ``warn_from`` is the stack level.
+        TypeError: ``parameters`` is a module, or a gradient's dtype cannot be scaled.
+        AttributeError: Something in ``parameters`` is not a tensor.
+        ValueError: ``max_norm`` is NaN, or ``total_norm`` is not one real number.
+        RuntimeError: A gradient is expanded memory, which cannot be scaled in place.
+        NotImplementedError: A gradient or ``total_norm`` is a distributed tensor.
     """
-    if isinstance(parameters, Module) or not isinstance(parameters, Iterable):
-        raise TypeError(f"expected parameters, got {type(parameters).__name__}; pass module.parameters()")
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not listed and isinstance(parameters, types.GeneratorType):
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=warn_from
+    gradients, name_of = gradients_to_clip(listed(parameters))
+    max_norm, norm = _limit(max_norm), _given_norm(total_norm)
+    if foreach:
+        require_foreach(gradients)
+    if not gradients or max_norm == _INF:
+        return
+    with torch.no_grad():
+        coefficient = _norms.clip_coefficient(norm, max_norm)
+        first = moved(coefficient, gradients[0].device)
+        if torch.compiler.is_compiling():
+            if backend is not None:
+                raise NotImplementedError("inside torch.compile, clip_grads_with_norm_ takes no backend")
+            torch.ops.gradstat.scale_.default(gradients, first)
+            return
+        direct = direct_for(gradients[0], name_of, backend)
+        if direct is None or not direct.scale_(gradients, first):
+            refuse_distributed(gradients, name_of, "clip_grads_with_norm_")
+            scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, backend)
+    _note_change(gradients)
+
+
+def _limit(max_norm: float) -> float:
+    number = float(max_norm)
+    if number != number:  # NaN, asked in a way that torch.compile can trace
+        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
+    return number
+
+
+def _given_norm(total_norm: Tensor | float) -> Tensor:
+    if not isinstance(total_norm, Tensor):
+        return torch.tensor(float(total_norm), dtype=torch.float64)
+    refuse_distributed([total_norm], lambda _: "total_norm", "clip_grads_with_norm_")
+    if total_norm.dim() or total_norm.is_complex():
+        raise ValueError(
+            f"expected a real number or 0-d tensor for total_norm, got shape {tuple(total_norm.shape)} and dtype "
+            f"{total_norm.dtype}"
         )
-    return listed
-
-
-def collect(parameters: list[Tensor]) -> Gradients:
-    """`gradients_of`, whose error says which item is not a parameter."""
-    try:
-        return gradients_of(parameters)
-    except AttributeError:
-        position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
-        raise AttributeError(
-            f"item {position} of `parameters` has no .grad: it is of type {type(item).__name__}, not a parameter; "
-            "pass module.parameters()"
-        ) from None
-
-
-def _gradients(parameters: list[Tensor]) -> list[Tensor]:
-    if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
-        found = [parameter.grad for parameter in parameters]
-        return [gradient for gradient in found if gradient is not None]
-    return collect(parameters).tensors
+    return total_norm.detach().double()
 
 
 def _clip(
-    gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, backend: str | None
+    gradients: list[Tensor],
+    name_of: NameOf,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    backend: str | None,
 ) -> Tensor:
-    fused = norm_type == 2.0 or (norm_type == _INF and not any(g.is_complex() or not g.numel() for g in gradients))
-    direct = direct_for(gradients[0], _name, backend) if fused else None
+    direct = direct_for(gradients[0], name_of, backend) if is_fused(gradients, norm_type) else None
     if direct is not None:
         norm = _clip_directly(direct, gradients, max_norm, norm_type, error_if_nonfinite)
         if norm is not None:
             return norm
     with torch.no_grad():
-        return _clip_general(gradients, max_norm, norm_type, fused, error_if_nonfinite, backend)
+        return _clip_general(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
 
 
 def _clip_directly(
@@ -142,57 +183,37 @@ def _clip_directly(
     if measured is None:
         return None
     norm, coefficient = measured
-    _raise_if_nonfinite(norm, norm_type)
+    raise_if_nonfinite(norm, norm_type)
     return norm if max_norm == _INF or direct.scale_(gradients, coefficient) else None
-
-
-def _compiled_clip(
-    gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, backend: str | None
-) -> Tensor:
-    """Inside torch.compile, where only the operator runs when the graph does."""
-    if error_if_nonfinite or backend is not None or norm_type not in (2.0, _INF):
-        raise NotImplementedError(
-            "inside torch.compile, clip_grad_norm_ takes norm_type 2 or inf and neither error_if_nonfinite nor "
-            "backend; call it outside of the compiled function"
-        )
-    norm: Tensor = torch.ops.gradstat.clip_.default(gradients, max_norm, norm_type)
-    return norm
 
 
 def _clip_general(
     gradients: list[Tensor],
+    name_of: NameOf,
     max_norm: float,
     norm_type: float,
-    fused: bool,
     error_if_nonfinite: bool,
     backend: str | None,
 ) -> Tensor:
     """Any gradients: several devices, sparse, strided, every order of norm, every backend."""
-    refuse_distributed(gradients, _name)
-    plain = readable(gradients, _name)
-    targets = check_writable(gradients, _name) if max_norm != _INF else []
-    groups = by_device(plain)
-    kernels = {device: resolve_for(backend, device.type, _name, at[0]) for device, at in groups.items()}
-    first = plain[0].device
-
-    if fused:
-        tables = [kernels[device].check([plain[i] for i in at])[0] for device, at in groups.items()]
-        total = _norms.total_norm(torch.cat([t.to(first, non_blocking=True) for t in tables]), norm_type)
-    else:
-        total = _norm_of_norms(plain, norm_type, first)
+    refuse_distributed(gradients, name_of, "clip_grad_norm_")
+    plain = readable(gradients, name_of)
+    targets = check_writable(gradients, name_of) if max_norm != _INF else []
+    total = measure(plain, norm_type, name_of, backend)
     norm = total.to(_norms.norm_dtype(plain))
     if error_if_nonfinite:
-        _raise_if_nonfinite(norm, norm_type)
-    if max_norm != _INF:
-        scale_everywhere_(targets, _norms.clip_coefficient(total, max_norm), _name, backend)
+        raise_if_nonfinite(norm, norm_type)
+    if targets:
+        scale_everywhere_(targets, _norms.clip_coefficient(total, max_norm), name_of, backend)
     return norm
 
 
 def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Scales tensors as `check_writable` returns them, on whatever devices, by one coefficient."""
-    for device, at in by_device(targets).items():
-        kernels = resolve_for(backend, device.type, name_of, at[0])
-        scale_any_(kernels, [targets[i] for i in at], coefficient.to(device, non_blocking=True))
+    """Scales tensors as `check_writable` returns them, on any devices."""
+    groups = by_device(targets)
+    kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
+    for device, at in groups.items():
+        scale_any_(kernels[device], [targets[i] for i in at], moved(coefficient, device))
 
 
 def scale_any_(kernels: Kernels, targets: list[Tensor], coefficient: Tensor) -> None:
@@ -201,34 +222,6 @@ def scale_any_(kernels: Kernels, targets: list[Tensor], coefficient: Tensor) -> 
         kernels.scale_(dense, coefficient)
 
 
-def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The p-norm of the tensors' p-norms in float64, for orders the kernels do not measure."""
-    norms = []
-    for tensor in tensors:
-        wide = torch.complex128 if tensor.is_complex() else torch.float64
-        norms.append(torch.linalg.vector_norm(tensor.to(wide), norm_type).to(device, non_blocking=True))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return total
-
-
-def _raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
-    if not math.isfinite(norm.item()):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-            "`error_if_nonfinite=False`"
-        )
-
-
-def _require_foreach(gradients: list[Tensor]) -> None:
-    from torch.utils._foreach_utils import _device_has_foreach_support
-
-    for gradient in gradients:
-        if not _device_has_foreach_support(gradient.device):
-            raise RuntimeError(
-                f"foreach=True was passed, but can't use the foreach API on {gradient.device.type} tensors"
-            )
-
-
-def _name(position: int) -> str:
-    return f"the gradient of parameters[{position}]"
+def _note_change(gradients: list[Tensor]) -> None:
+    # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+    torch.autograd.graph.increment_version(gradients)

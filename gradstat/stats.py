@@ -12,7 +12,7 @@ from gradstat import _backends
 from gradstat._backends import Kernels
 from gradstat._fields import NAMES
 from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError
-from gradstat._tensors import NameOf, TensorInfo, readable
+from gradstat._tensors import NameOf, TensorInfo, moved, readable
 
 # The types of device for which there are compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
@@ -67,7 +67,7 @@ def assemble(tables: list[Tensor], positions: list[list[int] | None]) -> Tensor:
     if len(tables) == 1:
         return tables[0]
     device = tables[0].device
-    joined = torch.cat([table.to(device, non_blocking=True) for table in tables])
+    joined = torch.cat([moved(table, device) for table in tables])
     order = torch.tensor([p for part in positions for p in part or ()])
     return joined[order.argsort().to(device, non_blocking=True)]
 

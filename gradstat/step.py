@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gradstat import _norms, _optimizers, _scaling
 from gradstat._measured import Measured
 from gradstat._plan import gradients_of, named_by, names_of, source_of
+from gradstat._tensors import moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
@@ -300,7 +301,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     measured = Measured.of(found.tensors, names, missing, request.limit, request.loss_scale, counters, request.backend)
     if before is not None:
         for tensor in before:
-            measured.verdict[0].add_(tensor.to(measured.verdict.device, non_blocking=True))
+            measured.verdict[0].add_(moved(tensor, measured.verdict.device))
         measured.verdict[0].clamp_(max=1.0)
     if counts and not counts_itself:
         _count(request, measured)

@@ -292,10 +292,13 @@ def test_nan_max_norm_is_refused_before_anything_changes() -> None:
 def test_expanded_gradients_are_refused_by_name_before_anything_changes(where: tuple[str, str]) -> None:
     backend, device = where
     parameters = parameters_with([torch.ones(3, device=device), torch.ones(3, 1, device=device)])
+    without = nn.Parameter(torch.zeros(2, device=device))
     parameters[1] = nn.Parameter(torch.zeros(3, 4, device=device))
     parameters[1].grad = torch.ones(3, 1, device=device).expand(3, 4)
     with pytest.raises(RuntimeError, match=r"parameters\[1\].*expanded.*clone"):
         gradstat.clip_grad_norm_(parameters, 0.1, backend=backend)
+    with pytest.raises(RuntimeError, match=r"parameters\[2\].*expanded.*clone"):
+        gradstat.clip_grad_norm_([without, *parameters], 0.1, backend=backend)
     assert torch.equal(parameters[0].grad, torch.ones(3, device=device))  # type: ignore[arg-type]
     assert gradstat.clip_grad_norm_(parameters, math.inf, backend=backend).item() == pytest.approx(math.sqrt(15))
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from gradstat import _norms
+from gradstat._arguments import collect, listed_parameters, refuse_distributed
 from gradstat._backends import Kernels
-from gradstat._tensors import NameOf, check_writable, refuse_distributed
+from gradstat._tensors import NameOf, check_writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
-from gradstat.clip import collect, listed_parameters, scale_everywhere_
+from gradstat.clip import scale_everywhere_
 from gradstat.stats import assemble, direct_for, measure_parts
 
 DEFAULT_WINDOW = 1000
@@ -67,7 +68,7 @@ class AdaptiveClip(ABC):
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
             Nothing has been changed then.
         """
-        listed = listed_parameters(parameters, warn_from=3)
+        listed = listed_parameters(parameters, stacklevel=3)
         gradients, positions, _ = collect(listed)
         if not gradients:
             return torch.tensor(0.0)

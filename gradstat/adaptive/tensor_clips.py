@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gradstat import _norms
+from gradstat._arguments import refuse_distributed
 from gradstat._backends import Kernels
-from gradstat._tensors import NameOf, changeable, check_writable, is_dense, readable, refuse_distributed
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, moved, readable
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, measure, number, whole_number
 from gradstat.stats import by_device, resolve_for
@@ -195,7 +196,7 @@ class AGC(TensorClip):
         for device, at in by_device(targets).items():
             units = kernels.unit_stats([targets[i] for i in at])
             limits = self._clipping * _norms.l2_norms(kernels.unit_stats([weights[i] for i in at])).clamp(min=self._eps)
-            factor = 1.0 if inverse_scale is None else inverse_scale.to(device, non_blocking=True)
+            factor = 1.0 if inverse_scale is None else moved(inverse_scale, device)
             norms = _norms.l2_norms(units) * factor
             kept = norms.isfinite()
             coefficients = torch.where(kept, limited(norms, limits), 1.0)
@@ -203,8 +204,7 @@ class AGC(TensorClip):
             parts.append((units, coefficients, kept))
 
         units, coefficients, kept = (
-            torch.cat([tensor.to(first, non_blocking=True) for tensor in tensors])
-            for tensors in zip(*parts, strict=True)
+            torch.cat([moved(tensor, first) for tensor in tensors]) for tensors in zip(*parts, strict=True)
         )
         total = _norms.total_norm(units, 2.0)
         total = total if inverse_scale is None else total * inverse_scale
@@ -230,7 +230,7 @@ def _scale_each_(
     for device, at in groups.items():
         own = factors
         if len(groups) > 1:
-            own = factors[torch.tensor(at).to(factors.device, non_blocking=True)].to(device, non_blocking=True)
+            own = moved(factors[moved(torch.tensor(at), factors.device)], device)
         with changeable([targets[i] for i in at], is_dense) as dense:
             kernels.scale_each_(dense, own)
 

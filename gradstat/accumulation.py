@@ -1,0 +1,155 @@
+"""Gradient accumulation: which micro-batch brought the value that made an accumulated gradient bad."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+from gradstat import _render
+from gradstat._plan import source_of
+from gradstat.check import PendingReport, check_async
+from gradstat.report import NonFiniteGradientError, Report
+from gradstat.tensor_stats import TensorStats
+
+_NAMED_IN_ERROR = 5
+_NAMED_IN_TEXT = 20
+
+
+@final
+class MicroBatches:
+    """Checks gradients after every micro-batch of a step without a sync, and waits once, at the step's boundary.
+
+    Gradients that are accumulated stay bad once they are, so a check at the boundary tells which parameter is bad
+    and no longer which micro-batch did it. ::
+
+        micro_batches = gradstat.MicroBatches(model)
+        for step in range(steps):
+            for inputs, targets in next_micro_batches():
+                (loss(model(inputs), targets) / accumulated).backward()
+                micro_batches.check()  # one read of the gradients, no sync
+            report = micro_batches.result()  # the one wait of the step; starts over for the next
+            report.raise_if_nonfinite()  # or: if not report.ok, print(report) and skip the step
+            gradstat.clip_grad_norm_(model.parameters(), 1.0)  # once, at the boundary: the accumulated gradient
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Between boundaries only tables are kept, one row per parameter and micro-batch, and no gradient. As a context
+    manager it forgets, at the end of the block, what was checked and not asked for. Not for several threads.
+
+    Args:
+        target: What `check` takes. Parameters and modules may change between checks; they are told apart by name.
+        backend: As in `check`.
+
+    Raises:
+        TypeError: As `check`.
+    """
+
+    def __init__(self, target: Any, *, backend: str | None = None) -> None:
+        self._target = list(target) if isinstance(target, Iterator) else target  # a generator could be used once
+        self._backend = backend
+        self._pending: list[PendingReport] = []
+        source_of(self._target)  # a wrong target is refused here rather than after the first backward
+
+    def check(self) -> None:
+        """To be called after a micro-batch's ``backward()``: launches a check, as `check_async`. Errors as there."""
+        self._pending.append(check_async(self._target, backend=self._backend))
+
+    def result(self) -> AccumulationReport:
+        """What was checked since the last boundary. Waits once, for the last check, and starts over.
+
+        Raises:
+            RuntimeError: Nothing was checked since the last boundary.
+        """
+        if not self._pending:
+            raise RuntimeError("no micro-batch was checked since the last result(); call check() after each backward()")
+        pending = self._pending
+        self.reset()
+        # The last one first: where it has arrived all others have.
+        reports = [one.result() for one in reversed(pending)]
+        return AccumulationReport(reports[::-1])
+
+    def reset(self) -> None:
+        """Forgets what was checked since the last boundary, for a step that is given up."""
+        self._pending = []
+
+    def __enter__(self) -> MicroBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reset()
+
+
+class AccumulationReport:
+    """The reports of one step's micro-batches, and which of them brought NaN or Inf. Micro-batches count from 0.
+
+    Made by `MicroBatches.result`. The gradients described are the accumulated ones, as they were after each
+    micro-batch.
+
+    Attributes:
+        reports: One `Report` for each micro-batch, in order.
+    """
+
+    def __init__(self, reports: Sequence[Report]) -> None:
+        self.reports = tuple(reports)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many were checked."""
+        return len(self.reports)
+
+    @property
+    def final(self) -> Report:
+        """The gradients after the last micro-batch: what is clipped and what the optimizer sees."""
+        return self.reports[-1]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every element was finite after every micro-batch."""
+        return all(report.ok for report in self.reports)
+
+    @functools.cached_property
+    def first_bad(self) -> dict[str, int]:
+        """For each parameter that was ever not finite, the first micro-batch after which it was.
+
+        In order of the micro-batches, and for each of them worst first, as `Report.nonfinite`.
+        """
+        return {name: number for name, (number, _) in self._first.items()}
+
+    @functools.cached_property
+    def _first(self) -> dict[str, tuple[int, TensorStats]]:
+        first: dict[str, tuple[int, TensorStats]] = {}
+        for number, report in enumerate(self.reports):
+            for stats in report.nonfinite:
+                first.setdefault(stats.name, (number, stats))
+        return first
+
+    def raise_if_nonfinite(self) -> None:
+        """Raises `NonFiniteGradientError`, naming micro-batches and parameters, unless `ok`.
+
+        The error's ``report`` is that of the first micro-batch after which something was not finite.
+        """
+        if not self.ok:
+            first = next(report for report in self.reports if not report.ok)
+            raise NonFiniteGradientError("\n".join(self._account(_NAMED_IN_ERROR)), first)
+
+    def _account(self, limit: int) -> list[str]:
+        """Who became bad when, in words, naming at most ``limit`` parameters."""
+        bad = list(self._first.values())
+        title = (
+            f"NaN or Inf in {len(bad)} gradient{'s' * (len(bad) != 1)}, first in micro-batch {bad[0][0]} of "
+            f"{self.micro_batches} (counted from 0):"
+        )
+        named = [f"  micro-batch {number}: {stats.name}: {_render.bad_words(stats)}" for number, stats in bad[:limit]]
+        return [title, *named, *([f"  and {len(bad) - limit} more"] if len(bad) > limit else [])]
+
+    def __repr__(self) -> str:
+        state = "ok" if self.ok else f"{len(self.first_bad)} not finite, first in {min(self.first_bad.values())}"
+        return f"AccumulationReport({self._size()}, {state})"
+
+    def __str__(self) -> str:
+        account = [f"{self._size()}, all finite after each"] if self.ok else self._account(_NAMED_IN_TEXT)
+        return "\n".join([f"gradstat: {account[0]}", *account[1:], "accumulated, after the last one:", str(self.final)])
+
+    def _size(self) -> str:
+        return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"

@@ -1,0 +1,108 @@
+"""Clipping gradients to a range of values with torch's contract, in one pass over large ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gradstat._arguments import gradients_to_clip, has_foreach, listed, require_foreach
+
+# Bytes from which a second pass over a gradient costs more than an operation of its own. Measured on a CPU; for
+# devices that work behind the host an estimate from bandwidth and the time of a launch, not yet measured.
+_LARGE_ON_CPU = 1 << 16
+_LARGE_ELSEWHERE = 1 << 24
+
+
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Clamps every element of the gradients of ``parameters`` to [-clip_value, clip_value], in place.
+
+    A drop-in for ``torch.nn.utils.clip_grad_value_``: NaN stays NaN. torch's foreach kernels read and write every
+    gradient twice, once for each end of the range; here large gradients are clamped one by one, in one pass.
+    No host sync.
+
+    It differs from torch's on purpose in three ways. A ``clip_value`` that is negative, which torch sets every
+    element to, or NaN, which torch turns every element into, is refused. Sparse COO gradients work, and are
+    coalesced. Parameters without any gradient do nothing, where torch fails.
+
+    Args:
+        parameters: Parameters, or one; those without a gradient are passed over.
+        clip_value: Largest magnitude that stays, at least 0. Infinity changes nothing.
+        foreach: True has torch's foreach kernels clamp all gradients but sparse ones, in two passes, and raises
+            where torch has none; False clamps one by one; None takes for each gradient what is faster.
+
+    Raises:
+        TypeError: ``parameters`` is a module.
+        AttributeError: Something in ``parameters`` is not a tensor.
+        ValueError: ``clip_value`` is negative or NaN.
+        NotImplementedError: A gradient is complex or float8, which torch does not clamp.
+        RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype
+            cannot hold ``clip_value``. Gradients before it are clamped by then.
+    """
+    gradients, name_of = gradients_to_clip(listed(parameters))
+    limit = float(clip_value)
+    if not limit >= 0:
+        raise ValueError(f"clip_value is {limit}; pass a number of at least 0")
+    if not gradients:
+        return
+    if foreach:
+        require_foreach(gradients)
+    groups = _by_device_and_dtype(gradients)
+    if any(group[0].is_complex() for group in groups):
+        name = name_of(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))
+        raise NotImplementedError(
+            f"{name!r} is complex, and complex numbers have no order to clamp them by; clip them to a norm with "
+            "clip_grad_norm_"
+        )
+    with torch.no_grad():
+        for group in groups:
+            _clamp_(group, limit, foreach)
+
+
+def _by_device_and_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+    if torch.compiler.is_compiling():
+        return [[gradient] for gradient in gradients]
+    optional: list[Tensor | None] = [*gradients]
+    groups = _group_tensors_by_device_and_dtype([optional])
+    return [[tensor for tensor in group if tensor is not None] for (group,), _ in groups.values()]
+
+
+def _clamp_(gradients: list[Tensor], limit: float, foreach: bool | None) -> None:
+    """Clamps gradients on one device and of one dtype."""
+    large_from = _large_from(gradients[0], foreach)
+    together = []
+    for gradient in gradients:
+        if gradient.is_sparse:
+            _clamp_sparse_(gradient, limit)
+        elif gradient.numel() < large_from:
+            together.append(gradient)
+        else:
+            gradient.clamp_(-limit, limit)
+    if together:
+        torch._foreach_clamp_min_(together, -limit)
+        torch._foreach_clamp_max_(together, limit)
+
+
+def _large_from(gradient: Tensor, foreach: bool | None) -> float:
+    """The number of elements from which gradients like this one are clamped one by one."""
+    if foreach is not None:
+        return math.inf if foreach else 0
+    if torch.compiler.is_compiling() or not has_foreach(gradient.device):
+        return 0
+    return (_LARGE_ON_CPU if gradient.device.type == "cpu" else _LARGE_ELSEWHERE) // gradient.itemsize
+
+
+def _clamp_sparse_(gradient: Tensor, limit: float) -> None:
+    # The elements of uncoalesced values are terms of sums, and it is the sums that are clamped.
+    coalesced = gradient.coalesce()
+    coalesced._values().clamp_(-limit, limit)
+    if coalesced is not gradient:
+        gradient.copy_(coalesced)

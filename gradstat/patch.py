@@ -1,0 +1,178 @@
+"""Putting gradstat's clipping functions in the place of torch's own, and taking them out again."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, final
+
+import torch.nn.utils.clip_grad
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradstat._arguments import gradients_to_clip, listed, listed_parameters
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
+from gradstat.clip_value import clip_grad_value_
+from gradstat.total_norm import get_total_norm
+
+_PLAIN_TYPES = {Tensor, Parameter}
+_Function = Callable[..., Any]
+
+# Patches are laid on each other, and removed from between each other, under this lock.
+_lock = threading.Lock()
+_layers: list[_Layer] = []
+
+
+@final
+class TorchPatch:
+    """What `patch_torch` did: taken back by `remove`, or at the end of a ``with`` block."""
+
+    def __init__(self, layers: list[_Layer]) -> None:
+        self._layers = layers
+
+    def remove(self) -> None:
+        """Puts back what was there before, in whatever order patches are removed. Later calls do nothing.
+
+        Functions of this patch that are still held somewhere call torch's originals from now on.
+
+        Warns:
+            UserWarning: Someone has replaced a function since. Theirs is left where it is; the message names it.
+        """
+        self._remove(stacklevel=3)
+
+    def __enter__(self) -> TorchPatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove(stacklevel=3)
+
+    def _remove(self, stacklevel: int) -> None:
+        with _lock:
+            buried = [layer.place for layer in self._layers if not layer.take_off()]
+            self._layers = []
+        if buried:
+            warnings.warn(
+                f"replaced by someone else after gradstat.patch_torch(), and left as it is: {', '.join(buried)}. What "
+                "is there now may still call gradstat's function, which from now on hands over to torch's",
+                UserWarning,
+                stacklevel=stacklevel,
+            )
+
+
+def patch_torch() -> TorchPatch:
+    """Has torch's own clipping functions do what gradstat's do, so that a program can try them without edits.
+
+    ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in
+    ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. What was there
+    before still serves two cases: gradients that are not plain tensors (DTensor, whose norm needs all ranks, or
+    any other subclass), and functions under ``torch.compile``, which compiles torch's own into its graph. ::
+
+        patch = gradstat.patch_torch()
+        train()  # its torch.nn.utils.clip_grad_norm_(...) is gradstat's
+        patch.remove()
+
+        with gradstat.patch_torch():
+            train()
+
+    **A name bound before the patch keeps the function it has**: after ``from torch.nn.utils import
+    clip_grad_norm_`` a module does not notice. Patch before such modules are imported, or rebind the name
+    (``module.clip_grad_norm_ = gradstat.clip_grad_norm_``). A function of this patch that is bound in that way
+    outlives it, but hands over to torch's once the patch is removed.
+
+    Patches may be nested and removed in any order; the last one removed leaves exactly what the first one found.
+    Safe to call from several threads; what a thread is in the middle of is not interrupted.
+
+    Returns:
+        A handle with ``remove()``, also a context manager.
+    """
+    with _lock:
+        return TorchPatch([_Layer(module, name, make) for module, name, make in _PLACES if hasattr(module, name)])
+
+
+class _Layer:
+    """One function in the place of another, which may be a layer of an earlier patch."""
+
+    def __init__(self, module: ModuleType, name: str, make: Callable[[_Layer], _Function]) -> None:
+        self._module, self._name = module, name
+        self.below: _Function = getattr(module, name)
+        self._removed = False
+        self._function = functools.wraps(self.below)(make(self))
+        setattr(module, name, self._function)
+        _layers.append(self)
+
+    @property
+    def place(self) -> str:
+        return f"{self._module.__name__}.{self._name}"
+
+    def take_off(self) -> bool:
+        """Undoes it; False if someone else's function lies on top, which is left there."""
+        _layers.remove(self)
+        self._removed = True
+        above = next((layer for layer in _layers if layer.below is self._function), None)
+        if above is not None:
+            above.below = self.below
+        elif getattr(self._module, self._name) is self._function:
+            setattr(self._module, self._name, self.below)
+        else:
+            return False
+        return True
+
+    def choose(self, ours: _Function, tensors: Iterable[object]) -> _Function:
+        """What is to be called for ``tensors``."""
+        handed_over = self._removed or torch.compiler.is_compiling() or not set(map(type, tensors)) <= _PLAIN_TYPES
+        return self.below if handed_over else ours
+
+
+# The replacements list what they are given, since a generator can be gone through only once.
+
+
+def _norm_clip(layer: _Layer) -> _Function:
+    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = listed_parameters(parameters, stacklevel=3)
+        return layer.choose(clip_grad_norm_, gradients_to_clip(given)[0])(given, *args, **kwargs)
+
+    return replacement
+
+
+def _value_clip(layer: _Layer) -> _Function:
+    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = listed(parameters)
+        return layer.choose(clip_grad_value_, gradients_to_clip(given)[0])(given, *args, **kwargs)
+
+    return replacement
+
+
+def _total_norm(layer: _Layer) -> _Function:
+    def replacement(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = listed(tensors, "tensors")
+        return layer.choose(get_total_norm, given)(given, *args, **kwargs)
+
+    return replacement
+
+
+def _clip_with_norm(layer: _Layer) -> _Function:
+    def replacement(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = listed(parameters)
+        tensors = [*gradients_to_clip(given)[0], *([total_norm] if isinstance(total_norm, Tensor) else [])]
+        return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
+
+    return replacement
+
+
+# torch looks the functions up by their names in both modules, private ones in the second. Those may be called
+# otherwise in other versions.
+_PLACES: tuple[tuple[ModuleType, str, Callable[[_Layer], _Function]], ...] = (
+    (torch.nn.utils, "clip_grad_norm_", _norm_clip),
+    (torch.nn.utils, "clip_grad_value_", _value_clip),
+    (torch.nn.utils, "get_total_norm", _total_norm),
+    (torch.nn.utils, "clip_grads_with_norm_", _clip_with_norm),
+    (torch.nn.utils.clip_grad, "clip_grad_norm_", _norm_clip),
+    (torch.nn.utils.clip_grad, "clip_grad_value_", _value_clip),
+    (torch.nn.utils.clip_grad, "_get_total_norm", _total_norm),
+    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _clip_with_norm),
+)

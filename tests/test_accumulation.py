@@ -1,0 +1,282 @@
+"""MicroBatches: which micro-batch brought the bad value, with one wait for all of them."""
+
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu_counts import Counts, count
+from torch import nn
+
+import gradstat
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def backward(model: nn.Module, bad: float | None = None) -> None:
+    """A micro-batch; with ``bad``, one whose input has that value."""
+    inputs = torch.randn(5, 3)
+    if bad is not None:
+        inputs[2, 1] = bad
+    model(inputs).square().mean().backward()
+
+
+def poison(parameter: nn.Parameter, index: tuple[int, ...], value: float) -> None:
+    assert parameter.grad is not None
+    parameter.grad[index] = value
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_the_micro_batch_that_brought_it_is_named(backend: str) -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model, backend=backend)
+    for number in range(5):
+        backward(model)
+        if number == 1:
+            poison(model[2].bias, (1,), math.inf)
+        if number == 3:
+            poison(model[0].weight, (2, 1), math.nan)
+            poison(model[0].weight, (3, 0), math.nan)
+            poison(model[2].weight, (0, 3), -math.inf)
+        micro_batches.check()
+    report = micro_batches.result()
+    assert not report.ok
+    assert report.micro_batches == len(report.reports) == 5
+    assert report.first_bad == {"2.bias": 1, "0.weight": 3, "2.weight": 3}
+    assert list(report.first_bad) == ["2.bias", "0.weight", "2.weight"]  # micro-batch by micro-batch, worst first
+    assert [len(one.nonfinite) for one in report.reports] == [0, 1, 1, 3, 3]
+    assert report.final is report.reports[-1]
+    assert report.final["0.weight"].nan_count == 2
+
+
+def test_an_input_with_nan_is_found() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    for bad in (None, None, math.nan, None):
+        backward(model, bad)
+        micro_batches.check()
+    report = micro_batches.result()
+    assert set(report.first_bad.values()) == {2}
+    assert set(report.first_bad) == {name for name, _ in model.named_parameters()}
+
+
+def test_the_final_report_is_of_the_accumulated_gradients() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    alone = []
+    for _ in range(3):
+        backward(model)
+        micro_batches.check()
+        alone.append(gradstat.check(model).to_numpy())
+    report = micro_batches.result()
+    assert report.ok
+    assert report.first_bad == {}
+    report.raise_if_nonfinite()
+    for one, expected in zip(report.reports, alone, strict=True):
+        assert (one.to_numpy() == expected).all()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
+    assert report.final.total_norm == pytest.approx(norm.item())
+
+
+def test_a_result_starts_over() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    backward(model, math.nan)
+    micro_batches.check()
+    assert not micro_batches.result().ok
+    model.zero_grad()
+    for _ in range(2):
+        backward(model)
+        micro_batches.check()
+    second = micro_batches.result()
+    assert second.ok
+    assert second.micro_batches == 2
+
+
+def test_what_was_checked_can_be_forgotten() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    backward(model)
+    micro_batches.check()
+    micro_batches.reset()
+    with pytest.raises(RuntimeError, match="no micro-batch was checked"):
+        micro_batches.result()
+    with micro_batches as entered:
+        assert entered is micro_batches
+        micro_batches.check()
+    with pytest.raises(RuntimeError, match="no micro-batch was checked"):
+        micro_batches.result()
+
+
+def test_a_result_without_a_check_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"no micro-batch was checked.*call check\(\) after each backward\(\)"):
+        gradstat.MicroBatches(make_model()).result()
+
+
+# What changes between micro-batches -------------------------------------------------------------------------
+
+
+def test_a_gradient_may_appear_late_and_be_freed() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    model[0](torch.randn(2, 3)).sum().backward()
+    micro_batches.check()
+    backward(model)
+    poison(model[2].weight, (0, 0), math.nan)
+    gone = weakref.ref(model[2].weight.grad)
+    micro_batches.check()
+    model[2].weight.grad = None
+    assert gone() is None  # no gradient is kept
+    micro_batches.check()
+    report = micro_batches.result()
+    assert report.reports[0].missing == ("2.weight", "2.bias")
+    assert report.first_bad == {"2.weight": 1}
+    assert not report.ok
+    assert report.final.ok
+    assert report.final.missing == ("2.weight",)
+
+
+def test_names_tell_parameters_apart_when_the_module_changes() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    backward(model)
+    poison(model[2].bias, (0,), math.nan)
+    micro_batches.check()
+    model.insert(1, nn.Linear(4, 4))  # what was "2.bias" is "3.bias" now
+    backward(model)
+    poison(model[1].bias, (0,), math.inf)
+    micro_batches.check()
+    report = micro_batches.result()
+    assert report.first_bad == {"2.bias": 0, "3.bias": 1, "1.bias": 1}
+    assert "2.bias" not in report.final
+
+
+TARGETS: dict[str, Callable[[nn.Module], object]] = {
+    "module": lambda m: m,
+    "optimizer": lambda m: torch.optim.SGD(m.named_parameters(), lr=0.1),
+    "pairs": lambda m: m.named_parameters(),
+    "parameters": lambda m: list(m.parameters()),
+    "generator": lambda m: m.parameters(),
+    "parameter": lambda m: m[0].weight,
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kind_of_target(target: str) -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(TARGETS[target](model))
+    for bad in (None, math.nan):
+        backward(model, bad)
+        micro_batches.check()
+    assert set(micro_batches.result().first_bad.values()) == {1}
+
+
+@pytest.mark.parametrize("target", [3, None, {"a": torch.ones(2)}, [5]], ids=repr)
+def test_a_wrong_target_is_refused_at_once(target: object) -> None:
+    with pytest.raises(TypeError, match=r"expected|neither"):
+        gradstat.MicroBatches(target)
+
+
+def test_a_check_that_fails_leaves_the_others() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    backward(model)
+    micro_batches.check()
+    model.extra = nn.Parameter(torch.zeros(2, device="meta"))
+    model.extra.grad = torch.ones(2, device="meta")
+    with pytest.raises(ValueError, match=r"'extra'.*meta"):
+        micro_batches.check()
+    assert micro_batches.result().micro_batches == 1
+
+
+# In words ---------------------------------------------------------------------------------------------------
+
+
+def broken(parameters: int = 2) -> gradstat.AccumulationReport:
+    """Four micro-batches over parameters p0, p1, ...; the i-th goes bad after micro-batch i % 4."""
+    named = [(f"p{i}", nn.Parameter(torch.zeros(2, 3))) for i in range(parameters)]
+    for _, parameter in named:
+        parameter.grad = torch.ones(2, 3)
+    micro_batches = gradstat.MicroBatches(named)
+    for number in range(4):
+        for i, (_, parameter) in enumerate(named):
+            if i % 4 == number:
+                poison(parameter, (1, 2), math.nan)
+        micro_batches.check()
+    return micro_batches.result()
+
+
+def test_the_error_names_micro_batch_parameter_counts_and_place() -> None:
+    report = broken()
+    with pytest.raises(gradstat.NonFiniteGradientError) as caught:
+        report.raise_if_nonfinite()
+    assert str(caught.value).splitlines() == [
+        "NaN or Inf in 2 gradients, first in micro-batch 0 of 4 (counted from 0):",
+        "  micro-batch 0: p0: 1 NaN of 6 elements, first at [1, 2] (shape (2, 3), torch.float32)",
+        "  micro-batch 1: p1: 1 NaN of 6 elements, first at [1, 2] (shape (2, 3), torch.float32)",
+    ]
+    assert caught.value.report is report.reports[0]
+
+
+def test_a_long_error_is_cut() -> None:
+    with pytest.raises(gradstat.NonFiniteGradientError, match="NaN or Inf in 9 gradients") as caught:
+        broken(9).raise_if_nonfinite()
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 7
+    assert lines[1].startswith("  micro-batch 0: p0:")
+    assert lines[-1] == "  and 4 more"
+
+
+def test_the_text_tells_who_when_and_how_it_ended() -> None:
+    report = broken()
+    lines = str(report).splitlines()
+    assert lines[0] == ("gradstat: NaN or Inf in 2 gradients, first in micro-batch 0 of 4 (counted from 0):")
+    assert lines[2].startswith("  micro-batch 1: p1: 1 NaN of 6 elements")
+    assert lines[3] == "accumulated, after the last one:"
+    assert "\n".join(lines[4:]) == str(report.final)
+    assert repr(report) == "AccumulationReport(4 micro-batches, 2 not finite, first in 0)"
+
+
+def test_the_text_of_a_healthy_step() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    backward(model)
+    micro_batches.check()
+    report = micro_batches.result()
+    assert str(report).startswith(
+        "gradstat: 1 micro-batch, all finite after each\naccumulated, after the last one:\ngradstat: 4 gradients of"
+    )
+    assert repr(report) == "AccumulationReport(1 micro-batch, ok)"
+
+
+def test_a_report_can_be_pickled() -> None:
+    report = pickle.loads(pickle.dumps(broken()))
+    assert report.first_bad == {"p0": 0, "p1": 1}
+    assert str(report) == str(broken())
+
+
+# On a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_checks_do_not_wait(backend: str) -> None:
+    model = make_model().cuda()
+    model(torch.randn(4, 3, device="cuda")).square().sum().backward()
+    micro_batches = gradstat.MicroBatches(model, backend=backend)
+
+    def checks() -> None:
+        micro_batches.reset()
+        for _ in range(3):
+            micro_batches.check()
+
+    def step() -> None:
+        checks()
+        micro_batches.result()
+
+    assert count(checks) == Counts(launches=3, syncs=0)
+    assert count(step) == Counts(launches=3, syncs=3)  # only the first of which finds something to wait for

@@ -1,0 +1,157 @@
+"""clip_grad_value_ against torch's, and where it differs on purpose."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_clip import clones, parameters_with
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_ as torch_clip_value
+
+import gradstat
+
+REAL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SPECIAL = [math.nan, -math.inf, math.inf, 0.0, -0.0, 0.5, -0.5, 1e-40, -7.0]
+
+
+def assert_same_as_torch(gradients: list[Tensor | None], limit: float, foreach: bool | None = None) -> None:
+    theirs, ours = parameters_with(clones(gradients)), parameters_with(clones(gradients))
+    identities = [id(p.grad) for p in ours]
+    torch_clip_value(theirs, limit)
+    assert gradstat.clip_grad_value_(ours, limit, foreach) is None  # type: ignore[func-returns-value]
+    assert [id(p.grad) for p in ours] == identities
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, equal_nan=True)
+        if a.grad is not None and b.grad is not None:
+            assert a.grad.stride() == b.grad.stride()
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("limit", [0.0, 0.5, 3.0, math.inf, "0.5", True], ids=str)
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_small_and_large_gradients_of_every_dtype(
+    dtype: torch.dtype, limit: float, foreach: bool | None, device: str
+) -> None:
+    small = torch.tensor([*SPECIAL, *torch.randn(5).tolist()], device=device).to(dtype)
+    large = torch.randn(70000, device=device).to(dtype)
+    large[:9] = small[:9]
+    assert_same_as_torch([small, None, large, torch.zeros(0, device=device)], limit, foreach)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_models_match_torch(data: st.DataObject) -> None:
+    gradients: list[Tensor | None] = [torch.ones(1)]  # torch fails without any
+    for _ in range(data.draw(st.integers(0, 5))):
+        shape = data.draw(st.lists(st.sampled_from([0, 1, 2, 9, 40, 150]), max_size=3))
+        gradient = torch.randn(shape).to(data.draw(st.sampled_from(REAL)))
+        form = data.draw(st.sampled_from(["plain", "transposed", "sliced", "none"]))
+        if form == "transposed":
+            gradient = gradient.permute(list(reversed(range(gradient.dim()))))
+        elif form == "sliced" and gradient.dim():
+            gradient = torch.cat([gradient, gradient])[::2]
+        gradients.append(None if form == "none" else gradient)
+    assert_same_as_torch(gradients, data.draw(st.sampled_from([0.0, 0.1, 1.0, 100.0])))
+
+
+def test_a_generator_is_consumed_once_and_a_single_tensor_will_do() -> None:
+    model = nn.Linear(4, 2)
+    (model(torch.randn(3, 4)) * 100).sum().backward()
+    gradstat.clip_grad_value_(model.parameters(), 0.5)
+    assert [p.grad.abs().max() for p in model.parameters()] == [0.5, 0.5]  # type: ignore[union-attr]
+    gradstat.clip_grad_value_(model.weight, 0.25)
+    assert [p.grad.abs().max() for p in model.parameters()] == [0.25, 0.5]  # type: ignore[union-attr]
+
+
+def test_gradients_with_a_graph_are_clamped_and_their_version_moves() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    (gradient,) = torch.autograd.grad((parameter**3).sum(), [parameter], create_graph=True)
+    parameter.grad = gradient
+    version = gradient._version
+    gradstat.clip_grad_value_([parameter], 5.0)
+    assert gradient.tolist() == [3.0, 5.0]
+    assert gradient._version > version
+    parameter.grad = None  # breaks the cycle of parameter and graph
+
+
+def test_it_compiles_without_a_break() -> None:
+    gradients: list[Tensor | None] = [torch.randn(3), torch.randn(70000)]
+    ours, expected = parameters_with(clones(gradients)), parameters_with(clones(gradients))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def clip() -> None:
+        gradstat.clip_grad_value_(ours, 0.5)
+
+    clip()
+    torch_clip_value(expected, 0.5)
+    for a, b in zip(ours, expected, strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_what_torch_cannot_clamp_is_refused_in_its_words() -> None:
+    for gradient in (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.float8_e5m2)):
+        for foreach in (None, False):
+            errors = []
+            for clip in (torch_clip_value, gradstat.clip_grad_value_):
+                parameter = nn.Parameter(torch.zeros_like(gradient), requires_grad=False)
+                parameter.grad = gradient.clone()
+                with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+                    clip([parameter], 0.5, foreach)
+                errors.append((caught.type, str(caught.value)))
+            assert errors[0] == errors[1]
+
+
+# On purpose unlike torch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [-1.0, -1e-30, math.nan, -math.inf], ids=str)
+def test_a_negative_or_nan_limit_is_refused_before_anything_changes(limit: float) -> None:
+    parameters = parameters_with([torch.ones(3)])
+    with pytest.raises(ValueError, match=r"clip_value is .*; pass a number of at least 0"):
+        gradstat.clip_grad_value_(parameters, limit)
+    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_the_elements_of_a_sparse_gradient_are_clamped_and_not_its_terms(foreach: bool | None, device: str) -> None:
+    values = torch.tensor([0.75, 0.75, math.nan, -9.0, 0.25])
+    sparse = torch.sparse_coo_tensor([[1, 1, 2, 3, 5]], values, (6,), device=device, check_invariants=True)
+    expected = sparse.to_dense().clamp(-1.0, 1.0)
+    for gradient in (sparse, sparse.coalesce()):
+        parameters = parameters_with([gradient.clone()])
+        identity = id(parameters[0].grad)
+        gradstat.clip_grad_value_(parameters, 1.0, foreach)
+        assert id(parameters[0].grad) == identity
+        torch.testing.assert_close(parameters[0].grad.to_dense(), expected, equal_nan=True)  # type: ignore[union-attr]
+
+
+def test_no_gradients_do_nothing() -> None:
+    gradstat.clip_grad_value_([], 1.0)
+    gradstat.clip_grad_value_([nn.Parameter(torch.zeros(2))], 1.0)
+    with pytest.raises(ValueError, match="clip_value"):
+        gradstat.clip_grad_value_([], math.nan)
+
+
+# Bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_complex_gradients_are_refused_by_name_before_anything_changes(foreach: bool | None) -> None:
+    parameters = parameters_with([torch.ones(3), None, torch.ones(3, dtype=torch.complex64)])
+    with pytest.raises(NotImplementedError, match=r"parameters\[2\].*complex.*clip_grad_norm_"):
+        gradstat.clip_grad_value_(parameters, 0.1, foreach)
+    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_other_input_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"expected parameters, got Linear; pass module\.parameters\(\)"):
+        gradstat.clip_grad_value_(model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"item 0.*tuple"):
+        gradstat.clip_grad_value_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
+    meta = parameters_with([torch.zeros(2, device="meta")])
+    gradstat.clip_grad_value_(meta, 1.0)
+    with pytest.raises(RuntimeError, match="can't use the foreach API on meta tensors"):
+        gradstat.clip_grad_value_(meta, 1.0, foreach=True)

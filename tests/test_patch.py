@@ -1,0 +1,303 @@
+"""patch_torch: what it replaces, what it hands back to torch, and that it leaves no trace."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import utils
+from torch.nn.utils import clip_grad
+
+import gradstat
+
+PLACES = [
+    (utils, "clip_grad_norm_"),
+    (utils, "clip_grad_value_"),
+    (utils, "get_total_norm"),
+    (utils, "clip_grads_with_norm_"),
+    (clip_grad, "clip_grad_norm_"),
+    (clip_grad, "clip_grad_value_"),
+    (clip_grad, "_get_total_norm"),
+    (clip_grad, "_clip_grads_with_norm_"),
+]
+IDS = [f"{module.__name__}.{name}" for module, name in PLACES]
+
+
+def current() -> list[Any]:
+    return [getattr(module, name) for module, name in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def _no_trace() -> Iterator[None]:
+    before = current()
+    yield
+    after = current()
+    for (module, name), function in zip(PLACES, before, strict=True):
+        setattr(module, name, function)
+    assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def huge() -> nn.Parameter:
+    """A parameter whose gradient's norm torch overflows and gradstat does not."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3e20, 4e20])
+    return parameter
+
+
+def is_gradstats(clip: Callable[..., Tensor]) -> bool:
+    return bool(clip([huge()], 1.0).isfinite())
+
+
+CALLS: dict[str, Callable[[nn.Parameter], object]] = {
+    "utils.clip_grad_norm_": lambda p: utils.clip_grad_norm_([p], 1.0),
+    "clip_grad.clip_grad_norm_": lambda p: clip_grad.clip_grad_norm_(parameters=(p,), max_norm=1.0),
+    "deprecated": lambda p: utils.clip_grad_norm(iter([p]), 1.0),  # type: ignore[deprecated]
+    "utils.get_total_norm": lambda p: utils.get_total_norm([p.grad]),  # type: ignore[list-item]
+    "clip_grad._get_total_norm": lambda p: clip_grad._get_total_norm(tensors=p.grad, norm_type=2.0),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.clip_grad_norm` is now deprecated")
+@pytest.mark.parametrize("call", CALLS)
+def test_norms_are_gradstats_while_patched_and_torchs_before_and_after(call: str) -> None:
+    inf, right = pytest.approx(float("inf")), pytest.approx(5e20)
+    assert CALLS[call](huge()) == inf
+    patch = gradstat.patch_torch()
+    assert CALLS[call](huge()) == right
+    patch.remove()
+    assert CALLS[call](huge()) == inf
+
+
+@pytest.mark.parametrize("place", IDS[3::4])
+def test_scaling_is_gradstats_while_patched(place: str) -> None:
+    module, name = PLACES[IDS.index(place)]
+    parameter = huge()
+    with gradstat.patch_torch():
+        getattr(module, name)([parameter], 1.0, total_norm=5e20)  # a number, which torch does not take
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+    with pytest.raises(TypeError, match="clamp"):
+        getattr(module, name)([parameter], 1.0, total_norm=5e20)
+
+
+def test_clamping_is_gradstats_while_patched() -> None:
+    for owner in (utils, clip_grad):
+        with gradstat.patch_torch(), pytest.raises(ValueError, match="clip_value is -1"):
+            owner.clip_grad_value_([huge()], -1.0)
+        owner.clip_grad_value_([huge()], -1.0)  # torch does not mind
+
+
+def train(clip: Callable[[nn.Module], object]) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = torch.randn(32, 6), torch.randn(32, 1)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        clip(model)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+LOOPS: dict[str, Callable[[nn.Module], object]] = {
+    "norm": lambda model: utils.clip_grad_norm_(model.parameters(), 0.05),
+    "largest": lambda model: utils.clip_grad_norm_(model.parameters(), 0.01, norm_type="inf"),  # type: ignore[arg-type]
+    "value": lambda model: utils.clip_grad_value_(model.parameters(), 0.003),
+    "halves": lambda model: utils.clip_grads_with_norm_(
+        model.parameters(), 0.05, utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_training_loop_ends_in_the_same_place(loop: str) -> None:
+    expected = train(LOOPS[loop])
+    with gradstat.patch_torch():
+        found = train(LOOPS[loop])
+    unclipped = train(lambda model: None)
+    for a, b, c in zip(found, expected, unclipped, strict=True):
+        torch.testing.assert_close(a, b)
+        assert not torch.allclose(a, c)  # the clip did something
+
+
+def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torchs() -> None:
+    value_before = utils.clip_grad_value_
+    with gradstat.patch_torch():
+        bound = utils.clip_grad_norm_
+        assert is_gradstats(bound)
+        value_before([huge()], -1.0)
+    assert not is_gradstats(bound)
+
+
+def test_signatures_and_names_are_torchs() -> None:
+    import inspect
+
+    expected = [(f.__name__, f.__doc__, inspect.signature(f)) for f in current()]
+    with gradstat.patch_torch():
+        assert [(f.__name__, f.__doc__, inspect.signature(f)) for f in current()] == expected
+
+
+def test_an_empty_generator_warns_once_and_points_at_the_caller() -> None:
+    with gradstat.patch_torch(), gradstat.patch_torch(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert utils.clip_grad_norm_((p for p in ()), 1.0) == 0.0
+        utils.clip_grad_value_((p for p in ()), 1.0)
+        assert utils.get_total_norm(p for p in ()) == 0.0
+    assert [(str(w.message), w.filename) for w in caught] == [
+        ("`parameters` is an empty generator, no gradient clipping will occur.", __file__)
+    ]
+
+
+# Putting back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)], ids=str)
+def test_patches_are_removed_in_any_order(order: tuple[int, ...]) -> None:
+    originals = current()
+    patches = [gradstat.patch_torch() for _ in order]
+    for number in order:
+        assert is_gradstats(utils.clip_grad_norm_)
+        patches[number].remove()
+        patches[number].remove()  # a second time does nothing
+    assert all(a is b for a, b in zip(current(), originals, strict=True))
+
+
+def test_the_end_of_a_block_removes_the_patch_whatever_happened() -> None:
+    originals = current()
+    with pytest.raises(KeyError), gradstat.patch_torch():
+        raise KeyError
+    assert all(a is b for a, b in zip(current(), originals, strict=True))
+
+
+@pytest.mark.parametrize(("module", "name"), PLACES, ids=IDS)
+def test_someone_elses_patch_is_left_and_named(module: Any, name: str) -> None:
+    originals = dict(zip(IDS, current(), strict=True))
+    patch = gradstat.patch_torch()
+    inner = getattr(module, name)
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    setattr(module, name, theirs)
+    place = f"{module.__name__}.{name}"
+    with pytest.warns(UserWarning, match=f"replaced by someone else.*: {place}\\. ") as caught:
+        patch.remove()
+    assert caught[0].filename == __file__
+    for (other, other_name), key in zip(PLACES, IDS, strict=True):
+        assert getattr(other, other_name) is (theirs if key == place else originals[key])
+    setattr(module, name, originals[place])
+
+
+def test_what_someone_else_put_on_top_reaches_torch_after_the_removal() -> None:
+    original = utils.clip_grad_norm_
+    patch = gradstat.patch_torch()
+    inner = utils.clip_grad_norm_
+    calls = []
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args)
+        return inner(*args, **kwargs)
+
+    utils.clip_grad_norm_ = counting
+    assert is_gradstats(utils.clip_grad_norm_)
+    upper = gradstat.patch_torch()
+    with pytest.warns(UserWarning, match=r"torch\.nn\.utils\.clip_grad_norm_") as caught:
+        patch.remove()
+    assert len(caught) == 1
+    upper.remove()
+    assert utils.clip_grad_norm_ is counting
+    assert not is_gradstats(utils.clip_grad_norm_)
+    assert len(calls) == 2
+    utils.clip_grad_norm_ = original
+
+
+def test_the_warning_of_a_block_points_at_the_block() -> None:
+    original = utils.clip_grad_norm_
+    with pytest.warns(UserWarning, match="replaced by someone else") as caught, gradstat.patch_torch():
+        utils.clip_grad_norm_ = original
+    assert caught[0].filename == __file__
+
+
+def test_threads_patch_and_remove_at_once() -> None:
+    originals = current()
+    failures = []
+
+    def work() -> None:
+        for _ in range(100):
+            with gradstat.patch_torch():
+                if not is_gradstats(utils.clip_grad_norm_):
+                    failures.append("not patched")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(a is b for a, b in zip(current(), originals, strict=True))
+
+
+# What torch's own functions still do ------------------------------------------------------------------------
+
+
+def test_other_kinds_of_tensors_are_handed_to_torch() -> None:
+    class Sub(Tensor):
+        pass
+
+    with gradstat.patch_torch():
+        plain, other = huge(), huge()
+        other.grad = torch.tensor([3e20, 4e20]).as_subclass(Sub)
+        assert utils.get_total_norm([plain.grad, other.grad]) == float("inf")  # type: ignore[list-item]
+        assert utils.clip_grad_norm_([plain, other], 1.0) == float("inf")
+        with pytest.raises(TypeError, match="clamp"):
+            utils.clip_grads_with_norm_([other], 1.0, 2.0)  # type: ignore[arg-type]
+        utils.clip_grad_value_([other], -1.0)
+
+
+def test_distributed_gradients_are_clipped_by_torch(tmp_path: object) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def parameter() -> nn.Parameter:
+            made = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))
+            made.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
+            return made
+
+        def clipped() -> list[Tensor]:
+            found = []
+            for clip in (
+                lambda p: utils.clip_grad_norm_([p], 1.0),
+                lambda p: utils.clip_grads_with_norm_([p], 1.0, utils.get_total_norm([p.grad])),
+                lambda p: utils.clip_grad_value_([p], 1.0),
+            ):
+                made = parameter()
+                clip(made)  # type: ignore[no-untyped-call]
+                assert isinstance(made.grad, DTensor)
+                found.append(made.grad.full_tensor())
+            return found
+
+        expected = clipped()
+        with gradstat.patch_torch():
+            for a, b in zip(clipped(), expected, strict=True):
+                assert torch.equal(a, b)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_function_compiles_torchs_own() -> None:
+    with gradstat.patch_torch():
+        parameter = huge()
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def clip() -> Tensor:
+            return utils.clip_grad_norm_([parameter], 1.0, norm_type=3.0)
+
+        assert clip() == float("inf")

@@ -1,0 +1,307 @@
+"""get_total_norm and clip_grads_with_norm_ against torch's, and where they differ on purpose."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_clip import ORDERS_AND_DTYPES, clones, parameters_with, tolerance
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_ as torch_clip_with_norm
+from torch.nn.utils import get_total_norm as torch_total_norm
+
+import gradstat
+
+
+def assert_norm_is_torchs(tensors: list[Tensor], backend: str, order: float = 2.0) -> None:
+    before = [tensor.clone() for tensor in tensors]
+    expected = torch_total_norm(tensors, order)
+    norm = gradstat.get_total_norm(tensors, order, backend=backend)
+    assert norm.dtype == expected.dtype
+    assert norm.device == expected.device
+    assert norm.shape == ()
+    assert not norm.requires_grad
+    slack = max(tolerance(tensor.dtype) for tensor in tensors)
+    torch.testing.assert_close(norm, expected, rtol=slack, atol=0, equal_nan=True)
+    for tensor, copy in zip(tensors, before, strict=True):
+        torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_scaling_is_torchs(gradients: list[Tensor | None], backend: str, max_norm: float, total_norm: Tensor) -> None:
+    theirs, ours = parameters_with(clones(gradients)), parameters_with(clones(gradients))
+    identities = [id(p.grad) for p in ours]
+    torch_clip_with_norm(theirs, max_norm, total_norm)
+    assert gradstat.clip_grads_with_norm_(ours, max_norm, total_norm, backend=backend) is None  # type: ignore[func-returns-value]
+    assert [id(p.grad) for p in ours] == identities
+    for a, b in zip(ours, theirs, strict=True):
+        if a.grad is not None and b.grad is not None:
+            assert a.grad.stride() == b.grad.stride()
+            # torch computes the coefficient in the norm's dtype, and multiplies in the gradient's.
+            slack = max(tolerance(a.grad.dtype), tolerance(total_norm.dtype) if total_norm.is_floating_point() else 0)
+            torch.testing.assert_close(a.grad, b.grad, rtol=slack, atol=slack * 1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize(("order", "dtype"), ORDERS_AND_DTYPES, ids=str)
+def test_every_order_and_dtype(order: float, dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    tensors = [(torch.randn(n, dtype=torch.complex64 if dtype.is_complex else None) + 0.1).to(dtype) for n in (5, 300)]
+    assert_norm_is_torchs([tensor.to(device) for tensor in tensors], backend, order)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("total", [3.0, 0.2, 0.0, -3.0, math.inf, math.nan], ids=str)
+def test_every_dtype_and_norm_given(dtype: torch.dtype, total: float, where: tuple[str, str]) -> None:
+    backend, device = where
+    gradients: list[Tensor | None] = [torch.randn(n, device=device).to(dtype) for n in (5, 300)]
+    for norm_dtype in (torch.float32, torch.float64):
+        norm = torch.tensor(total, dtype=norm_dtype, device=device)
+        assert_scaling_is_torchs(gradients, backend, 1.0, norm)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_models_match_torch(data: st.DataObject) -> None:
+    gradients: list[Tensor | None] = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        shape = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=4))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+        gradient = (torch.randn(shape) * data.draw(st.sampled_from([1e-3, 1.0, 30.0]))).to(dtype)
+        form = data.draw(st.sampled_from(["plain", "transposed", "sliced", "none"]))
+        if form == "transposed":
+            gradient = gradient.permute(list(reversed(range(gradient.dim()))))
+        elif form == "sliced" and gradient.dim():
+            gradient = torch.cat([gradient, gradient])[::2]
+        gradients.append(None if form == "none" else gradient)
+    present = [gradient for gradient in gradients if gradient is not None]
+    max_norm = data.draw(st.sampled_from([0.0, 0.5, 1.0, 100.0, -1.0]))
+    total = torch.tensor(data.draw(st.sampled_from([0.0, 0.3, 7.0, 1e4])), dtype=torch.float64)
+    for backend in ("native", "reference"):
+        if present:
+            assert_norm_is_torchs(present, backend)
+        assert_scaling_is_torchs(gradients, backend, max_norm, total)
+
+
+def test_the_halves_are_the_whole(where: tuple[str, str]) -> None:
+    backend, device = where
+    gradients: list[Tensor | None] = [torch.randn(40, device=device), None, torch.randn(5, 5, device=device)]
+    whole, halves = parameters_with(clones(gradients)), parameters_with(clones(gradients))
+    expected = gradstat.clip_grad_norm_(whole, 0.5, backend=backend)
+    norm = gradstat.get_total_norm([p.grad for p in halves if p.grad is not None], backend=backend)
+    gradstat.clip_grads_with_norm_(halves, 0.5, norm, backend=backend)
+    assert norm == expected
+    for a, b in zip(halves, whole, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_error_if_nonfinite_is_torchs(where: tuple[str, str]) -> None:
+    backend, device = where
+    bad = [torch.ones(3, device=device), torch.tensor([math.inf], device=device)]
+    for order in (2.0, "inf", 3.0):
+        with pytest.raises(RuntimeError) as ours:
+            gradstat.get_total_norm(bad, order, error_if_nonfinite=True, backend=backend)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError) as theirs:
+            torch_total_norm(bad, order, error_if_nonfinite=True)  # type: ignore[arg-type]
+        assert str(ours.value) == str(theirs.value)
+    assert gradstat.get_total_norm(bad[:1], error_if_nonfinite=True, backend=backend) == pytest.approx(math.sqrt(3))
+    assert gradstat.get_total_norm(bad, backend=backend) == math.inf
+
+
+def test_parameters_themselves_have_a_norm_without_a_graph() -> None:
+    model = nn.Linear(4, 2)
+    norm = gradstat.get_total_norm(model.parameters())
+    torch.testing.assert_close(norm, torch_total_norm(model.parameters()).detach())
+    assert norm.grad_fn is None
+    assert gradstat.get_total_norm(model.weight, foreach=True) <= norm
+
+
+def test_no_tensors_give_zero_on_the_cpu_and_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for nothing in ([], (x for x in ())):
+            norm = gradstat.get_total_norm(nothing)
+            assert (norm.item(), norm.dtype, norm.device.type) == (0.0, torch.float32, "cpu")
+        gradstat.clip_grads_with_norm_((p for p in ()), 1.0, torch.tensor(2.0))
+        gradstat.clip_grads_with_norm_([nn.Parameter(torch.zeros(2))], 1.0, torch.tensor(2.0))
+
+
+def test_a_single_parameter_will_do_and_limits_go_through_float() -> None:
+    (parameter,) = parameters_with([torch.tensor([3.0, 4.0])])
+    gradstat.clip_grads_with_norm_(parameter, "1.0", torch.tensor(5), foreach=True)  # type: ignore[arg-type]
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_a_gradient_listed_twice_is_scaled_twice(where: tuple[str, str]) -> None:
+    backend, device = where
+    (parameter,) = parameters_with([torch.full((3,), 8.0, device=device)])
+    gradstat.clip_grads_with_norm_([parameter, parameter], 1.0, 2.0, backend=backend)
+    torch.testing.assert_close(parameter.grad, torch.full((3,), 2.0, device=device))
+
+
+def test_the_version_counter_moves_as_with_torch() -> None:
+    parameters = parameters_with([torch.randn(4)])
+    before = parameters[0].grad._version  # type: ignore[union-attr]
+    gradstat.clip_grads_with_norm_(parameters, 1.0, torch.tensor(2.0))
+    assert parameters[0].grad._version > before  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_both_compile_without_a_break(backend: str, device: str) -> None:
+    gradstat.stats([torch.ones(1, device=device)])  # the operators are registered on first use
+    gradients: list[Tensor | None] = [torch.randn(size, device=device) for size in (3, 40)]
+    ours, expected = parameters_with(clones(gradients)), parameters_with(clones(gradients))
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def clip() -> Tensor:
+        norm = gradstat.get_total_norm([p.grad for p in ours])
+        gradstat.clip_grads_with_norm_(ours, 0.5, norm)
+        return norm
+
+    torch.testing.assert_close(clip(), gradstat.clip_grad_norm_(expected, 0.5))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+# On purpose unlike torch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("magnitude", [1e20, 1e-25, 1e-40], ids=str)
+def test_extreme_float32_norms_come_out_right(magnitude: float, where: tuple[str, str]) -> None:
+    backend, device = where
+    tensor = torch.full((4,), magnitude, device=device)
+    exact = 2 * tensor[0].double().item()
+    assert gradstat.get_total_norm([tensor], backend=backend).item() == pytest.approx(exact, rel=1e-6)
+    parameters = parameters_with([tensor])
+    gradstat.clip_grads_with_norm_(parameters, 1.0, exact, backend=backend)
+    expected = 1.0 if magnitude > 1 else exact
+    assert parameters[0].grad.double().norm().item() == pytest.approx(expected, rel=1e-4)  # type: ignore[union-attr]
+
+
+def test_infinite_max_norm_never_changes_a_gradient(where: tuple[str, str]) -> None:
+    backend, device = where
+    for total in (1.0, math.inf, math.nan):
+        parameters = parameters_with([torch.tensor([3.0, math.inf], device=device)])
+        version = parameters[0].grad._version  # type: ignore[union-attr]
+        gradstat.clip_grads_with_norm_(parameters, math.inf, torch.tensor(total, device=device), backend=backend)
+        assert parameters[0].grad.tolist() == [3.0, math.inf]  # type: ignore[union-attr]
+        assert parameters[0].grad._version == version  # type: ignore[union-attr]
+
+
+def test_a_coefficient_of_one_touches_nothing(where: tuple[str, str]) -> None:
+    backend, device = where
+    signalling = torch.tensor([0x7F800001, 0x3F800000], dtype=torch.int32, device=device)  # multiplying sets a bit
+    parameters = parameters_with([signalling.view(torch.float32)])
+    gradstat.clip_grads_with_norm_(parameters, 1.0, torch.tensor(0.5, device=device), backend=backend)
+    if backend == "native":  # the others multiply by 1
+        assert parameters[0].grad.view(torch.int32).tolist() == signalling.tolist()  # type: ignore[union-attr]
+    assert parameters[0].grad[1] == 1.0  # type: ignore[index]
+
+
+def test_the_norm_may_be_a_number(where: tuple[str, str]) -> None:
+    backend, device = where
+    for total in (5.0, 5, torch.tensor(5), torch.tensor(5.0, requires_grad=True)):
+        (parameter,) = parameters_with([torch.tensor([3.0, 4.0], device=device)])
+        gradstat.clip_grads_with_norm_([parameter], 1.0, total, backend=backend)
+        torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8], device=device))
+
+
+@pytest.mark.cuda
+def test_the_norm_may_be_on_another_device() -> None:
+    for gradient_device, norm_device in (("cpu", "cuda"), ("cuda", "cpu")):
+        (parameter,) = parameters_with([torch.tensor([3.0, 4.0], device=gradient_device)])
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # the norm is late
+        gradstat.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0, device=norm_device) * 1.0)
+        torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8], device=gradient_device))
+
+
+@pytest.mark.cuda
+def test_tensors_on_several_devices_have_one_norm() -> None:
+    late = torch.zeros(1 << 24, device="cuda")
+    torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # the table of the GPU is late
+    late.fill_(1.0)
+    assert gradstat.get_total_norm([torch.full((1,), 3 * 2.0**12), late]).item() == pytest.approx(
+        2.0**12 * math.sqrt(10)
+    )
+    assert gradstat.stats([torch.zeros(1), late])[1, gradstat.FIELDS.index("sum")] == 1 << 24
+
+
+def test_sparse_tensors_work(where: tuple[str, str]) -> None:
+    backend, device = where
+    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
+    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+    assert gradstat.get_total_norm([sparse], backend=backend).item() == pytest.approx(13.0)
+    parameters = parameters_with([sparse.clone()])
+    gradstat.clip_grads_with_norm_(parameters, 1.3, 13.0, backend=backend)
+    torch.testing.assert_close(parameters[0].grad.to_dense(), sparse.to_dense() / 10)  # type: ignore[union-attr]
+
+
+def test_lazily_conjugated_gradients_are_scaled(where: tuple[str, str]) -> None:
+    """What backward() leaves behind if the parameter was used conjugated."""
+    backend, device = where
+    parameter = nn.Parameter(torch.tensor([1 + 1j, 2j], device=device))
+    (parameter.conj() * torch.tensor([3 + 4j, 12j], device=device)).sum().real.backward()
+    assert parameter.grad is not None
+    assert parameter.grad.is_conj()
+    expected = parameter.grad.resolve_conj() / 10
+    assert gradstat.clip_grad_norm_([parameter], 1.3, backend=backend).item() == pytest.approx(13.0)
+    torch.testing.assert_close(parameter.grad.resolve_conj(), expected)
+    gradstat.clip_grads_with_norm_([parameter], 1.0, 2.0, backend=backend)
+    torch.testing.assert_close(parameter.grad.resolve_conj(), expected / 2)
+
+
+# Bad input --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_a_list_of_tensors_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"expected tensors, got Linear; pass \[p\.grad for p in module\.parameters"):
+        gradstat.get_total_norm(model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'tensors\[1\]', got None"):
+        gradstat.get_total_norm([torch.ones(1), None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"tensors\[0\].*int64"):
+        gradstat.get_total_norm([torch.ones(1, dtype=torch.int64)])
+    with pytest.raises(TypeError, match=r"expected parameters, got Linear; pass module\.parameters\(\)"):
+        gradstat.clip_grads_with_norm_(model, 1.0, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"item 0.*tuple"):
+        gradstat.clip_grads_with_norm_(model.named_parameters(), 1.0, 1.0)  # type: ignore[arg-type]
+    for backend in ("native", "fast"):
+        with pytest.raises(ValueError, match="unknown backend" if backend == "fast" else "meta"):
+            gradstat.get_total_norm(
+                [torch.ones(1, device="meta" if backend == "native" else "cpu")], 3, backend=backend
+            )
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "total_norm", "message"),
+    [
+        (math.nan, 1.0, "max_norm is NaN"),
+        (1.0, torch.ones(1), r"0-d tensor for total_norm, got shape \(1,\)"),
+        (1.0, torch.tensor(1j), "complex64"),
+        (1.0, "large", "could not convert"),
+    ],
+    ids=["nan", "one dimension", "complex", "text"],
+)
+def test_bad_norms_are_refused_before_anything_changes(max_norm: float, total_norm: Any, message: str) -> None:
+    parameters = parameters_with([torch.ones(3)])
+    with pytest.raises(ValueError, match=message):
+        gradstat.clip_grads_with_norm_(parameters, max_norm, total_norm)
+    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_expanded_gradients_are_refused_by_name_before_anything_changes(where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = parameters_with([torch.ones(3, device=device), torch.ones(3, 4, device=device)])
+    parameters[1].grad = torch.ones(3, 1, device=device).expand(3, 4)
+    with pytest.raises(RuntimeError, match=r"parameters\[1\].*expanded.*clone"):
+        gradstat.clip_grads_with_norm_(parameters, 0.1, 1.0, backend=backend)
+    assert torch.equal(parameters[0].grad, torch.ones(3, device=device))  # type: ignore[arg-type]
+
+
+def test_foreach_is_refused_where_torch_has_none() -> None:
+    tensor = torch.zeros(2, device="meta")
+    with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tensors"):
+        gradstat.get_total_norm([tensor], foreach=True)
+    with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tensors"):
+        gradstat.clip_grads_with_norm_(parameters_with([tensor]), 1.0, 1.0, foreach=True)
