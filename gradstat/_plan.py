@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat import _native
 
-_PLAIN_TYPES = {Tensor, Parameter}
+PLAIN_TYPES = {Tensor, Parameter}
 
 Names = Callable[[], Sequence[str]]
 
@@ -109,7 +109,7 @@ def named_by(module: Module, source: Source) -> Source:
 
 def _iterable_source(target: Iterable[Any]) -> Source:
     listed = list(target)
-    if set(map(type, listed)) <= _PLAIN_TYPES:
+    if set(map(type, listed)) <= PLAIN_TYPES:
         return Source(listed, lambda: [f"param{i}" for i in range(len(listed))])
     parameters: list[Tensor] = []
     names: list[str] = []

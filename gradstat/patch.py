@@ -11,14 +11,13 @@ from typing import Any, final
 
 import torch.nn.utils.clip_grad
 from torch import Tensor
-from torch.nn import Parameter
 
 from gradstat._arguments import gradients_to_clip, listed, listed_parameters
+from gradstat._plan import PLAIN_TYPES
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.clip_value import clip_grad_value_
 from gradstat.total_norm import get_total_norm
 
-_PLAIN_TYPES = {Tensor, Parameter}
 _Function = Callable[..., Any]
 
 # Patches are laid on each other, and removed from between each other, under this lock.
@@ -78,9 +77,10 @@ def patch_torch() -> TorchPatch:
             train()
 
     **A name bound before the patch keeps the function it has**: after ``from torch.nn.utils import
-    clip_grad_norm_`` a module does not notice. Patch before such modules are imported, or rebind the name
-    (``module.clip_grad_norm_ = gradstat.clip_grad_norm_``). A function of this patch that is bound in that way
-    outlives it, but hands over to torch's once the patch is removed.
+    clip_grad_norm_`` a module calls torch's, of which only the two halves, which torch looks up on every call, are
+    gradstat's. Patch before such modules are imported, or rebind the name (``module.clip_grad_norm_ =
+    gradstat.clip_grad_norm_``). A function of this patch that is bound in that way outlives it, but hands over to
+    torch's once the patch is removed.
 
     Patches may be nested and removed in any order; the last one removed leaves exactly what the first one found.
     Safe to call from several threads; what a thread is in the middle of is not interrupted.
@@ -122,7 +122,7 @@ class _Layer:
 
     def choose(self, ours: _Function, tensors: Iterable[object]) -> _Function:
         """What is to be called for ``tensors``."""
-        handed_over = self._removed or torch.compiler.is_compiling() or not set(map(type, tensors)) <= _PLAIN_TYPES
+        handed_over = self._removed or torch.compiler.is_compiling() or not set(map(type, tensors)) <= PLAIN_TYPES
         return self.below if handed_over else ours
 
 

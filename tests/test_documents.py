@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+import gradstat
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -45,6 +47,18 @@ def test_examples_of_the_pages_run(name: str) -> None:
     assert examples
     for example in examples:
         exec(example, {})
+
+
+def test_the_accumulation_of_the_readme_runs_as_printed() -> None:
+    (example,) = re.findall(r"```python\n(micro_batches = .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names = {
+        "gradstat": gradstat,
+        "model": torch.nn.Linear(4, 2),
+        "loss_of": torch.nn.functional.mse_loss,
+        "batches": [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)],
+    }
+    exec(example, names)
+    assert names["report"].micro_batches == 3  # type: ignore[attr-defined]
 
 
 def test_the_factory_of_the_readme_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

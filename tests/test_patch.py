@@ -1,5 +1,6 @@
 """patch_torch: what it replaces, what it hands back to torch, and that it leaves no trace."""
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -124,12 +125,14 @@ def test_a_training_loop_ends_in_the_same_place(loop: str) -> None:
 
 
 def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torchs() -> None:
-    value_before = utils.clip_grad_value_
+    norm_before, value_before = utils.clip_grad_norm_, utils.clip_grad_value_
     with gradstat.patch_torch():
         bound = utils.clip_grad_norm_
         assert is_gradstats(bound)
         value_before([huge()], -1.0)
+        assert is_gradstats(norm_before)  # torch's, whose halves are gradstat's
     assert not is_gradstats(bound)
+    assert not is_gradstats(norm_before)
 
 
 def test_signatures_and_names_are_torchs() -> None:
@@ -232,10 +235,15 @@ def test_threads_patch_and_remove_at_once() -> None:
                     failures.append("not patched")
 
     threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that they do meet
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert not failures
     assert all(a is b for a, b in zip(current(), originals, strict=True))
 
