@@ -46,11 +46,11 @@ struct LoadedKernels {
 
 // Also loads them: CUDA would do so at the first launch, which may be captured or timed.
 LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
-#define GRADSTAT_FOR_EVERY_TABLE(kernel)                                \
-  {reinterpret_cast<const void*>(kernel<ParameterTable<kSmallTable>>),  \
-   reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
-   reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
-   reinterpret_cast<const void*>(kernel<DeviceTable>)}
+#define GRADSTAT_FOR_EVERY_TABLE(kernel)                                   \
+  reinterpret_cast<const void*>(kernel<ParameterTable<kSmallTable>>),      \
+      reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
+      reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
+      reinterpret_cast<const void*>(kernel<DeviceTable>)
 LoadedKernels load_stats_kernels();  // in stats_cuda.cu
 LoadedKernels load_scale_kernels();  // in scale_cuda.cu
 
