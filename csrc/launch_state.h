@@ -63,7 +63,7 @@ struct DeviceFacts {
 DeviceFacts facts_of(int32_t device);
 
 // Blocks for a launch over `tiles`: what the device holds at once, or one for each tile if these are fewer.
-// Both kernels use the same number, so that their blocks take the same ranges.
+// All kernels use the same number, so that their blocks take the same ranges.
 uint32_t blocks_for(uint32_t tiles, int32_t device);
 
 // Enqueues a kernel. With `overlaps_previous` it may start while the kernel enqueued just before is still
