@@ -84,7 +84,7 @@ def compiled(nvcc: str, architecture: str, folder: Path, name: str) -> Path:
         sys.exit(run.stderr)
     for kernel in ("stats", "scale"):
         found = re.search(
-            rf"entry function '\w*{kernel}_kernel.*?(\d+) bytes spill stores.*?Used (\d+)", run.stderr, re.S
+            rf"entry function '\w*\d{kernel}_kernel.*?(\d+) bytes spill stores.*?Used (\d+)", run.stderr, re.S
         )
         assert found is not None
         print(f"{name:<34} {kernel}: {found[2]} registers, {found[1]} bytes spilled", flush=True)

@@ -20,10 +20,15 @@ int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device)
 void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
                   int32_t device, void* stream);
 
-// Multiplies every element by *coefficient. One kernel, which does nothing if it is exactly 1. Say that it
-// `follows_stats` only if nothing was enqueued on the stream since launch_stats but other calls of this: it may
-// then start while those are still running.
-void launch_scale(const std::vector<Entry>& entries, const double* coefficient, bool follows_stats,
+// Multiplies every element by *factor, and writes table[i] = row of the products of entries[i]. One kernel,
+// with the workspace of launch_stats and the bits of launch_scale followed by it. No two entries may overlap.
+void launch_unscale(const std::vector<Entry>& entries, Row* table, const float* factor, void* workspace,
+                    int32_t device, void* stream);
+
+// Multiplies every element of an entry by its coefficient. One kernel, which touches nothing whose coefficient
+// is exactly 1. No two entries may overlap. Say that it `follows_stats` only if nothing was enqueued on the
+// stream since launch_stats but other calls of this: it may then start while those are still running.
+void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, bool follows_stats,
                   void* workspace, int32_t device, void* stream);
 
 }  // namespace gradstat

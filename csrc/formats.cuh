@@ -9,7 +9,7 @@
 // What the loops cost, and what devices have time for, is counted by benchmarks/predict_gpu.py.
 #pragma once
 
-#include "device.cuh"
+#include "multiply.cuh"
 
 namespace gradstat {
 
@@ -49,12 +49,14 @@ GRADSTAT_DEVICE Group group_of(const float (&x)[8]) {
 }
 
 // Each format has
+//   Scale             how its vectors are multiplied (multiply.cuh)
 //   Extreme           what its minima and maxima are kept in, with lowest(), highest(), min, max, widened
 //   kElements         per vector of 16 bytes
 //   add(vector, share, first)   adds a vector to a share, or begins the share with it
 //   zeros(share)      the number of zero elements
 template <bool kPair>
 struct Float32Format : SafeFloat32 {
+  using Scale = ScaleFloat32;
   using Extreme = float;
   static constexpr int kElements = kPair ? 2 : 4;
   GRADSTAT_DEVICE static float positive_infinity() { return static_cast<float>(kInf); }
@@ -89,6 +91,7 @@ struct Float32Format : SafeFloat32 {
 
 // Two 16-bit numbers to a word. `Packed` says how they are taken apart and compared.
 struct PackedBFloat16 {
+  using Scale = ScaleBFloat16;
   static constexpr uint32_t kInfinities = 0x7f807f80u;
   GRADSTAT_DEVICE static float low(uint32_t pair) { return low_bfloat16(pair); }
   GRADSTAT_DEVICE static float high(uint32_t pair) { return high_bfloat16(pair); }
@@ -97,6 +100,7 @@ struct PackedBFloat16 {
 };
 
 struct PackedHalf {
+  using Scale = ScaleHalf;
   static constexpr uint32_t kInfinities = 0x7c007c00u;
   GRADSTAT_DEVICE static float low(uint32_t pair) { return low_half(pair); }
   GRADSTAT_DEVICE static float high(uint32_t pair) { return high_half(pair); }
@@ -117,6 +121,7 @@ struct PackedExtremes : SafeFloat32 {
 
 template <class Packed, bool kPair>
 struct PackedFormat : PackedExtremes<Packed> {
+  using Scale = typename Packed::Scale;
   static constexpr int kElements = kPair ? 4 : 8;
 
   GRADSTAT_DEVICE void add(const uint4& v, Share<uint32_t>& share, bool first) const {
@@ -151,6 +156,7 @@ struct PackedFormat : PackedExtremes<Packed> {
 // something else than their bits would in float16 are looked for.
 template <DType kType>
 struct Float8Format : PackedExtremes<PackedHalf> {
+  using Scale = ScaleFloat8;
   static constexpr int kElements = 16;
   static constexpr bool kIsWide = kType == DType::kFloat8E5M2 || kType == DType::kFloat8E5M2FNUZ;
   static constexpr bool kHasNegativeZero = kType == DType::kFloat8E4M3FN || kType == DType::kFloat8E5M2;
@@ -221,6 +227,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
 // little arithmetic for doubles: those of a consumer card would not keep up with its memory.
 template <bool kPair>
 struct Float64Format : SafeFloat64 {
+  using Scale = ScaleFloat64;
   using Extreme =
       int64_t;  // the bits, those of negative numbers inverted but for the sign: ordered like numbers
   static constexpr int kElements = kPair ? 1 : 2;

@@ -46,11 +46,11 @@ struct LoadedKernels {
 
 // Also loads them: CUDA would do so at the first launch, which may be captured or timed.
 LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
-#define GRADSTAT_FOR_EVERY_TABLE(kernel)                                \
-  {reinterpret_cast<const void*>(kernel<ParameterTable<kSmallTable>>),  \
-   reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
-   reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
-   reinterpret_cast<const void*>(kernel<DeviceTable>)}
+#define GRADSTAT_FOR_EVERY_TABLE(kernel)                                   \
+  reinterpret_cast<const void*>(kernel<ParameterTable<kSmallTable>>),      \
+      reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
+      reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
+      reinterpret_cast<const void*>(kernel<DeviceTable>)
 LoadedKernels load_stats_kernels();  // in stats_cuda.cu
 LoadedKernels load_scale_kernels();  // in scale_cuda.cu
 
@@ -63,7 +63,7 @@ struct DeviceFacts {
 DeviceFacts facts_of(int32_t device);
 
 // Blocks for a launch over `tiles`: what the device holds at once, or one for each tile if these are fewer.
-// Both kernels use the same number, so that their blocks take the same ranges.
+// All kernels use the same number, so that their blocks take the same ranges.
 uint32_t blocks_for(uint32_t tiles, int32_t device);
 
 // Enqueues a kernel. With `overlaps_previous` it may start while the kernel enqueued just before is still

@@ -39,14 +39,21 @@ struct Cuda {
     launch_stats(list.entries(), table, norm, memory.data_ptr(), device, current_stream(device));
   }
 
-  // The kernel looks at the coefficient itself.
-  static bool is_known_to_be_one(const double*) { return false; }
+  static void unscale(const TensorList& list, Row* table, const float* factor) {
+    const int32_t device = list.device_index();
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
+    launch_unscale(list.entries(), table, factor, memory.data_ptr(), device, current_stream(device));
+  }
 
-  static void scale(const std::vector<Entry>& entries, int32_t device, const double* coefficient,
+  // The kernel looks at the coefficients itself.
+  static bool are_known_to_be_one(const Coefficients&) { return false; }
+
+  static void scale(const std::vector<Entry>& entries, int32_t device, const Coefficients& coefficients,
                     bool follows_measure) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     const Tensor memory = workspace(scale_workspace_bytes(entries, device), device);
-    launch_scale(entries, coefficient, follows_measure, memory.data_ptr(), device, current_stream(device));
+    launch_scale(entries, coefficients, follows_measure, memory.data_ptr(), device, current_stream(device));
   }
 };
 
@@ -64,7 +71,8 @@ PyMODINIT_FUNC PyInit__C_cuda() {
   static PyMethodDef methods[] = {kFingerprintMethod,   kUseExchangeMethod,
                                   kCheckMethod<Cuda>,   kClipMethod<Cuda>,
                                   kMeasureMethod<Cuda>, kMeasureStepMethod<Cuda>,
-                                  kScaleMethod<Cuda>,   {"architectures", architectures, METH_NOARGS, nullptr},
+                                  kScaleMethod<Cuda>,   kScaleEachMethod<Cuda>,
+                                  kUnscaleMethod<Cuda>, {"architectures", architectures, METH_NOARGS, nullptr},
                                   kEndOfMethods};
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

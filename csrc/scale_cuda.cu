@@ -5,13 +5,13 @@
 
 namespace gradstat {
 
-LoadedKernels load_scale_kernels() { return load_kernels(GRADSTAT_FOR_EVERY_TABLE(scale_kernel)); }
+LoadedKernels load_scale_kernels() { return load_kernels({GRADSTAT_FOR_EVERY_TABLE(scale_kernel)}); }
 
 int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t) {
   return static_cast<int64_t>(table_bytes(entries.size()));
 }
 
-void launch_scale(const std::vector<Entry>& entries, const double* coefficient, bool follows_stats,
+void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, bool follows_stats,
                   void* workspace, int32_t device, void* stream_pointer) {
   if (entries.empty()) return;
   const OnDevice on_device(device);
@@ -19,7 +19,7 @@ void launch_scale(const std::vector<Entry>& entries, const double* coefficient, 
   const uint32_t tiles = checked_tiles(entries);
   const uint32_t blocks = blocks_for(tiles, device);
   const ScaleArguments arguments{static_cast<int32_t>(entries.size()), Partition::of(tiles, blocks),
-                                 coefficient};
+                                 coefficients};
   // Not in graphs, which older drivers and tools read without knowing such dependencies; and not behind the
   // upload of a table, which is no kernel.
 #if defined(GRADSTAT_WITHOUT_OVERLAP)  // benchmarks/gpu_variants.py

@@ -1,62 +1,19 @@
-// The scale kernel: multiplies many tensors of any types and sizes in place by one number on the device.
+// The scale kernel: multiplies many tensors of any types and sizes in place by one number on the device, or by
+// one for each.
 //
 // Blocks take the same ranges of tiles as in the statistics kernel but walk them backwards, so that the first
 // reads meet what that kernel read last and the second-level cache still holds.
 #pragma once
 
-#include "device.cuh"
+#include "multiply.cuh"
 
 namespace gradstat {
 
 struct ScaleArguments {
   int32_t tensors;
   Partition partition;
-  const double* coefficient;
+  Coefficients coefficients;
 };
-
-// What a block multiplies by; for 8-bit types the product of each of the 256 numbers.
-struct Multiplier {
-  double wide;
-  float narrow;
-  const uint8_t* products;
-};
-
-GRADSTAT_DEVICE uint32_t products_of(uint32_t bytes, const uint8_t* products) {
-  return products[bytes & 0xffu] | (static_cast<uint32_t>(products[(bytes >> 8) & 0xffu]) << 8) |
-         (static_cast<uint32_t>(products[(bytes >> 16) & 0xffu]) << 16) |
-         (static_cast<uint32_t>(products[bytes >> 24]) << 24);
-}
-
-struct ScaleFloat32 {
-  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
-    return float_to_bits(bits_to_float(w) * by.narrow);
-  }
-};
-struct ScaleBFloat16 {
-  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
-    return to_bfloat16_pair(low_bfloat16(w) * by.narrow, high_bfloat16(w) * by.narrow);
-  }
-};
-struct ScaleHalf {
-  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
-    return to_half_pair(low_half(w) * by.narrow, high_half(w) * by.narrow);
-  }
-};
-struct ScaleFloat8 {
-  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) { return products_of(w, by.products); }
-};
-
-template <class Type>
-GRADSTAT_DEVICE uint4 scaled(const uint4& v, const Multiplier& by) {
-  return {Type::word(v.x, by), Type::word(v.y, by), Type::word(v.z, by), Type::word(v.w, by)};
-}
-
-struct ScaleFloat64 {};
-template <>
-GRADSTAT_DEVICE uint4 scaled<ScaleFloat64>(const uint4& v, const Multiplier& by) {
-  const double a = words_to_double(v.x, v.y) * by.wide, b = words_to_double(v.z, v.w) * by.wide;
-  return {low_word(a), high_word(a), low_word(b), high_word(b)};
-}
 
 // The vectors of tiles [begin, end) of a tensor, the last tile first.
 template <class Type>
@@ -76,15 +33,6 @@ GRADSTAT_DEVICE void scale_tiles(uint4* vectors, int64_t count, uint32_t begin, 
       if (k * kThreads < left) store_vector(at + k * kThreads, scaled<Type>(v[k], by));
     }
   }
-}
-
-GRADSTAT_DEVICE void scale_value(const Place& place, int64_t index, const Multiplier& by) {
-  const double value = value_at(place.address, place.dtype, index);
-  const bool is_wide = place.dtype == DType::kFloat64;
-  const double product = is_wide ? value * by.wide : static_cast<float>(value) * by.narrow;
-  const int32_t bytes_shift = element_shift(place.dtype, false);
-  write_value(reinterpret_cast<void*>(place.address + (static_cast<uint64_t>(index) << bytes_shift)),
-              place.dtype, product);
 }
 
 // The values before the first and behind the last vector.
@@ -122,21 +70,25 @@ GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& argum
   int32_t tensor = find_tensor(table, arguments.tensors, end - 1);  // there are no more blocks than tiles
   // Every block, whatever it will do: were this kernel to end first, the next one would not wait either.
   wait_for_previous_kernel();
-  const double coefficient = *arguments.coefficient;
-  if (coefficient == 1.0) return;
-  const Multiplier by{coefficient, static_cast<float>(coefficient), products};
+  const bool is_one_each = arguments.coefficients.stride != 0;
+  double coefficient = arguments.coefficients.of(0);
+  if (!is_one_each && coefficient == 1.0) return;
 
   DType of_products = DType::kFloat32;  // none
   for (; tensor >= 0; --tensor) {
     const uint32_t first = table.first_tile(tensor), last = table.first_tile(tensor + 1);
     if (last <= begin) return;
+    if (is_one_each) {
+      coefficient = arguments.coefficients.of(tensor);
+      if (coefficient == 1.0) continue;
+      of_products = DType::kFloat32;
+    }
+    const Multiplier by{coefficient, static_cast<float>(coefficient), products};
     const Place place = table.place(tensor);
     if (size_of(place.dtype) == 1 && place.dtype != of_products) {
       of_products = place.dtype;
       __syncthreads();
-      static_assert(kThreads == 256, "one product for each thread");
-      const auto code = static_cast<uint8_t>(threadIdx.x);
-      products[code] = to_float8(float8_to_float(code, place.dtype) * by.narrow, place.dtype);
+      fill_products(products, place.dtype, by.narrow);
       __syncthreads();
     }
     const Extent extent = place.extent();

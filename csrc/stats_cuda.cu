@@ -1,4 +1,4 @@
-// Launches the statistics kernel.
+// Launches the statistics kernel, and the one that multiplies as well.
 #include "cuda_launch.h"
 #include "launch_state.h"
 #include "stats_cuda.cuh"
@@ -17,16 +17,9 @@ struct Layout {
         end(table + table_bytes(tensors)) {}
 };
 
-}  // namespace
-
-LoadedKernels load_stats_kernels() { return load_kernels(GRADSTAT_FOR_EVERY_TABLE(stats_kernel)); }
-
-int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
-  return static_cast<int64_t>(Layout(entries.size(), blocks_for(checked_tiles(entries), device)).end);
-}
-
-void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
-                  int32_t device, void* stream_pointer) {
+// With a factor the kernel that multiplies, else the one that only reads.
+void launch_either(const std::vector<Entry>& entries, Row* table, const float* factor, const NormRequest* norm,
+                   void* workspace, int32_t device, void* stream_pointer) {
   if (entries.empty() && norm == nullptr) return;
   const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
@@ -40,13 +33,34 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
                                  reinterpret_cast<Row*>(memory),
                                  reinterpret_cast<Row*>(memory + layout.totals),
                                  tickets_for(blocks + 1, memory + layout.tickets, device, stream),
+                                 factor,
                                  norm != nullptr,
                                  norm != nullptr ? *norm : NormRequest{}};
   with_table(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
     using Table = std::decay_t<decltype(entries_table)>;
-    launch(stats_kernel<Table>, blocks, stream, false, "launching the statistics kernel", entries_table,
-           arguments);
+    const auto kernel = factor != nullptr ? unscale_kernel<Table> : stats_kernel<Table>;
+    launch(kernel, blocks, stream, false, "launching the statistics kernel", entries_table, arguments);
   });
+}
+
+}  // namespace
+
+LoadedKernels load_stats_kernels() {
+  return load_kernels({GRADSTAT_FOR_EVERY_TABLE(stats_kernel), GRADSTAT_FOR_EVERY_TABLE(unscale_kernel)});
+}
+
+int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
+  return static_cast<int64_t>(Layout(entries.size(), blocks_for(checked_tiles(entries), device)).end);
+}
+
+void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
+                  int32_t device, void* stream) {
+  launch_either(entries, table, nullptr, norm, workspace, device, stream);
+}
+
+void launch_unscale(const std::vector<Entry>& entries, Row* table, const float* factor, void* workspace,
+                    int32_t device, void* stream) {
+  launch_either(entries, table, factor, nullptr, workspace, device, stream);
 }
 
 }  // namespace gradstat

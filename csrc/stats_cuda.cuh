@@ -6,6 +6,10 @@
 // the block that arrives last merges the slots in their order. The norm of everything is made in the same
 // way from one total per block. Nothing depends on which block comes last: the same input and grid give the
 // same bits.
+//
+// A second kernel is the same but for one thing: it multiplies elements by a factor, in place, just before it
+// reads them. A thread re-reads only what it stored itself, so nothing is multiplied twice and no barrier is
+// needed.
 #pragma once
 
 #include "formats.cuh"
@@ -16,9 +20,10 @@ struct StatsArguments {
   int32_t tensors;
   Partition partition;
   Row* table;
-  Row* slots;         // gridDim.x + tensors
-  Row* totals;        // gridDim.x
-  uint32_t* tickets;  // gridDim.x + 1, zero before and after
+  Row* slots;           // gridDim.x + tensors
+  Row* totals;          // gridDim.x
+  uint32_t* tickets;    // gridDim.x + 1, zero before and after
+  const float* factor;  // of the kernel that multiplies
   bool wants_norm;
   NormRequest norm;
 };
@@ -46,6 +51,8 @@ struct BlockMemory {
   double of_warp[kWarps][kFields];
   double of_merger[kMergers][kFields];
   bool is_last;
+  float factor;
+  uint8_t products[256];  // by it, of an 8-bit type
 };
 
 // Columns by number, for threads that each handle one ---------------------------------------------------
@@ -155,7 +162,27 @@ GRADSTAT_DEVICE void lift_at(const Place& place, int64_t element, Row& row) {
   }
 }
 
-GRADSTAT_DEVICE void read_exact(const Segment& segment, uint32_t tile, const ExactWork& work, Row& row) {
+// A factor of 1 stores nothing, as the scale kernel does not either.
+template <class Format>
+GRADSTAT_DEVICE uint4 multiplied_at(uint4* address, const uint4& v, const Multiplier& by) {
+  const uint4 product = scaled<typename Format::Scale>(v, by);
+  if (by.narrow != 1.0f) store_vector(address, product);
+  return product;
+}
+
+GRADSTAT_DEVICE void multiply_at(const Place& place, int64_t element, const Multiplier& by) {
+  if (by.narrow == 1.0f) return;
+  if (place.is_pair) {
+    scale_value(place, 2 * element, by);
+    scale_value(place, 2 * element + 1, by);
+  } else {
+    scale_value(place, element, by);
+  }
+}
+
+template <bool kMultiplies>
+GRADSTAT_DEVICE void read_exact(const Segment& segment, uint32_t tile, const ExactWork& work,
+                                const Multiplier& by, Row& row) {
   const int32_t length = work.edges ? 1 : segment.place.elements_per_vector();
   const int64_t edge_elements = segment.extent.head + segment.extent.tail;
   const int64_t pieces =
@@ -170,7 +197,11 @@ GRADSTAT_DEVICE void read_exact(const Segment& segment, uint32_t tile, const Exa
       element = segment.extent.head + (static_cast<int64_t>(tile) * kTileVectors + element) * length;
     }
 #pragma unroll 1
-    for (int32_t i = 0; i < length; ++i) lift_at(segment.place, element + i, row);
+    for (int32_t i = 0; i < length; ++i) {
+      // Vectors were multiplied when they were read fast.
+      if (kMultiplies && work.edges) multiply_at(segment.place, element + i, by);
+      lift_at(segment.place, element + i, row);
+    }
   }
 }
 
@@ -187,8 +218,9 @@ GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint3
 // Reads tiles from `tile` on, until the end of the segment or a tile in which some thread of the warp has
 // something that only the exact path can read. Fills `row` with what was read, `tile` with the next one,
 // and returns this thread's vectors that are left to the exact path, as a mask.
-template <class Format>
-GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment, uint32_t& tile, Row& row) {
+template <bool kMultiplies, class Format>
+GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment, uint32_t& tile,
+                                   const Multiplier& by, Row& row) {
   using ShareOf = Share<typename Format::Extreme>;
   constexpr uint32_t kElements = Format::kElements;
   ShareOf run{0, 0, Format::positive_infinity(), Format::negative_infinity(), 0};
@@ -202,8 +234,8 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
 
   const auto full = static_cast<uint32_t>(segment.extent.vectors / kTileVectors);
   const uint32_t full_end = segment.end < full ? segment.end : full;
-  const uint4* next = reinterpret_cast<const uint4*>(segment.vectors_address()) +
-                      static_cast<uint64_t>(tile) * kTileVectors + threadIdx.x;
+  uint4* next = reinterpret_cast<uint4*>(segment.vectors_address()) +
+                static_cast<uint64_t>(tile) * kTileVectors + threadIdx.x;
   uint32_t left_over = 0;
   bool stop = false;
   uint4 ahead[kVectorsPerThread] = {};  // unset, the compiler would preserve what was there before
@@ -220,6 +252,12 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     if (tile < full_end) {
 #pragma unroll
       for (int k = 0; k < kVectorsPerThread; ++k) ahead[k] = load_vector(next + k * kThreads);
+    }
+    if constexpr (kMultiplies) {
+#pragma unroll
+      for (int k = 0; k < kVectorsPerThread; ++k) {
+        now[k] = multiplied_at<Format>(next - kTileVectors + k * kThreads, now[k], by);
+      }
     }
     ShareOf share;
 #pragma unroll
@@ -245,6 +283,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) {
       if (k * kThreads < left) {
+        if constexpr (kMultiplies) ahead[k] = multiplied_at<Format>(next + k * kThreads, ahead[k], by);
         ShareOf share;
         format.add(ahead[k], share, true);
         const uint32_t zeros = Format::zeros(share);
@@ -264,34 +303,38 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
   return left_over;
 }
 
-GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, Row& row) {
+template <bool kMultiplies>
+GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, const Multiplier& by, Row& row) {
   const bool is_pair = segment.place.is_pair;
   switch (segment.place.dtype) {
     case DType::kFloat32:
-      return is_pair ? read_fast(Float32Format<true>{}, segment, tile, row)
-                     : read_fast(Float32Format<false>{}, segment, tile, row);
+      return is_pair ? read_fast<kMultiplies>(Float32Format<true>{}, segment, tile, by, row)
+                     : read_fast<kMultiplies>(Float32Format<false>{}, segment, tile, by, row);
     case DType::kBFloat16:
-      return read_fast(PackedFormat<PackedBFloat16, false>{}, segment, tile, row);
+      return read_fast<kMultiplies>(PackedFormat<PackedBFloat16, false>{}, segment, tile, by, row);
     case DType::kFloat16:
-      return is_pair ? read_fast(PackedFormat<PackedHalf, true>{}, segment, tile, row)
-                     : read_fast(PackedFormat<PackedHalf, false>{}, segment, tile, row);
+      return is_pair ? read_fast<kMultiplies>(PackedFormat<PackedHalf, true>{}, segment, tile, by, row)
+                     : read_fast<kMultiplies>(PackedFormat<PackedHalf, false>{}, segment, tile, by, row);
     case DType::kFloat64:
-      return is_pair ? read_fast(Float64Format<true>{}, segment, tile, row)
-                     : read_fast(Float64Format<false>{}, segment, tile, row);
+      return is_pair ? read_fast<kMultiplies>(Float64Format<true>{}, segment, tile, by, row)
+                     : read_fast<kMultiplies>(Float64Format<false>{}, segment, tile, by, row);
     case DType::kFloat8E4M3FN:
-      return read_fast(Float8Format<DType::kFloat8E4M3FN>{}, segment, tile, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FN>{}, segment, tile, by, row);
     case DType::kFloat8E5M2:
-      return read_fast(Float8Format<DType::kFloat8E5M2>{}, segment, tile, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2>{}, segment, tile, by, row);
     case DType::kFloat8E4M3FNUZ:
-      return read_fast(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, tile, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, tile, by, row);
     default:
-      return read_fast(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, tile, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, tile, by, row);
   }
 }
 
 // Reads a warp's part of a segment into `columns`, in shared memory. Fast and exact reading take turns, so
 // that the code and the registers of the exact path exist once and outside the hot loops.
-GRADSTAT_DEVICE void read_segment(const Segment& segment, double* columns) {
+template <bool kMultiplies>
+GRADSTAT_DEVICE void read_segment(const BlockMemory& memory, double* columns) {
+  const Segment& segment = memory.segment;
+  const Multiplier by = kMultiplies ? Multiplier{memory.factor, memory.factor, memory.products} : Multiplier{};
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (lane < kFields) columns[lane] = identity_of_column(lane);
   __syncwarp();
@@ -301,10 +344,10 @@ GRADSTAT_DEVICE void read_segment(const Segment& segment, double* columns) {
   while (has_work || (tile < segment.end && segment.extent.vectors > 0)) {
     Row row = identity_row();
     if (has_work) {
-      read_exact(segment, tile - 1, work, row);
+      read_exact<kMultiplies>(segment, tile - 1, work, by, row);
       has_work = false;
     } else {
-      work = {read_fast(segment, tile, row), false};
+      work = {read_fast<kMultiplies>(segment, tile, by, row), false};
       has_work = __any_sync(kAllLanes, work.vectors != 0);
     }
     merge_over_warp(row);
@@ -364,12 +407,13 @@ GRADSTAT_DEVICE void leave_row(const Table& table, const StatsArguments& argumen
   if (thread < kFields) reinterpret_cast<double*>(arguments.table + tensor)[thread] = value;
 }
 
-template <class Table>
+template <bool kMultiplies, class Table>
 GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& arguments, BlockMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     memory.begin = arguments.partition.first_tile(blockIdx.x);
     memory.end = arguments.partition.first_tile(blockIdx.x + 1);
+    if constexpr (kMultiplies) memory.factor = *arguments.factor;
   }
   if (thread < kFields) memory.total[thread] = identity_of_column(thread);
   __syncthreads();
@@ -377,7 +421,11 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
   for (; 0 <= tensor && tensor < arguments.tensors && table.first_tile(tensor) < memory.end; ++tensor) {
     if (thread == 0) memory.segment = segment_of(table, tensor, memory.begin, memory.end);
     __syncthreads();
-    read_segment(memory.segment, memory.of_warp[thread / 32]);
+    if (kMultiplies && size_of(memory.segment.place.dtype) == 1) {
+      fill_products(memory.products, memory.segment.place.dtype, memory.factor);
+      __syncthreads();
+    }
+    read_segment<kMultiplies>(memory, memory.of_warp[thread / 32]);
     __syncthreads();
     leave_row(table, arguments, tensor, memory);
   }
@@ -390,7 +438,14 @@ template <class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     stats_kernel(const __grid_constant__ Table table, const __grid_constant__ StatsArguments arguments) {
   __shared__ BlockMemory memory;
-  stats_block(table, arguments, memory);
+  stats_block<false>(table, arguments, memory);
+}
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    unscale_kernel(const __grid_constant__ Table table, const __grid_constant__ StatsArguments arguments) {
+  __shared__ BlockMemory memory;
+  stats_block<true>(table, arguments, memory);
 }
 
 }  // namespace gradstat

@@ -28,7 +28,7 @@ constexpr int kVectorBytes = 16;  // one load
 constexpr int kVectorsPerThread = GRADSTAT_VECTORS_PER_THREAD;
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
 
-// Blocks of either kernel that a multiprocessor holds at once, at least; a launch has as many as the device
+// Blocks of any kernel that a multiprocessor holds at once, at least; a launch has as many as the device
 // holds. It leaves each thread up to 80 registers. Because a thread of the statistics kernel asks for its next
 // 64 bytes before it works on the last, 48 KB are in flight all the time; an H200 needs about 33 KB for each
 // multiprocessor to cover 0.9 microseconds of latency.

@@ -132,8 +132,9 @@ def test_every_other_instruction_set_gives_exact_results(instructions: str) -> N
         "-p",
         "no:cacheprovider",
         "tests/test_conformance.py",
+        "tests/test_multiply.py",
         "-k",
-        "native-cpu or more_zeros",
+        "not reference- and not triton and not cuda",
     ]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout

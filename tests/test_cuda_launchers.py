@@ -58,8 +58,22 @@ class Stream:
         return Result(self, tensors, max_norm)
 
     def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray) -> None:
-        self.under_way.append((tensors, coefficient))
-        self.check(self.library.start_scale(self.handle, *arguments(tensors), pointer(coefficient)))
+        self.start_scale(tensors, coefficient, 0)
+
+    def scale_each(self, tensors: list[np.ndarray], coefficients: np.ndarray) -> None:
+        self.start_scale(tensors, coefficients, 1)
+
+    def start_scale(self, tensors: list[np.ndarray], coefficients: np.ndarray, stride: int) -> None:
+        self.under_way.append((tensors, coefficients))
+        numbers = pointer(coefficients), ctypes.c_int64(stride)
+        self.check(self.library.start_scale(self.handle, *arguments(tensors), *numbers))
+
+    def unscale(self, tensors: list[np.ndarray], factor: np.ndarray) -> np.ndarray:
+        table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
+        self.under_way.append((tensors, factor, table))
+        outputs = pointer(table), pointer(factor)
+        self.check(self.library.start_unscale(self.handle, *arguments(tensors), *outputs))
+        return table
 
     def clip(self, tensors: list[np.ndarray], max_norm: float, times: int = 1) -> Result:
         return Result(self, tensors, max_norm, times)
@@ -226,6 +240,53 @@ def test_a_refused_allocation_is_reported_and_the_next_call_works(library: ctype
 
 def times(tensors: list[np.ndarray], coefficient: float) -> list[np.ndarray]:
     return [tensor * np.float32(coefficient) for tensor in tensors]
+
+
+@pytest.mark.parametrize(("count", "size"), [(3, 30_000), (190, 60), (600, 50), (1620, 30), (2000, 20)])
+def test_unscaling_is_one_launch_that_scales_and_measures(library: ctypes.CDLL, count: int, size: int) -> None:
+    stream, some = Stream(library), tensors(count, size)
+    stream.stats(some)  # makes the stream's tickets, and its table if there is one
+    stream.synchronize()
+    expected = times(some, 0.25)
+    before = counted(library)
+    table = stream.unscale(some, np.array([0.25], dtype=np.float32))
+    assert spent(library, before) == {"launches": 1}
+    stream.synchronize()
+    assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+    measured = stream.stats(some)
+    stream.synchronize()
+    assert table.tobytes() == measured.table.tobytes()
+    measured.assert_right()
+
+
+@pytest.mark.parametrize("count", [3, 1800])
+def test_a_captured_unscale_is_replayed_with_new_factors(fresh: ctypes.CDLL, count: int) -> None:
+    """It may be the first call of a process: its kernel is loaded with the others."""
+    stream, some = Stream(fresh), tensors(count, 9000 if count == 3 else 30, 5)
+    factor = np.array([0.5], dtype=np.float32)
+    fresh.begin_capture(stream.handle)
+    table = stream.unscale(some, factor)
+    graph = ctypes.c_void_p(fresh.end_capture(stream.handle))
+    for value in (0.5, 1.0, -3.0):
+        factor[0] = value
+        expected = times(some, value)
+        fresh.replay(graph, stream.handle)
+        stream.synchronize()
+        assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+        measured = stream.stats(some)
+        stream.synchronize()
+        assert table.tobytes() == measured.table.tobytes()
+        table[:] = 1e33
+
+
+@pytest.mark.parametrize("count", [3, 190, 600, 1620, 2000])
+def test_each_tensor_has_its_coefficient(library: ctypes.CDLL, count: int) -> None:
+    stream, some = Stream(library), tensors(count, 30_000 if count == 3 else 20)
+    coefficients = np.arange(count) % 4 / 2.0  # every fourth is 1
+    expected = [tensor * np.float32(c) for tensor, c in zip(some, coefficients, strict=True)]
+    stream.scale_each(some, coefficients)
+    stream.synchronize()
+    assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
 
 
 @pytest.mark.parametrize(("count", "size"), [(3, 30_000), (190, 60), (600, 50), (1620, 30)])

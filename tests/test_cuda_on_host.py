@@ -91,6 +91,7 @@ def stats(
     norm_dtype: torch.dtype | None = None,
     max_norm: float = 1.0,
     infinity: bool = False,
+    factor: float | None = None,
 ) -> tuple[np.ndarray, torch.Tensor, float]:
     table = np.full((len(pieces), len(_fields.FIELDS)), 1e33)
     tickets = np.zeros(blocks + 1, dtype=np.uint32) if tickets is None else tickets
@@ -102,6 +103,7 @@ def stats(
         seed,
         pointer(tickets),
         pointer(table),
+        None if factor is None else pointer(np.array([factor], dtype=np.float32)),
         ctypes.c_void_p(norm.data_ptr() if norm_dtype is not None else None),
         DTYPES[norm.dtype],
         ctypes.c_double(max_norm),
@@ -113,7 +115,11 @@ def stats(
 
 
 def scale(library: ctypes.CDLL, pieces: list[Piece], coefficient: float, blocks: int = 5, seed: int = 0) -> None:
-    library.run_scale(*arrays(pieces), blocks, seed, pointer(np.array([coefficient])))
+    library.run_scale(*arrays(pieces), blocks, seed, pointer(np.array([coefficient])), ctypes.c_int64(0))
+
+
+def scale_each(library: ctypes.CDLL, pieces: list[Piece], coefficients: list[float], blocks: int = 5) -> None:
+    library.run_scale(*arrays(pieces), blocks, 0, pointer(np.array(coefficients)), ctypes.c_int64(1))
 
 
 def exact_norm(values: np.ndarray) -> float:
@@ -387,3 +393,98 @@ def test_scale_mixes_types_and_leaves_everything_alone_at_one(library: ctypes.CD
     scale(library, pieces, 0.77, blocks=33)
     for piece in pieces:
         assert same(piece.now(), scaled_by_torch(piece.values, 0.77))
+
+
+def test_scale_each_takes_a_coefficient_for_each_and_skips_ones(library: ctypes.CDLL) -> None:
+    """Neighbouring 8-bit tensors of one type with different coefficients among them."""
+    random = np.random.default_rng(6)
+    for count, blocks in ((12, 5), (150, 1), (2000, 33)):
+        pieces, coefficients = [], []
+        for number in range(count):
+            dtype, is_pair = KINDS[number // 3 % len(KINDS)]
+            numel = int(random.integers(0, 60)) if number % 7 else int(random.integers(0, 9000))
+            values = random_values(dtype, numel * (2 if is_pair else 1), number)
+            if values.numel():
+                values[0] = math.nan
+            pieces.append(Piece(values, is_pair))
+            coefficients.append([1.0, 0.77, -3.0, math.nan, 1e-3][int(random.integers(5))])
+        memory = [piece.memory.copy() for piece in pieces]
+        scale_each(library, pieces, coefficients, blocks)
+        for piece, before, coefficient in zip(pieces, memory, coefficients, strict=True):
+            if coefficient == 1:
+                assert (piece.memory == before).all()
+            assert same(piece.now(), scaled_by_torch(piece.values, coefficient))
+            assert (piece.memory == before)[: piece.address - piece.memory.ctypes.data].all(), "wrote outside"
+
+
+FACTORS = (1 / 1024, 0.3, 7.0, 1.0, math.nan, math.inf)
+
+
+def assert_unscale_is_scale_and_stats(library: ctypes.CDLL, pieces: list[Piece], factor: float, blocks: int) -> None:
+    """In every bit, of the table as of the memory, around which nothing is written."""
+    twins = [Piece(piece.values, piece.is_pair, piece.offset) for piece in pieces]
+    tickets = np.zeros(blocks + 1, dtype=np.uint32)
+    table, _, _ = stats(library, pieces, blocks, seed=blocks, tickets=tickets, factor=factor)
+    scale(library, twins, float(np.float32(factor)), blocks)
+    assert table.tobytes() == stats(library, twins, blocks)[0].tobytes()
+    for piece, twin in zip(pieces, twins, strict=True):
+        assert (piece.bytes == twin.bytes).all()
+        begin = piece.address - piece.memory.ctypes.data
+        assert (piece.memory[:begin] == 0xA5).all()
+        assert (piece.memory[begin + len(piece.bytes) :] == 0xA5).all()
+
+
+@pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_unscale_sizes_and_alignments(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool, factor: float) -> None:
+    element = dtype.itemsize * (2 if is_pair else 1)
+    sizes = sizes_around_tiles(library.tile_bytes(), element)
+    for blocks in (1, 4, 1000):
+        pieces = [
+            Piece(random_values(dtype, numel * (2 if is_pair else 1), seed), is_pair, (seed + blocks) % (16 // element))
+            for seed, numel in enumerate(sizes)
+        ]
+        assert_unscale_is_scale_and_stats(library, pieces, factor, blocks)
+
+
+@pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
+@pytest.mark.parametrize("background", [1.0, 0.0, 1e-25])
+def test_unscale_special_values(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool, background: float) -> None:
+    """Read twice by the exact path, they are still multiplied once; also where the product leaves the range."""
+    random = np.random.default_rng(5)
+    numel = 2 * library.tile_bytes() // dtype.itemsize + 70
+    for factor in FACTORS:
+        pieces = []
+        for number, special in enumerate(special_values(dtype)):
+            values = random_values(torch.float64, numel, number) * background
+            values[random.choice(numel, 3, replace=False)] = special
+            values[[0, numel - 1][number % 2]] = special
+            offset = number % 3 if dtype.itemsize * (2 if is_pair else 1) * (number % 3) < 16 else 0
+            pieces.append(Piece(values.to(dtype), is_pair, offset))
+        assert_unscale_is_scale_and_stats(library, pieces, factor, 9)
+
+
+def test_unscale_mixes_types_and_measures_the_products(library: ctypes.CDLL) -> None:
+    """More tensors than the parameters of a launch hold, and each smaller table too; against the exact account."""
+    for count, blocks in ((2500, 64), (1200, 4000), (500, 3), (100, 20)):
+        pieces = []
+        for number in range(count):
+            dtype, is_pair = KINDS[number // 2 % len(KINDS)]
+            numel = number * 7 % 41 if number % 50 else number * 131 % 9001
+            pieces.append(Piece(random_values(dtype, numel * (2 if is_pair else 1), number), is_pair))
+        table, _, _ = stats(library, pieces, blocks, seed=count, factor=0.3)
+        for piece in pieces:
+            assert same(piece.now(), scaled_by_torch(piece.values, float(np.float32(0.3))))
+        check([Piece(piece.now(), piece.is_pair) for piece in pieces], table)
+
+
+def test_unscale_pairs_aligned_only_to_their_parts(library: ctypes.CDLL) -> None:
+    for dtype in CAN_PAIR:
+        values = random_values(dtype, 3000, 0)
+        values[77] = math.nan
+        whole = Piece(torch.cat([values[:1], values]))
+        misaligned = Piece(values, is_pair=True)
+        misaligned.address, misaligned.bytes = whole.address + dtype.itemsize, whole.bytes[dtype.itemsize :]
+        table, _, _ = stats(library, [misaligned], factor=0.5)
+        assert same(misaligned.now(), values * 0.5)
+        check([Piece(misaligned.now(), is_pair=True)], table)

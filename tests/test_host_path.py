@@ -83,6 +83,57 @@ def test_clipping_the_short_way_gives_the_same_bits(max_norm: float, norm_type: 
         assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
 
 
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("value", [0.25, 1.0, float("nan")])
+def test_multiplying_the_short_way_gives_the_same_bits(value: float, device: str) -> None:
+    tensors, again = ordinary(device), ordinary(device)
+    for a, b in zip(tensors, again, strict=True):
+        b.data.copy_(a.data)
+    factor = torch.tensor(value, device=device)
+    unscaled = direct(device).unscale_(tensors, factor)
+    assert unscaled is not None
+    table, signature = OPS.unscale_(again, factor)
+    assert torch.equal(unscaled[0], table)
+    assert unscaled[1] == signature == OPS.check(tensors)[1]
+    coefficients = torch.linspace(-1, 1, len(tensors), dtype=torch.float64, device=device)
+    assert direct(device).scale_each_(tensors, coefficients)
+    OPS.scale_each_(again, coefficients)
+    assert torch.equal(OPS.stats(tensors), OPS.stats(again))
+    if value == value:
+        assert all(
+            torch.equal(a.double(), b.double()) for a, b in zip(tensors, again, strict=True) if a.is_floating_point()
+        )
+
+
+def test_a_tensor_listed_twice_is_not_unscaled_directly() -> None:
+    x, empty = torch.ones(3), torch.zeros(0)
+    assert HELPERS.unscale_([x, torch.ones(2), x], torch.tensor(0.5)) is None
+    assert x.tolist() == [1.0] * 3
+    assert HELPERS.unscale_([x, empty, empty], torch.tensor(0.5)) is not None
+    assert HELPERS.scale_each_([x, x], torch.tensor([3.0, 5.0], dtype=torch.float64))
+    assert x.tolist() == [7.5] * 3
+
+
+@pytest.mark.parametrize(
+    "factor", [torch.tensor(0.5, dtype=torch.float64), torch.full((2,), 0.5), torch.zeros(0), torch.tensor(0.5j), 0.5]
+)
+def test_a_factor_of_another_kind_is_refused(factor: Any) -> None:
+    tensor = torch.ones(2)
+    assert HELPERS.unscale_([tensor], factor) is None
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+WIDE = torch.full((4, 4), 0.5, dtype=torch.float64)
+COEFFICIENTS = [WIDE[0].float(), WIDE[0, :3], WIDE[:, 0], WIDE[:2, :2].contiguous().t(), WIDE[:2, :2], None]
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+def test_coefficients_of_another_kind_are_refused(coefficients: Any) -> None:
+    tensors = [torch.ones(2) for _ in range(4)]
+    assert not HELPERS.scale_each_(tensors, coefficients)
+    assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
+
+
 def fake() -> Tensor:
     with FakeTensorMode():
         return torch.ones(2)
@@ -116,6 +167,8 @@ def test_what_is_not_ordinary_is_left_alone(what: str) -> None:
     assert HELPERS.clip_([untouched, value], 0.1, 2.0) is None
     assert HELPERS.measure([untouched, value], 0.1, 2.0) is None
     assert not HELPERS.scale_([untouched, value], torch.tensor(0.1, dtype=torch.float64))
+    assert not HELPERS.scale_each_([untouched, value], torch.full((2,), 0.1, dtype=torch.float64))
+    assert HELPERS.unscale_([untouched, value], torch.tensor(0.1)) is None
     assert HELPERS.check([value]) is None
     assert untouched.tolist() == [2.0] * 3
 
@@ -311,7 +364,8 @@ def test_references_are_balanced() -> None:
     model = small()
     parameters, gradients = list(model.parameters()), [p.grad for p in model.parameters()]
     plan = HELPERS.make_plan([weakref.ref(m) for m in model.modules()], parameters)
-    watched = [model, plan, *parameters, *gradients, None, model[0]._parameters]
+    factor, coefficients = torch.tensor(1.0), torch.ones(len(gradients), dtype=torch.float64)
+    watched = [model, plan, *parameters, *gradients, None, model[0]._parameters, factor, coefficients]
 
     def step() -> None:
         HELPERS.planned_parameters(plan)
@@ -319,6 +373,9 @@ def test_references_are_balanced() -> None:
         HELPERS.check(gradients)  # type: ignore[arg-type]
         HELPERS.check([*gradients, torch.tensor([1 + 2j]).conj().imag])  # type: ignore[list-item]
         HELPERS.clip_(gradients, 1e9, 2.0)  # type: ignore[arg-type]
+        HELPERS.unscale_(gradients, factor)  # type: ignore[arg-type]
+        HELPERS.scale_each_(gradients, coefficients)  # type: ignore[arg-type]
+        HELPERS.scale_each_(gradients, factor)  # type: ignore[arg-type]
 
     step()
     before = [sys.getrefcount(o) for o in watched]

@@ -20,31 +20,33 @@ def sample(device: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("stats", ()), ("measure", (1.0, 2.0)), ("clip_", (0.5, 2.0)), ("clip_", (1e9, float("inf")))],
+    [("stats", ()), ("unit_stats", ()), ("measure", (1.0, 2.0)), ("clip_", (0.5, 2.0)), ("clip_", (1e9, float("inf")))],
 )
 def test_opcheck(name: str, arguments: tuple[float, ...], device: str) -> None:
     tensors = sample(device)[:2] if float("inf") in arguments else sample(device)
     torch.library.opcheck(getattr(OPS, name).default, (tensors, *arguments))
 
 
-def test_opcheck_scale(device: str) -> None:
-    coefficient = torch.tensor(0.5, dtype=torch.float64, device=device)
-    torch.library.opcheck(OPS.scale_.default, (sample(device), coefficient))
+@pytest.mark.parametrize(("name", "count"), [("scale_", 0), ("scale_each_", 3), ("scale_units_", 9)])
+def test_opcheck_scale(name: str, count: int, device: str) -> None:
+    coefficients = torch.full((count,) if count else (), 0.5, dtype=torch.float64, device=device)
+    torch.library.opcheck(getattr(OPS, name).default, (sample(device), coefficients))
 
 
-def test_opcheck_check(device: str) -> None:
-    # The signature is a fact about the list, known to the host only, so `check` has no fake.
-    torch.library.opcheck(
-        OPS.check.default, (sample(device),), test_utils=["test_schema", "test_autograd_registration"]
-    )
+# A signature is a fact about the list, known to the host only, so what returns one has no fake.
+@pytest.mark.parametrize("name", ["check", "unscale_"])
+def test_opcheck_of_what_has_a_signature(name: str, device: str) -> None:
+    arguments = () if name == "check" else (torch.tensor(0.5, device=device),)
+    utilities = ["test_schema", "test_autograd_registration"]
+    torch.library.opcheck(getattr(OPS, name).default, (sample(device), *arguments), test_utils=utilities)
 
 
 def test_fakes_agree_with_the_kernels() -> None:
     real = sample("cpu")
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in real]
-        made = OPS.measure(fake, 1.0, 2.0)
-    for a, b in zip(OPS.measure(real, 1.0, 2.0), made, strict=True):
+        faked = [*OPS.measure(fake, 1.0, 2.0), OPS.unit_stats(fake)]
+    for a, b in zip([*OPS.measure(real, 1.0, 2.0), OPS.unit_stats(real)], faked, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
 
@@ -57,6 +59,20 @@ def test_stats_compile_without_a_break(backend: str, device: str) -> None:
 
     x, y = torch.randn(5, 3, device=device), torch.randn(9, device=device)
     torch.testing.assert_close(f(x, y), gradstat.stats([x * 2, y]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_units_compile_without_a_break(backend: str, device: str) -> None:
+    @torch.compile(fullgraph=True, backend=backend)
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        table = OPS.unit_stats([x, y])
+        OPS.scale_units_([x, y], table[:, 0] + 0.5)
+        return table
+
+    x, y = torch.randn(5, 3, device=device), torch.randn(9, device=device)
+    expected = [x * 0.5, y * 0.5]
+    assert torch.equal(f(x, y), OPS.unit_stats([2 * e for e in expected]))
+    assert all(torch.equal(*pair) for pair in zip((x, y), expected, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -129,3 +145,27 @@ def test_tensors_inside_a_functional_transform_are_measured() -> None:
 
     assert torch.func.grad(f)(torch.ones(3)).equal(torch.full((3,), 8.0))
     assert seen[0].shape == (1, len(gradstat.FIELDS))
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3, 4).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)])
+def test_the_operators_refuse_units_that_are_no_stretches_of_memory(tensor: torch.Tensor) -> None:
+    """Named by their place among the tensors, whatever number of units there is before them."""
+    for tensors in ([torch.ones(5, 2), tensor], [torch.ones(0, 2), tensor]):
+        with pytest.raises(RuntimeError, match="tensor 1 is not row-major"):
+            OPS.unit_stats(tensors)
+        count = sum(t.shape[0] for t in tensors)
+        with pytest.raises(RuntimeError, match="tensor 1 is not row-major"):
+            OPS.scale_units_(tensors, torch.full((count,), 0.5, dtype=torch.float64))
+        assert all((t == 1).all() for t in tensors)
+
+
+def test_units_of_odd_shapes_that_are_row_major() -> None:
+    tensors = [torch.ones(1, 3).t()[:1], torch.ones(4, 1).t(), torch.ones(3, 0), torch.ones(0, 3), torch.ones(1, 1)]
+    assert OPS.unit_stats(tensors)[:, gradstat.FIELDS.index("sum")].tolist() == [1, 4, 0, 0, 0, 1]
+
+
+def test_nothing_at_all_is_multiplied() -> None:
+    none = torch.zeros(0, dtype=torch.float64)
+    OPS.scale_each_([], none)
+    OPS.scale_units_([], none)
+    assert OPS.unscale_([], torch.tensor(0.5))[0].shape == (0, len(gradstat.FIELDS))

@@ -26,7 +26,7 @@ from gradstat.kernels import _table
 from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
 from gradstat.kernels._launch import Launcher
-from gradstat.kernels.scale import scale_, scale_kernel
+from gradstat.kernels.scale import scale_, scale_each_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
 
 # The interpreter computes with numpy, which warns of the overflows that the fast loop provokes on purpose.
@@ -290,6 +290,7 @@ def test_compiled_once() -> None:
         scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
         scale_(scalable, half[0])
         scale_(scalable, half[1])
+        scale_each_(scalable, half[:1].repeat(len(scalable)))
     for kernel in (stats_kernel, scale_kernel):
         assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
@@ -334,6 +335,8 @@ def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
                 [tensor for tensor in tensors if tensor.dtype not in FLOAT8 and tensor.numel()] or [split],
                 coefficients[i],
             )
+        scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
+        scale_each_(scalable, torch.full((len(scalable) + 1,), 0.5, dtype=torch.float64, device=DEVICE)[1:])
     assert {name: len(keys) for name, keys in seen.items()} == {"stats_kernel": 1, "scale_kernel": 1}
 
 
@@ -463,6 +466,13 @@ def test_scale_as_often_as_listed() -> None:
 
 def test_scale_of_empty_tensors() -> None:
     scale_([torch.empty(0, device=DEVICE)], coefficient_of(0.5))
+
+
+def test_scale_each_as_often_as_listed() -> None:
+    x, y, z = (torch.ones(10, device=DEVICE) for _ in range(3))
+    coefficients = torch.tensor([2, 3, 5, 7, 11, 13, 17], dtype=torch.float64, device=DEVICE)
+    scale_each_([x, y, x, x, z, y, x[:0]], coefficients)
+    assert [t.unique().tolist() for t in (x, y, z)] == [[70.0], [39.0], [11.0]]
 
 
 @by_dtype(FLOAT8)

@@ -151,8 +151,8 @@ class NormClip(AdaptiveClip):
         Args:
             norm: Total L2 norm of the gradients as the optimizer is to see them, without a loss scale: 0-d float64,
                 on the device where the state is to be.
-            keep: 0-d bool on that device. Where False the step is not remembered, as if it had not been, and the
-                coefficient is 1. None keeps every step.
+            keep: 0-d bool on that device. Where False the step is not remembered, as if it had not been (but that
+                its norm was not finite is), and the coefficient is 1. None keeps every step.
 
         Returns:
             0-d float64 on that device, from 0 to 1. For a norm that is NaN or Inf it is 1, and nothing but the

@@ -107,7 +107,7 @@ class AdaGC(TensorClip):
         if inverse_scale is not None:
             norms, total = norms * inverse_scale, total * inverse_scale
         finite = total.isfinite()
-        warming_up = state["totals"][_history.RECORDED] + finite <= self._warmup
+        warming_up = state["totals"][_history.RECORDED] < self._warmup
         # While all are clipped together a norm says nothing unless all of them are finite.
         kept = norms.isfinite() & (norms > 0) & (finite | ~warming_up)
         decided = torch.where(warming_up, limited(total, self._absolute), limited(norms, self._relative * means))

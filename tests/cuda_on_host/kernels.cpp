@@ -44,10 +44,12 @@ extern "C" {
 int32_t tile_bytes() { return kTileVectors * kVectorBytes; }
 int32_t table_capacity() { return kLargeTable; }
 
-// `tickets` has most_blocks + 1 places, zero at first. Without a norm wanted, `norm` is null.
+// `tickets` has most_blocks + 1 places, zero at first. Without a norm wanted, `norm` is null; without a factor
+// to multiply by, `factor` is.
 void run_stats(int64_t count, const uint64_t* addresses, const int64_t* numels, const int32_t* dtypes,
                const uint8_t* pairs, uint32_t most_blocks, uint32_t seed, uint32_t* tickets, Row* table,
-               void* norm, int32_t norm_dtype, double max_norm, int32_t infinity_norm, double* coefficient) {
+               const float* factor, void* norm, int32_t norm_dtype, double max_norm, int32_t infinity_norm,
+               double* coefficient) {
   const std::vector<Entry> entries = entries_of(count, addresses, numels, dtypes, pairs);
   const uint32_t blocks = blocks_of(entries, most_blocks);
   // Rows no block writes before they are read must show.
@@ -61,20 +63,24 @@ void run_stats(int64_t count, const uint64_t* addresses, const int64_t* numels, 
       slots.data(),
       totals.data(),
       tickets,
+      factor,
       norm != nullptr,
       {max_norm, infinity_norm != 0, static_cast<DType>(norm_dtype), norm, coefficient}};
   with_table_of(entries, [&](const auto& entries_table) {
-    cuda_on_host::launch(blocks, kThreads, seed, [&] { stats_kernel(entries_table, arguments); });
+    cuda_on_host::launch(blocks, kThreads, seed, [&] {
+      factor != nullptr ? unscale_kernel(entries_table, arguments) : stats_kernel(entries_table, arguments);
+    });
   });
 }
 
 void run_scale(int64_t count, const uint64_t* addresses, const int64_t* numels, const int32_t* dtypes,
-               const uint8_t* pairs, uint32_t most_blocks, uint32_t seed, const double* coefficient) {
+               const uint8_t* pairs, uint32_t most_blocks, uint32_t seed, const double* coefficients,
+               int64_t stride) {
   const std::vector<Entry> entries = entries_of(count, addresses, numels, dtypes, pairs);
   const uint32_t blocks = blocks_of(entries, most_blocks);
   const ScaleArguments arguments{static_cast<int32_t>(count),
                                  Partition::of(static_cast<uint32_t>(count_tiles(entries)), blocks),
-                                 coefficient};
+                                 {coefficients, stride}};
   with_table_of(entries, [&](const auto& table) {
     cuda_on_host::launch(blocks, kThreads, seed, [&] { scale_kernel(table, arguments); });
   });

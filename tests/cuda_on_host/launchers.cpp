@@ -96,13 +96,24 @@ int32_t start_stats(FakeStream* stream, int64_t count, const uint64_t* addresses
   });
 }
 
+int32_t start_unscale(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
+                      Row* table, const float* factor) {
+  return guarded([&] {
+    const std::vector<Entry> entries = entries_of(count, addresses, numels);
+    bool owned = false;
+    void* memory = workspace(stats_workspace_bytes(entries, 0), stream, owned);
+    launch_unscale(entries, table, factor, memory, 0, stream);
+    if (owned) stream->add([=] { std::free(memory); });
+  });
+}
+
 int32_t start_scale(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
-                    const double* coefficient) {
+                    const double* coefficients, int64_t stride) {
   return guarded([&] {
     const std::vector<Entry> entries = entries_of(count, addresses, numels);
     bool owned = false;
     void* memory = workspace(scale_workspace_bytes(entries, 0), stream, owned);
-    launch_scale(entries, coefficient, false, memory, 0, stream);
+    launch_scale(entries, {coefficients, stride}, false, memory, 0, stream);
     if (owned) stream->add([=] { std::free(memory); });
   });
 }

@@ -25,8 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ARCHITECTURES = re.findall(r'"(\d+)"', re.findall(r"CUDA_ARCHITECTURES = (.*)", (ROOT / "setup.py").read_text())[0])
 
 # 16-byte instructions a kernel must have. Statistics: eleven formats, each with four loads ahead of the loop,
-# four in it and four for a partial tile. Scaling: five formats of four loads and four stores.
-EXPECTED = {"stats": {"LDG": 11 * 12, "STG": 0}, "scale": {"LDG": 5 * 4, "STG": 5 * 4}}
+# four in it and four for a partial tile. Unscaling: the same, and stores of what was loaded in and behind the loop.
+# Scaling: five formats of four loads and four stores.
+EXPECTED = {
+    "stats": {"LDG": 11 * 12, "STG": 0},
+    "unscale": {"LDG": 11 * 12, "STG": 11 * 8},
+    "scale": {"LDG": 5 * 4, "STG": 5 * 4},
+}
 THREADS = 256
 # Per multiprocessor: registers, and threads at most.
 REGISTERS = 65536
@@ -75,7 +80,7 @@ def find_nvdisasm(nvcc: str) -> str:
 
 
 def short_name(mangled: str) -> str:
-    kind = re.search(r"(stats|scale)_kernel", mangled)
+    kind = re.search(r"\d(stats|unscale|scale)_kernel", mangled)
     capacity = re.search(r"ParameterTableILi(\d+)E", mangled)
     return f"{kind[1] if kind else mangled}/{capacity[1] if capacity else 'uploaded'}"
 

@@ -10,6 +10,7 @@ import math
 import torch
 
 import gradstat
+from gradstat import _backends
 
 FIELDS = [
     gradstat.FIELDS.index(name) for name in ("nan_count", "inf_count", "zero_count", "min", "max", "first_nonfinite")
@@ -44,6 +45,18 @@ def main() -> None:
             parameter.grad = clone
         norm = gradstat.clip_grad_norm_(parameters, 1e9)
         assert torch.equal(norm, gradstat.clip_grad_norm_(parameters, 0.5))
+    native, reference = (_backends.resolve(name, "cuda") for name in ("native", "reference"))
+    for group in groups:
+        scaled = [tensor.clone() for tensor in group]
+        assert torch.equal(native.unscale_(scaled, torch.tensor(0.3, device="cuda")), native.check(scaled)[0])
+        native.scale_each_(scaled, torch.arange(len(group), device="cuda").double() / 2)
+    matrix = torch.randn(3000, 33, device="cuda")
+    units = native.unit_stats([matrix, matrix[0]])
+    assert torch.equal(units[:, FIELDS], reference.unit_stats([matrix, matrix[0]])[:, FIELDS])
+    twin = matrix.clone()
+    native.scale_units_([matrix], units[:-1, 3].contiguous())
+    reference.scale_units_([twin], units[:-1, 3].contiguous())
+    assert torch.equal(matrix, twin)
     torch.cuda.synchronize()
     print("short set: done")
 

@@ -1,0 +1,69 @@
+// Multiplication in place: of a vector of any element type, and of a value on its own.
+#pragma once
+
+#include "device.cuh"
+
+namespace gradstat {
+
+// What elements are multiplied by; for 8-bit types the product of each of the 256 numbers.
+struct Multiplier {
+  double wide;
+  float narrow;
+  const uint8_t* products;
+};
+
+GRADSTAT_DEVICE uint32_t products_of(uint32_t bytes, const uint8_t* products) {
+  return products[bytes & 0xffu] | (static_cast<uint32_t>(products[(bytes >> 8) & 0xffu]) << 8) |
+         (static_cast<uint32_t>(products[(bytes >> 16) & 0xffu]) << 16) |
+         (static_cast<uint32_t>(products[bytes >> 24]) << 24);
+}
+
+struct ScaleFloat32 {
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
+    return float_to_bits(bits_to_float(w) * by.narrow);
+  }
+};
+struct ScaleBFloat16 {
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
+    return to_bfloat16_pair(low_bfloat16(w) * by.narrow, high_bfloat16(w) * by.narrow);
+  }
+};
+struct ScaleHalf {
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
+    return to_half_pair(low_half(w) * by.narrow, high_half(w) * by.narrow);
+  }
+};
+struct ScaleFloat8 {
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) { return products_of(w, by.products); }
+};
+
+template <class Type>
+GRADSTAT_DEVICE uint4 scaled(const uint4& v, const Multiplier& by) {
+  return {Type::word(v.x, by), Type::word(v.y, by), Type::word(v.z, by), Type::word(v.w, by)};
+}
+
+struct ScaleFloat64 {};
+template <>
+GRADSTAT_DEVICE uint4 scaled<ScaleFloat64>(const uint4& v, const Multiplier& by) {
+  const double a = words_to_double(v.x, v.y) * by.wide, b = words_to_double(v.z, v.w) * by.wide;
+  return {low_word(a), high_word(a), low_word(b), high_word(b)};
+}
+
+// Works out the products of a block's 8-bit tensor, in shared memory; the block's threads must meet before and
+// after.
+GRADSTAT_DEVICE void fill_products(uint8_t* products, DType dtype, float factor) {
+  static_assert(kThreads == 256, "one product for each thread");
+  const auto code = static_cast<uint8_t>(threadIdx.x);
+  products[code] = to_float8(float8_to_float(code, dtype) * factor, dtype);
+}
+
+GRADSTAT_DEVICE void scale_value(const Place& place, int64_t index, const Multiplier& by) {
+  const double value = value_at(place.address, place.dtype, index);
+  const bool is_wide = place.dtype == DType::kFloat64;
+  const double product = is_wide ? value * by.wide : static_cast<float>(value) * by.narrow;
+  const int32_t bytes_shift = element_shift(place.dtype, false);
+  write_value(reinterpret_cast<void*>(place.address + (static_cast<uint64_t>(index) << bytes_shift)),
+              place.dtype, product);
+}
+
+}  // namespace gradstat

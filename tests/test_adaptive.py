@@ -1,0 +1,678 @@
+"""Adaptive clips: every rule against its formula in plain Python, what is remembered, and that no step waits."""
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exact import REAL
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradstat
+from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip, _backends
+from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
+
+# The rules in plain Python: each takes the norms of all steps and gives all coefficients -------------------------
+
+
+def fixed(norms: list[float], max_norm: float) -> list[float]:
+    return [min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0 for norm in norms]
+
+
+def autoclip(norms: list[float], percentile: float, window: int) -> list[float]:
+    coefficients, history = [], []
+    for norm in norms:
+        if not math.isfinite(norm):
+            coefficients.append(1.0)
+            continue
+        history.append(norm)
+        coefficients.append(min(1.0, float(np.percentile(history[-window:], percentile)) / norm))
+    return coefficients
+
+
+def zclip(norms: list[float], z_threshold: float, alpha: float, warmup: int, to: str, max_norm: float) -> list[float]:
+    coefficients, first = [], []
+    mean = variance = 0.0
+    for norm in norms:
+        if not math.isfinite(norm):
+            coefficients.append(1.0)
+            continue
+        target = norm
+        if len(first) < warmup:
+            first.append(norm)
+            mean, variance = float(np.mean(first)), float(np.var(first))
+        else:
+            z = (norm - mean) / math.sqrt(variance)
+            if z > z_threshold:
+                z_target = {"reciprocal": z_threshold**2 / z, "threshold": z_threshold, "mean": 0.0}[to]
+                target = mean + z_target * math.sqrt(variance)
+            mean = alpha * mean + (1 - alpha) * target
+            variance = alpha * variance + (1 - alpha) * (target - mean) ** 2
+        coefficients.append(min(1.0, min(target, max_norm) / norm))
+    return coefficients
+
+
+def adagc(
+    steps: list[list[float]], relative: float, beta: float, warmup: int, absolute: float
+) -> tuple[list[list[float | None]], list[float | None]]:
+    """Takes and gives a list for each step, with None where nothing is decided; also the means in the end."""
+    coefficients: list[list[float | None]] = []
+    means: list[float | None] = [None] * len(steps[0])
+    finite_steps = 0
+    for norms in steps:
+        total = math.sqrt(sum(norm**2 for norm in norms))
+        is_finite = math.isfinite(total)
+        in_warmup = finite_steps < warmup
+        finite_steps += is_finite
+        row: list[float | None] = []
+        for i, norm in enumerate(norms):
+            mean = means[i]
+            if not math.isfinite(norm) or norm == 0 or (in_warmup and not is_finite):
+                row.append(None)
+            elif in_warmup:
+                coefficient = min(1.0, absolute / total)
+                means[i] = min(math.inf if mean is None else mean, coefficient * norm)
+                row.append(coefficient)
+            elif mean is None:
+                means[i] = norm
+                row.append(1.0)
+            else:
+                coefficient = min(1.0, relative * mean / norm)
+                means[i] = beta * mean + (1 - beta) * coefficient * norm
+                row.append(coefficient)
+        coefficients.append(row)
+    return coefficients, means
+
+
+def agc(parameter: Tensor, gradient: Tensor, clipping: float, eps: float) -> Tensor:
+    """The clipped gradient, in float64."""
+    weights, units = parameter.detach().double(), gradient.double()
+    if gradient.dim() < 2:
+        weights, units = weights[None], units[None]
+    clipped = []
+    for weight, unit in zip(weights, units, strict=True):
+        limit = clipping * max(weight.norm().item(), eps)
+        norm = unit.norm().item()
+        clipped.append(unit * (limit / norm) if math.isfinite(norm) and norm > limit else unit)
+    return torch.stack(clipped).reshape(gradient.shape)
+
+
+# Sequences and models -----------------------------------------------------------------------------------------
+
+
+def random_norms(steps: int, seed: int) -> list[float]:
+    """Norms that drift, with spikes, and with a few that are NaN or Inf, from the first step on."""
+    random = np.random.default_rng(seed)
+    norms = np.exp(np.cumsum(random.normal(0, 0.02, steps))) * random.gamma(20.0, 0.05, steps)
+    norms[random.random(steps) < 0.05] *= 30
+    norms[random.random(steps) < 0.05] = math.nan
+    norms[random.random(steps) < 0.05] = math.inf
+    norms[seed % 3] = math.nan
+    return norms.tolist()  # type: ignore[no-any-return]
+
+
+NORM_CLIPS: list[tuple[Any, Any]] = [
+    (lambda: FixedClip(1.2), lambda norms: fixed(norms, 1.2)),
+    (lambda: FixedClip(0.0), lambda norms: fixed(norms, 0.0)),
+    (lambda: FixedClip(math.inf), lambda norms: [1.0] * len(norms)),
+    (lambda: AutoClip(), lambda norms: autoclip(norms, 10, 1000)),
+    (lambda: AutoClip(95.5, window=7), lambda norms: autoclip(norms, 95.5, 7)),
+    (lambda: AutoClip(0), lambda norms: autoclip(norms, 0, 1000)),
+    (lambda: AutoClip(100), lambda norms: [1.0] * len(norms)),
+    (lambda: ZClip(), lambda norms: zclip(norms, 2.5, 0.97, 25, "reciprocal", math.inf)),
+    (lambda: ZClip(1.5, 0.9, 5, "threshold"), lambda norms: zclip(norms, 1.5, 0.9, 5, "threshold", math.inf)),
+    (lambda: ZClip(1.0, 0.5, 2, "mean", 1.1), lambda norms: zclip(norms, 1.0, 0.5, 2, "mean", 1.1)),
+]
+NORM_IDS = [repr(make()) for make, _ in NORM_CLIPS]
+CLIPS = [lambda: FixedClip(1.0), AutoClip, lambda: ZClip(warmup=3), lambda: AdaGC(warmup=3), lambda: AGC(0.1)]
+CLIP_IDS = ["FixedClip", "AutoClip", "ZClip", "AdaGC", "AGC"]
+
+
+def decide(clip: NormClip, norms: list[float]) -> list[float]:
+    return [clip.coefficient(torch.tensor(norm, dtype=torch.float64)).item() for norm in norms]
+
+
+def parameters_on(device: str, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """All kinds of shapes; one of weights that are zero."""
+    shapes = [(), (5,), (4, 7), (3, 2, 2, 2), (9, 3), (2, 2)]
+    made = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+    nn.init.zeros_(made[-1])
+    return made
+
+
+def give_gradients(parameters: list[nn.Parameter], size: float = 1.0) -> list[Tensor]:
+    """New gradients; copies of them."""
+    for parameter in parameters:
+        parameter.grad = (torch.randn(parameter.shape, device=parameter.device) * size).to(parameter.dtype)
+    return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def assert_scaled(parameter: nn.Parameter, expected: Tensor) -> None:
+    """Within two roundings of the gradient's dtype."""
+    info = torch.finfo(parameter.dtype)
+    slack = 2 * max(info.eps, 1e-7)  # norms are good to 1e-7
+    torch.testing.assert_close(
+        gradient_of(parameter).double(), expected.double(), rtol=slack, atol=info.tiny * slack, equal_nan=True
+    )
+
+
+def total_of(gradients: list[Tensor]) -> float:
+    return math.sqrt(math.fsum(gradient.double().square().sum().item() for gradient in gradients))
+
+
+# Rules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "rule"), NORM_CLIPS, ids=NORM_IDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_coefficients_follow_the_formula(make: Any, rule: Any, seed: int) -> None:
+    norms = random_norms(400, seed)
+    assert decide(make(), norms) == pytest.approx(rule(norms), rel=1e-9)
+
+
+def test_autoclip_keeps_the_last_norms_only() -> None:
+    rising = [float(norm) for norm in range(1, 21)]
+    assert decide(AutoClip(50, window=4), rising)[-1] == pytest.approx(18.5 / 20)
+    assert decide(AutoClip(50, window=100), rising)[-1] == pytest.approx(10.5 / 20)
+
+
+def test_zclip_does_not_depend_on_the_scale_of_the_norms() -> None:
+    norms = random_norms(200, 1)
+    for scale in (1e-30, 1e250):
+        assert decide(ZClip(), [norm * scale for norm in norms]) == pytest.approx(decide(ZClip(), norms), rel=1e-9)
+
+
+def test_zclip_survives_norms_without_any_spread() -> None:
+    coefficients = decide(ZClip(warmup=5), [2.0] * 10 + [4.0, 2.0, 1.0])
+    assert coefficients == [1.0] * 10 + [0.5, 1.0, 1.0]
+
+
+def test_a_norm_of_zero_is_left_alone() -> None:
+    for make, _ in NORM_CLIPS:
+        clip = make()
+        if repr(clip) != repr(FixedClip(0.0)):
+            assert decide(clip, [0.0] * 30) == [1.0] * 30
+
+
+@pytest.mark.parametrize(("make", "rule"), NORM_CLIPS, ids=NORM_IDS)
+def test_a_step_that_is_not_kept_never_was(make: Any, rule: Any) -> None:
+    with_others, without = make(), make()
+    for step, norm in enumerate(random_norms(100, 2)):
+        value = torch.tensor(norm, dtype=torch.float64)
+        for other in (1e6, 1e-6):
+            left_out = with_others.coefficient(torch.full_like(value, other), keep=torch.tensor(False))
+            assert left_out == 1, step
+        assert with_others.coefficient(value, keep=torch.tensor(True)) == without.coefficient(value), step
+    for name, tensor in without.state_dict()["tensors"].items():
+        torch.testing.assert_close(with_others.state_dict()["tensors"][name], tensor, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("make", [lambda: FixedClip(5.0), lambda: AutoClip(30), lambda: ZClip(1.0, warmup=2)])
+def test_all_gradients_are_scaled_by_the_coefficient(make: Any, dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    clip, other = make(), make()
+    parameters = parameters_on(device, dtype)
+    for size in (1.0, 0.5, 2.0, 8.0, 0.2):
+        before = give_gradients(parameters, size)
+        versions = [gradient_of(parameter)._version for parameter in parameters]
+        norm = clip.clip_(parameters, backend=backend)
+        assert norm.dtype == dtype
+        assert norm.shape == ()
+        assert norm.device == parameters[0].device
+        assert not norm.requires_grad
+        assert norm.item() == pytest.approx(total_of(before), rel=max(torch.finfo(dtype).eps, 1e-7))
+        coefficient = other.coefficient(torch.tensor(total_of(before), dtype=torch.float64))
+        for parameter, gradient, version in zip(parameters, before, versions, strict=True):
+            assert_scaled(parameter, gradient.double() * coefficient.to(device))
+            assert gradient_of(parameter)._version > version
+
+
+def test_fixed_clip_is_torchs(where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = parameters_on(device)
+    gradients = give_gradients(parameters)
+    norm = FixedClip(0.7).clip_(parameters, backend=backend)
+    ours = [gradient_of(parameter).clone() for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(parameters, 0.7))
+    for parameter, gradient in zip(parameters, ours, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"warmup": 3, "absolute": 20.0},
+        {"relative": 1.5, "beta": 0.5, "warmup": 0},
+        {"relative": 0.9, "beta": 0.9, "warmup": 6, "absolute": 1.0},
+    ],
+    ids=str,
+)
+def test_adagc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    clip = AdaGC(**options)
+    defaults = {"relative": 1.05, "beta": 0.98, "warmup": 100, "absolute": 1.0}
+    parameters = parameters_on(device, dtype)
+    norms: list[list[float]] = []
+    for step in range(10):
+        before = give_gradients(parameters, 0.5 + step % 3)
+        # One parameter is idle at first, one is bad on a step of each phase, and one on every step.
+        for i, bad_steps, value in ((1, range(5), 0.0), (2, (1, 7), math.nan), (3, (8,), math.inf)):
+            if step in bad_steps:
+                before[i].view(-1)[0 if value else slice(None)] = value
+                gradient_of(parameters[i]).copy_(before[i])
+        norms.append([gradient.double().norm().item() for gradient in before])
+        clip.clip_(parameters, backend=backend)
+        coefficients, means = adagc(norms, **{**defaults, **options})
+        for parameter, gradient, coefficient in zip(parameters, before, coefficients[-1], strict=True):
+            assert_scaled(parameter, gradient.double() * (1.0 if coefficient is None else coefficient))
+    assert clip.state_dict()["tensors"]["means"].tolist() == pytest.approx(means, rel=1e-6)
+    decided = [coefficient for row in coefficients for coefficient in row if coefficient is not None]
+    assert clip.summary().decided == len(decided)
+    assert clip.summary().clipped == sum(coefficient < 1 for coefficient in decided)
+
+
+def test_adagc_lets_a_tensor_that_was_idle_in_warmup_move() -> None:
+    clip = AdaGC(warmup=2)
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
+    for size in (0.0, 0.0, 0.5):
+        for parameter in parameters:
+            parameter.grad = torch.tensor([0.3, 0.4])
+        gradient_of(parameters[1]).fill_(size)
+        clip.clip_(parameters)
+    torch.testing.assert_close(parameters[1].grad, torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("options", [{}, {"clipping": 0.3, "eps": 0.5}], ids=str)
+def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    clip = AGC(**options)
+    parameters = parameters_on(device, dtype)
+    parameters.append(nn.Parameter(torch.randn(3, 4, 2, 2, device=device).to(dtype, memory_format=torch.channels_last)))
+    parameters.append(nn.Parameter(torch.randn(6, 4, device=device).to(dtype)[:, ::2]))
+    for size in (1.0, 0.02):
+        before = give_gradients(parameters, size)
+        parameters[-2].grad = before[-2].to(memory_format=torch.channels_last)
+        parameters[-1].grad = torch.zeros(2, 12, device=device, dtype=dtype).t()[::2].copy_(before[-1])
+        gradient_of(parameters[2])[1, 3] = math.nan
+        gradient_of(parameters[3])[2, 0, 0, 0] = -math.inf
+        before = [gradient_of(parameter).clone() for parameter in parameters]
+        norm = clip.clip_(parameters, backend=backend)
+        assert math.isnan(norm)
+        for parameter, gradient in zip(parameters, before, strict=True):
+            assert_scaled(parameter, agc(parameter, gradient, **{"clipping": 0.01, "eps": 1e-3, **options}))
+    units = 1 + 1 + 4 + 3 + 9 + 2 + 3 + 6
+    assert clip.summary().decided == 2 * (units - 2)
+
+
+@pytest.mark.parametrize("make", CLIPS[3:], ids=CLIP_IDS[3:])
+def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, where: tuple[str, str]) -> None:
+    backend, device = where
+    scaled, plain = make(), make()
+    parameters = parameters_on(device)
+    kernels = _backends.resolve(backend, device)
+    scale = 1024.0
+    for step in range(6):
+        give_gradients(parameters, 1.0 if step == 4 else 0.1)
+        if step == 5:
+            gradient_of(parameters[1])[0] = math.inf
+        start = [gradient_of(parameter).clone() for parameter in parameters]
+        plain.clip_(parameters, backend=backend)
+        expected = [gradient_of(parameter) for parameter in parameters]
+        gradients = [gradient * scale for gradient in start]
+        table = gradstat.stats(gradients, backend=backend)
+        inverse = torch.tensor(1 / scale, device=device)
+        scaled.scale_(list(parameters), gradients, table, kernels, inverse)
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0)
+    assert str(scaled.summary()) == str(plain.summary())
+
+
+def test_backends_decide_alike(where: tuple[str, str]) -> None:
+    backend, device = where
+    for make in CLIPS:
+        ours, theirs = make(), make()
+        for step in range(6):
+            torch.manual_seed(step)
+            parameters = parameters_on(device)
+            copies = [nn.Parameter(parameter.detach().cpu()) for parameter in parameters]
+            before = give_gradients(parameters, 1.0 + step)
+            for other, gradient in zip(copies, before, strict=True):
+                other.grad = gradient.cpu()
+            if isinstance(ours, AdaGC):  # new objects on every step
+                ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
+            ours.clip_(parameters, backend=backend)
+            theirs.clip_(copies, backend="reference")
+            for parameter, other in zip(parameters, copies, strict=True):
+                torch.testing.assert_close(gradient_of(parameter).cpu(), other.grad, rtol=1e-6, atol=0)
+
+
+# Lists of parameters ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_parameters_of_all_groups_are_clipped_together_and_those_without_gradient_passed_over(make: Any) -> None:
+    parameters = parameters_on("cpu")
+    optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}], lr=1.0)
+    before = give_gradients(parameters)
+    parameters[1].grad = None
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = make().clip_(iter(listed))
+    assert norm.item() == pytest.approx(total_of(before[:1] + before[2:]))
+    assert parameters[1].grad is None
+
+    others = [copy.deepcopy(parameter) for parameter in parameters[:1] + parameters[2:]]
+    for parameter, gradient in zip(others, before[:1] + before[2:], strict=True):
+        parameter.grad = gradient
+    make().clip_(others)
+    for parameter, other in zip(parameters[:1] + parameters[2:], others, strict=True):
+        assert torch.equal(gradient_of(parameter), gradient_of(other))
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_no_gradients_give_zero_and_are_no_step(make: Any) -> None:
+    clip = make()
+    for parameters in ([], [nn.Parameter(torch.zeros(3))]):
+        norm = clip.clip_(parameters)
+        assert norm.item() == 0
+        assert norm.dtype == torch.float32
+    with pytest.warns(UserWarning, match="empty generator") as caught:
+        clip.clip_(parameter for parameter in ())
+    assert caught[0].filename == __file__
+    assert clip.summary().steps == 0
+
+
+def test_a_changed_list_is_refused_by_adagc() -> None:
+    clip = AdaGC()
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    give_gradients(parameters)
+    clip.clip_(parameters)
+    parameters[0].grad = None
+    before = clip.state_dict()["tensors"]
+    with pytest.raises(ValueError, match=r"each of 3 parameters.*another list, of 2.*set_to_none=False"):
+        clip.clip_(parameters)
+    clip.clip_([nn.Parameter(torch.zeros(3))])  # without a gradient, so no list at all
+    parameters[0].grad = torch.ones(3)
+    with pytest.raises(ValueError, match="another list, of 3"):
+        clip.clip_(parameters[::-1])
+    for name, tensor in clip.state_dict()["tensors"].items():
+        torch.testing.assert_close(tensor, before[name], equal_nan=True)
+    clip.clip_(parameters)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda clip: pickle.loads(pickle.dumps(clip))])
+def test_a_copied_clip_serves_copied_parameters(duplicate: Any) -> None:
+    clip = AdaGC()
+    parameters = parameters_on("cpu")
+    give_gradients(parameters)
+    clip.clip_(parameters)
+    copies = copy.deepcopy(parameters)
+    give_gradients(copies)
+    duplicate(clip).clip_(copies)
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_strided_gradients_are_clipped_in_place(make: Any, where: tuple[str, str]) -> None:
+    backend, device = where
+    memory = torch.randn(6, 8, device=device)
+    before = memory.clone()
+    parameter, other = (nn.Parameter(torch.ones(6, 4, device=device)) for _ in range(2))
+    parameter.grad = memory[:, ::2]
+    other.grad = before[:, ::2].clone()
+    clip, contiguous = make(), make()
+    for _ in range(4):
+        clip.clip_([parameter], backend=backend)
+        contiguous.clip_([other], backend=backend)
+    torch.testing.assert_close(parameter.grad, other.grad)
+    assert torch.equal(memory[:, 1::2], before[:, 1::2])
+
+
+@pytest.mark.parametrize("make", [lambda: FixedClip(1.3), lambda: AdaGC(absolute=1.3)], ids=["FixedClip", "AdaGC"])
+def test_sparse_gradients_are_clipped(make: Any, where: tuple[str, str]) -> None:
+    backend, device = where
+    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
+    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+    parameter = nn.Parameter(torch.zeros(6, 2, device=device))
+    parameter.grad = sparse.clone()
+    assert make().clip_([parameter], backend=backend).item() == pytest.approx(13.0)
+    torch.testing.assert_close(parameter.grad.to_dense(), sparse.to_dense() / 10)
+
+
+def test_agc_refuses_sparse_gradients_by_name_before_anything_changes() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))]
+    parameters[0].grad, parameters[2].grad = torch.ones(2), torch.eye(2).to_sparse()
+    clip = AGC()
+    with pytest.raises(NotImplementedError, match=r"gradient of parameters\[2\]' is sparse"):
+        clip.clip_(parameters)
+    assert torch.equal(gradient_of(parameters[0]), torch.ones(2))
+    assert clip.summary().steps == 0
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_expanded_gradients_are_refused_by_name_before_anything_changes(make: Any, where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = [nn.Parameter(torch.zeros(3, 4, device=device)) for _ in range(3)]
+    parameters[0].grad = torch.ones(3, 4, device=device)
+    parameters[2].grad = torch.ones(3, 1, device=device).expand(3, 4)
+    clip = make()
+    with pytest.raises(RuntimeError, match=r"gradient of parameters\[2\]'.*expanded.*clone"):
+        clip.clip_(parameters, backend=backend)
+    assert torch.equal(gradient_of(parameters[0]), torch.ones(3, 4, device=device))
+    assert clip.summary().steps == 0
+    if isinstance(clip, TensorClip):
+        gradients = [gradient_of(parameters[i]) for i in (0, 2)]
+        table = gradstat.stats(gradients, backend=backend)
+        kernels = _backends.resolve(backend, device)
+        with pytest.raises(RuntimeError, match="expanded"):
+            clip.scale_([parameters[0], parameters[2]], gradients, table, kernels, None)
+        assert clip.summary().steps == 0
+
+
+def test_what_is_no_parameter_is_refused_as_by_clip_grad_norm() -> None:
+    model = nn.Linear(2, 2)
+    for make in CLIPS:
+        with pytest.raises(TypeError, match=r"module\.parameters\(\)"):
+            make().clip_(model)
+        with pytest.raises(AttributeError, match=r"item 0.*tuple"):
+            make().clip_(model.named_parameters())
+        give_gradients(list(model.parameters()))
+        with pytest.raises(ValueError, match="unknown backend"):
+            make().clip_(model.parameters(), backend="fast")
+
+
+# State --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+@pytest.mark.parametrize("stored", [False, True], ids=["in-memory", "stored"])
+def test_a_saved_clip_continues_identically(make: Any, stored: bool, tmp_path: Any) -> None:
+    first = make()
+    parameters = parameters_on("cpu")
+
+    def run(clip: AdaptiveClip, steps: range) -> Iterator[list[Tensor]]:
+        for step in steps:
+            torch.manual_seed(step)
+            give_gradients(parameters, 5.0 if step % 4 == 3 else 1.0)
+            clip.clip_(parameters)
+            yield [gradient_of(parameter).clone() for parameter in parameters]
+
+    list(run(first, range(10)))
+    state = first.state_dict()
+    expected = list(run(first, range(10, 20)))
+    if stored:
+        torch.save(state, tmp_path / "clip.pt")
+        state = torch.load(tmp_path / "clip.pt", weights_only=True)
+    second = make()
+    second.load_state_dict(state)
+    for ours, theirs in zip(run(second, range(10, 20)), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert str(second.summary()) == str(first.summary())
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_the_state_stays_where_it_is(make: Any, device: str) -> None:
+    """A captured graph writes to the memory it was captured with; loading and stepping must not replace it."""
+    clip = make()
+    parameters = parameters_on(device)
+    give_gradients(parameters)
+    clip.clip_(parameters)
+    addresses = {name: tensor.data_ptr() for name, tensor in clip._state.items()}
+    saved = clip.state_dict()
+    clip.clip_(parameters)
+    assert all(tensor.device.type == device for tensor in clip._state.values())
+    clip.load_state_dict(saved)
+    assert {name: tensor.data_ptr() for name, tensor in clip._state.items()} == addresses
+    assert clip.summary().steps == 1
+    clip.load_state_dict(make().state_dict())
+    assert clip.summary().steps == 0
+
+
+def test_a_foreign_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="state of AutoClip, which ZClip cannot continue from"):
+        ZClip().load_state_dict(AutoClip().state_dict())
+    with pytest.raises(ValueError, match="keeps the last 10 norms, this clip 20; make it with window=10"):
+        AutoClip(window=20).load_state_dict(AutoClip(window=10).state_dict())
+
+
+class RefusesReads(TorchDispatchMode):
+    """Any operation that gives the host a value of a tensor is an error."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a step waited for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_no_step_reads_a_value(make: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = make()
+    parameters = parameters_on("cpu")
+
+    def refused(*_: object) -> Any:
+        raise AssertionError("a step waited for the device")
+
+    for name in ("tolist", "numpy", "cpu"):
+        monkeypatch.setattr(Tensor, name, refused)
+    for step in range(8):
+        give_gradients(parameters, 1.0 + step)
+        if step % 2:
+            parameters[2].grad = gradient_of(parameters[2]).t().contiguous().t()
+        with RefusesReads():
+            clip.clip_(parameters, backend=backend)
+            if isinstance(clip, NormClip):
+                clip.coefficient(torch.ones((), dtype=torch.float64), keep=torch.tensor(True))
+            clip.load_state_dict(clip.state_dict())
+    with pytest.raises(AssertionError, match="waited"):
+        clip.summary()
+
+
+# Options and summary ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AutoClip(percentile=-1), "percentile is -1.0; expected a number from 0.0 to 100.0"),
+        (lambda: AutoClip(percentile=100.5), "percentile is 100.5"),
+        (lambda: AutoClip(percentile=math.nan), "percentile is nan"),
+        (lambda: AutoClip(window=0), "window is 0; expected a whole number from 1"),
+        (lambda: FixedClip(-1.0), "max_norm is -1.0"),
+        (lambda: FixedClip(math.nan), "max_norm is nan"),
+        (lambda: ZClip(z_threshold=-0.1), "z_threshold is -0.1"),
+        (lambda: ZClip(z_threshold=math.nan), "z_threshold is nan"),
+        (lambda: ZClip(alpha=1.5), "alpha is 1.5"),
+        (lambda: ZClip(warmup=0), "warmup is 0"),
+        (lambda: ZClip(to="median"), "to is 'median'; expected one of reciprocal, threshold, mean"),  # type: ignore[arg-type]
+        (lambda: ZClip(max_norm=-1.0), "max_norm is -1.0"),
+        (lambda: AdaGC(relative=-1.0), "relative is -1.0"),
+        (lambda: AdaGC(beta=-0.5), "beta is -0.5"),
+        (lambda: AdaGC(warmup=-1), "warmup is -1"),
+        (lambda: AdaGC(absolute=math.nan), "absolute is nan"),
+        (lambda: AGC(clipping=-0.01), "clipping is -0.01"),
+        (lambda: AGC(eps=math.nan), "eps is nan"),
+    ],
+)
+def test_options_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        make()
+
+
+def test_whole_numbers_are_not_rounded() -> None:
+    with pytest.raises(TypeError):
+        AutoClip(window=10.5)  # type: ignore[arg-type]
+
+
+def test_the_summary_says_what_was_done() -> None:
+    clip = FixedClip(1.2, window=100)
+    norms = random_norms(500, 0)
+    coefficients = decide(clip, norms)
+    summary = clip.summary()
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    below_one = [coefficient for coefficient in coefficients if coefficient < 1]
+    assert summary.steps == 500
+    assert summary.nonfinite == 500 - len(finite) > 0
+    assert summary.decided == len(finite)
+    assert summary.clipped == len(below_one)
+    assert summary.clipped_fraction == len(below_one) / len(finite)
+    assert summary.mean_coefficient == pytest.approx(np.mean(below_one))
+    assert summary.smallest_coefficient == min(below_one)
+    assert summary.recent == 100
+    for percentile in (5, 25, 50, 75, 95, 99):
+        assert summary.norm_percentiles[percentile] == pytest.approx(np.percentile(finite[-100:], percentile))
+    assert sum(norm > summary.suggested_max_norm for norm in finite[-100:]) == 10
+    text = str(summary)
+    assert text.startswith("FixedClip(max_norm=1.2, window=100): 500 steps, ")
+    assert f"clipped: {len(below_one)} of {len(finite)} steps" in text
+    assert f"suggested max_norm: {summary.suggested_max_norm:.3g}, the 90th percentile" in text
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_a_summary_before_the_first_step_is_empty(make: Any) -> None:
+    summary = make().summary()
+    assert summary.steps == summary.clipped == summary.recent == 0
+    assert math.isnan(summary.clipped_fraction)
+    assert math.isnan(summary.suggested_max_norm)
+    assert str(summary) == f"{make()!r}: 0 steps, 0 of them with a norm that is not finite"
+
+
+def test_advice_is_given_on_clipping_always_or_never_once_there_is_enough_to_go_by() -> None:
+    ordinary = [1.0 + 0.001 * i for i in range(100)]
+    for max_norm, advice in (
+        (0.5, "more than half of the steps are clipped: max_norm"),
+        (9.0, "nothing was ever clipped"),
+    ):
+        clip = FixedClip(max_norm)
+        decide(clip, ordinary[:99])
+        assert clip.summary().advice == ""
+        decide(clip, ordinary[99:])
+        assert clip.summary().advice.startswith(advice)
+        assert "advice: " + advice in str(clip.summary())
+    clip = FixedClip(1.06)
+    decide(clip, ordinary)
+    assert clip.summary().advice == ""
+    autoclip_ = AutoClip(10)
+    decide(autoclip_, random_norms(200, 1))
+    assert "percentile=10 is meant to clip about 90 %" in autoclip_.summary().advice
+
+
+def test_tensors_and_units_are_counted_by_name() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3))]
+    for clip, decided, what in ((AdaGC(absolute=0.1), 2, "tensors"), (AGC(), 5, "units")):
+        give_gradients(parameters)
+        clip.clip_(parameters)
+        assert clip.summary().decided == clip.summary().clipped == decided
+        assert f"clipped: {decided} of {decided} {what} (100.0%)" in str(clip.summary())

@@ -1,0 +1,346 @@
+"""Multiplying tensors in place, all by one factor or each and each unit by its own, in every backend."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from exact import COMPLEX, FLOAT8, REAL
+from test_conformance import CASES, assert_rows_match, random
+from torch import Tensor
+
+from gradstat import _backends
+from gradstat._backends import Kernels
+
+FACTORS = [3.7, 2.0**-16, 1.0, math.nan, math.inf]
+
+
+@pytest.fixture
+def kernels(where: tuple[str, str]) -> Kernels:
+    return _backends.resolve(*where)
+
+
+def skip_unless_scalable(dtype: torch.dtype, where: tuple[str, str]) -> None:
+    if where[0] == "triton" and dtype in FLOAT8:
+        pytest.skip("the Triton kernels do not scale 8-bit floats")
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same elements, strides and alignment in memory that no other tensor shares."""
+    if not tensor.is_contiguous():
+        return tensor.clone()
+    vector = max(16 // tensor.element_size(), 1)
+    offset = tensor.storage_offset() % vector
+    memory = torch.zeros(offset + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return memory[offset:].view(tensor.shape).copy_(tensor)
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def assert_same_bytes(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(in_memory(a), in_memory(b))
+
+
+def product(tensor: Tensor, coefficient: float | Tensor) -> Tensor:
+    """What torch makes of it: in float64 for float64, else in float32; complex numbers as pairs."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    wide = torch.float64 if real.dtype == torch.float64 else torch.float32
+    by = torch.as_tensor(coefficient, dtype=torch.float64, device=tensor.device)
+    multiplied = (real.to(wide) * by.to(wide)).to(real.dtype)
+    return torch.view_as_complex(multiplied) if tensor.is_complex() else multiplied
+
+
+def assert_products(got: list[Tensor], expected: list[Tensor], where: tuple[str, str]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        if where == ("triton", "cpu") and a.dtype == torch.bfloat16:
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-38, equal_nan=True)  # the interpreter truncates
+            continue
+        a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=0, equal_nan=True)
+
+
+def factor_of(value: float, device: str) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def coefficients_of(values: list[float], device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+# All by one factor, measured on the way ------------------------------------------------------------------------
+
+
+def every_kind(dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Lengths around vectors, steps and blocks; with a NaN, an Inf, a zero and a subnormal."""
+    tensors = []
+    for size in (0, 1, 3, 17, 255, 1023, 1025, 4097):
+        x = torch.randn(size).to(dtype).to(device)
+        for place, value in enumerate((math.nan, -math.inf, 0.0, 1e-40)):
+            if size > 1000:
+                x[(place * 577 + size // 2) % size] = torch.tensor(value).to(dtype)
+        tensors.append(x)
+    return [*tensors, apart(tensors[-2][1:]), apart(tensors[-1][3:])]
+
+
+def assert_unscale_is_scale_and_check(kernels: Kernels, tensors: list[Tensor], value: float, device: str) -> Tensor:
+    factor = factor_of(value, device)
+    twins = [apart(tensor) for tensor in tensors]
+    table = kernels.unscale_(tensors, factor)
+    kernels.scale_(twins, factor.double())
+    assert_same_bytes(tensors, twins)
+    assert torch.equal(table, kernels.check(tensors)[0])
+    return table
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("case", sorted(set(CASES) - {"strided", "duplicates"}))
+def test_unscaling_is_scaling_and_measuring(case: str, dtype: torch.dtype, device: str) -> None:
+    """In every bit; the other backends do nothing else."""
+    for value in FACTORS:
+        tensors = [apart(tensor) for tensor in CASES[case](dtype, device)]
+        assert_unscale_is_scale_and_check(_backends.resolve("native", device), tensors, value, device)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
+def test_unscaling_several_chunks(dtype: torch.dtype, device: str) -> None:
+    for value in FACTORS:
+        x = torch.randn(5 * 65536 + 321).to(dtype).to(device)
+        x[70_000] = x[4 * 65536] = math.nan
+        tensors = [x, apart(x[3:])]
+        assert_unscale_is_scale_and_check(_backends.resolve("native", device), tensors, value, device)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
+def test_unscaled_values_and_rows_are_right(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
+    skip_unless_scalable(dtype, where)
+    for value in FACTORS if where[0] == "native" else FACTORS[:1]:
+        tensors = every_kind(dtype, where[1])
+        expected = [product(tensor, factor_of(value, where[1])) for tensor in tensors]
+        table = assert_unscale_is_scale_and_check(kernels, tensors, value, where[1])
+        assert_products(tensors, expected, where)
+        assert_rows_match(table, tensors)
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_unscaling_mixed_types_in_one_call(kernels: Kernels, where: tuple[str, str]) -> None:
+    dtypes = [*REAL, *COMPLEX, *([] if where[0] == "triton" else FLOAT8)]
+    count = 30 if where == ("triton", "cpu") else 120  # the interpreter is slow
+    tensors = [torch.randn(17 * i % 701).to(dtypes[i % len(dtypes)]).to(where[1]) for i in range(count)]
+    table = assert_unscale_is_scale_and_check(kernels, tensors, 1 / 3, where[1])
+    assert_rows_match(table, tensors)
+
+
+def test_unscaling_by_one_leaves_every_bit(where: tuple[str, str]) -> None:
+    """Also the payload of a NaN, which a multiplication could change; the reference promises values only."""
+    if where[0] == "reference":
+        pytest.skip("multiplies by 1 like by any other number")
+    codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    tensors = [codes.view(dtype).clone().to(where[1]) for dtype in (torch.float16, torch.bfloat16)]
+    twins = [tensor.clone() for tensor in tensors]
+    table = _backends.resolve(*where).unscale_(tensors, factor_of(1.0, where[1]))
+    assert_same_bytes(tensors, twins)
+    assert_rows_match(table, tensors)
+
+
+def test_a_tensor_listed_again_is_unscaled_again(kernels: Kernels, where: tuple[str, str]) -> None:
+    x, y = random(700, torch.float32, where[1]), random((3, 5), torch.bfloat16, where[1])
+    expected = [product(product(product(x, 0.5), 0.5), 0.5), product(y, 0.5)]
+    table = kernels.unscale_([x, x, y, x], factor_of(0.5, where[1]))
+    assert_products([x, y], expected, where)
+    assert_rows_match(table, [x, x, y, x])
+
+
+def test_unscaling_does_not_depend_on_the_number_of_threads() -> None:
+    tensors = [random(n, torch.float32, "cpu") for n in (1_500_000, 900_001, 4, 77)]
+    before = torch.get_num_threads()
+    tables = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            copies = [tensor.clone() for tensor in tensors]
+            tables.append(_backends.resolve("native", "cpu").unscale_(copies, factor_of(0.3, "cpu")))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(table, tables[0]) for table in tables)
+
+
+# Each tensor by its own ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
+def test_each_tensor_is_scaled_by_its_coefficient(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
+    skip_unless_scalable(dtype, where)
+    tensors = every_kind(dtype, where[1])
+    values = [[0.25, -3.0, 1.0, 0.7301, math.nan, 0.0][i % 6] for i in range(len(tensors))]
+    expected = [product(*pair) for pair in zip(tensors, values, strict=True)]
+    kernels.scale_each_(tensors, coefficients_of(values, where[1]))
+    assert_products(tensors, expected, where)
+
+
+def test_each_of_many_mixed_tensors(kernels: Kernels, where: tuple[str, str]) -> None:
+    dtypes = [*REAL, *COMPLEX, *([] if where[0] == "triton" else FLOAT8)]
+    count = 120 if where == ("triton", "cpu") else 3000  # the interpreter is slow
+    tensors = [torch.randn(7 * i % 41).to(dtypes[i // 2 % len(dtypes)]).to(where[1]) for i in range(count)]
+    coefficients = torch.rand(count, dtype=torch.float64, device=where[1])
+    expected = [product(*pair) for pair in zip(tensors, coefficients.tolist(), strict=True)]
+    kernels.scale_each_(tensors, coefficients)
+    assert_products(tensors, expected, where)
+
+
+def test_dense_tensors_of_any_order_are_scaled_in_place(kernels: Kernels, where: tuple[str, str]) -> None:
+    x = random((4, 6, 5, 3), torch.float32, where[1]).contiguous(memory_format=torch.channels_last)
+    y = random((40, 30), torch.float32, where[1]).t()
+    expected = [product(x, 0.5), product(y, 3.0)]
+    kernels.scale_each_([x, y], coefficients_of([0.5, 3.0], where[1]))
+    assert_products([x, y], expected, where)
+    assert not y.is_contiguous()
+
+
+def test_a_coefficient_of_one_touches_nothing(where: tuple[str, str]) -> None:
+    """Not even the payload of a NaN, which a multiplication could change; the reference promises values only."""
+    if where[0] == "reference":
+        pytest.skip("multiplies by 1 like by any other number")
+    signalling = torch.tensor([0x7F800001, 0x3F800000], dtype=torch.int32, device=where[1])
+    before = signalling.clone()
+    other = torch.ones(3, device=where[1])
+    _backends.resolve(*where).scale_each_([signalling.view(torch.float32), other], coefficients_of([1, 2], where[1]))
+    assert torch.equal(signalling, before)
+    assert other.tolist() == [2.0] * 3
+
+
+def test_a_tensor_listed_again_is_scaled_by_each_coefficient(kernels: Kernels, where: tuple[str, str]) -> None:
+    x, y = torch.ones(10, device=where[1]), torch.ones(70, device=where[1])
+    empty = torch.zeros(0, device=where[1])
+    kernels.scale_each_([x, empty, y, x, x, y], coefficients_of([2, 9, 3, 1, 5, 7], where[1]))
+    assert (x[0], y[0]) == (10, 21)
+    assert x.unique().numel() == y.unique().numel() == 1
+
+
+# Units ---------------------------------------------------------------------------------------------------------
+
+
+def shapes_of_units(dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes: list[tuple[int, ...]] = [(5, 7), (3,), (), (4, 3, 2, 2), (1, 9), (3, 0), (0, 3), (0,), (2, 700), (6, 1)]
+    tensors = [torch.randn(shape).to(dtype).to(device) for shape in shapes]
+    return [*tensors, apart(torch.randn(41).to(dtype).to(device)[1:]).view(8, 5)]
+
+
+def units(tensors: list[Tensor]) -> list[Tensor]:
+    return [unit for tensor in tensors for unit in (tensor if tensor.dim() > 1 else [tensor])]
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
+def test_every_unit_has_its_row(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
+    tensors = shapes_of_units(dtype, where[1])
+    tensors[0][3, 2] = tensors[3][1, 2, 1, 0] = math.nan
+    table = kernels.unit_stats(tensors)
+    assert table.device == tensors[0].device
+    assert_rows_match(table, units(tensors))
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
+def test_every_unit_is_scaled_by_its_coefficient(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
+    skip_unless_scalable(dtype, where)
+    tensors = shapes_of_units(dtype, where[1])
+    values = torch.linspace(-1, 1, len(units(tensors)), dtype=torch.float64).tolist()
+    expected = [product(*pair) for pair in zip(units(tensors), values, strict=True)]
+    kernels.scale_units_(tensors, coefficients_of(values, where[1]))
+    assert_products(units(tensors), expected, where)
+
+
+NOT_ROW_MAJOR: dict[str, Callable[[str], Tensor]] = {
+    "transposed": lambda device: random((30, 5), torch.float32, device).t(),
+    "channels-last": lambda device: random((4, 6, 5, 3), torch.float32, device).to(memory_format=torch.channels_last),
+    "permuted": lambda device: random((3, 4, 5), torch.bfloat16, device).permute(1, 2, 0),
+}
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("what", NOT_ROW_MAJOR)
+def test_units_of_other_orders_go_through_copies(what: str, kernels: Kernels, where: tuple[str, str]) -> None:
+    tensor, plain = NOT_ROW_MAJOR[what](where[1]), random((2, 3), torch.float32, where[1])
+    order = tensor.stride()
+    tensors = [plain, tensor, plain[0]]
+    rows = [tensor.contiguous() for tensor in tensors]
+    assert_rows_match(kernels.unit_stats(tensors), units(rows))
+
+    values = torch.rand(len(units(rows)), dtype=torch.float64).tolist()
+    expected = [product(*pair) for pair in zip(units(rows[:2]), values[:-1], strict=True)]
+    kernels.scale_units_(tensors[:2], coefficients_of(values[:-1], where[1]))
+    assert_products(units([plain, tensor.contiguous()]), expected, where)
+    assert tensor.stride() == order
+    with pytest.raises(RuntimeError, match="numbers"):
+        kernels.scale_units_(tensors, coefficients_of(values[:-2], where[1]))
+    assert_products(units([plain, tensor.contiguous()]), expected, where)
+
+
+def test_units_listed_again_are_scaled_by_each_coefficient(kernels: Kernels, where: tuple[str, str]) -> None:
+    x, y = torch.ones(2, 3, device=where[1]), torch.ones(3, 2, device=where[1]).t()
+    kernels.scale_units_([x, y, x, y], coefficients_of([2, 3, 5, 7, 11, 13, 17, 19], where[1]))
+    assert x.tolist() == [[22.0] * 3, [39.0] * 3]
+    assert y.tolist() == [[85.0] * 3, [133.0] * 3]
+
+
+def test_units_of_tensors_without_any(kernels: Kernels, where: tuple[str, str]) -> None:
+    tensors = [torch.zeros(0, 3, device=where[1])] * 2
+    assert kernels.unit_stats(tensors).shape[0] == 0
+    kernels.scale_units_(tensors, coefficients_of([], where[1]))
+
+
+# Bad input -----------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "another dtype": ("float", lambda numbers: numbers.to(torch.float16)),
+    "integers": ("float", lambda numbers: numbers.to(torch.int64)),
+    "too few": ("numbers", lambda numbers: numbers[1:]),
+    "too many": ("numbers", lambda numbers: torch.cat([numbers, numbers])),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_numbers_of_another_kind_are_refused(what: str, kernels: Kernels, where: tuple[str, str]) -> None:
+    tensors = [torch.ones(2, 2, device=where[1]), torch.ones(4, device=where[1])]
+    why, spoiled = BAD[what]
+    two, three = (torch.full((n,), 0.5, dtype=torch.float64, device=where[1]) for n in (2, 3))
+    with pytest.raises(RuntimeError, match=why):
+        kernels.unscale_(tensors, spoiled(two[:1].float()))
+    with pytest.raises(RuntimeError, match=why):
+        kernels.scale_each_(tensors, spoiled(two))
+    with pytest.raises(RuntimeError, match=why):
+        kernels.scale_units_(tensors, spoiled(three))
+    assert all((tensor == 1).all() for tensor in tensors)
+
+
+def test_numbers_with_gaps_and_of_the_other_width_are_refused(kernels: Kernels, where: tuple[str, str]) -> None:
+    tensors = [torch.ones(2, 2, device=where[1]), torch.ones(4, device=where[1])]
+    wide = torch.full((4,), 0.5, dtype=torch.float64, device=where[1])
+    with pytest.raises(RuntimeError, match="contiguous"):
+        kernels.scale_each_(tensors, wide[::2])
+    with pytest.raises(RuntimeError, match="float64"):
+        kernels.scale_each_(tensors, wide[:2].float())
+    with pytest.raises(RuntimeError, match="float32"):
+        kernels.unscale_(tensors, wide[0])
+    assert all((tensor == 1).all() for tensor in tensors)
+
+
+@pytest.mark.cuda
+def test_numbers_on_another_device_are_refused() -> None:
+    tensors = [torch.ones(2, 2, device="cuda")]
+    for backend in ("native", "triton", "reference"):
+        kernels = _backends.resolve(backend, "cuda")
+        with pytest.raises(RuntimeError, match="device"):
+            kernels.unscale_(tensors, factor_of(0.5, "cpu"))
+        with pytest.raises(RuntimeError, match="device"):
+            kernels.scale_each_(tensors, coefficients_of([0.5], "cpu"))
+        with pytest.raises(RuntimeError, match="device"):
+            kernels.scale_units_(tensors, coefficients_of([0.5, 0.5], "cpu"))
+    assert (tensors[0] == 1).all()
