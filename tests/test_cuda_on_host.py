@@ -15,7 +15,7 @@ import pytest
 import torch
 from host_build import build, needs_compiler
 
-from gradstat import _fields
+from gradstat import _fields, _norms
 
 DTYPES = {
     torch.float32: 0,
@@ -92,11 +92,14 @@ def stats(
     max_norm: float = 1.0,
     infinity: bool = False,
     factor: float | None = None,
+    loss_scale: float | None = None,
+    verdict: np.ndarray | None = None,
+    counters: np.ndarray | None = None,
 ) -> tuple[np.ndarray, torch.Tensor, float]:
     table = np.full((len(pieces), len(_fields.FIELDS)), 1e33)
     tickets = np.zeros(blocks + 1, dtype=np.uint32) if tickets is None else tickets
     norm = torch.full((1,), 77.0, dtype=norm_dtype or torch.float32)
-    coefficient = np.full(1, 77.0)
+    coefficient = np.full(2, 77.0)
     library.run_stats(
         *arrays(pieces),
         blocks,
@@ -109,9 +112,45 @@ def stats(
         ctypes.c_double(max_norm),
         int(infinity),
         pointer(coefficient),
+        None if loss_scale is None else pointer(np.array([loss_scale], dtype=np.float32)),
+        None if verdict is None else pointer(verdict),
+        None if counters is None else pointer(counters),
     )
     assert not tickets.any(), "tickets must be back at zero"
     return table, norm[0], float(coefficient[0])
+
+
+@pytest.mark.parametrize("loss_scale", [None, 64.0, 1e-3, 0.0, math.inf])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_the_last_block_decides_about_a_step(library: ctypes.CDLL, loss_scale: float | None, bad: float | None) -> None:
+    """As the specification, whichever block comes last; every launch counts once."""
+    values = [torch.randn(30_001), torch.randn(7), torch.randn(50_000).bfloat16()]
+    if bad is not None:
+        values[2][40_123] = bad
+    pieces = [Piece(tensor) for tensor in values]
+    counters = np.array([10, 3, 2])
+    expected_counters = torch.from_numpy(counters.copy())
+    for seed in range(3):
+        verdict = np.full(3, 55.0, dtype=np.float32)
+        table, norm, coefficient = stats(
+            library,
+            pieces,
+            9,
+            seed,
+            None,
+            torch.float64,
+            2.0,
+            loss_scale=loss_scale,
+            verdict=verdict,
+            counters=counters,
+        )
+        scale_tensor = None if loss_scale is None else torch.tensor(loss_scale)
+        expected = _norms.decide(torch.from_numpy(table), 2.0, scale_tensor, expected_counters)
+        np.testing.assert_allclose(verdict, expected.verdict.numpy(), rtol=1e-6)
+        np.testing.assert_allclose(norm.item(), expected.norm.item(), rtol=1e-12)
+        np.testing.assert_allclose(coefficient, expected.numbers[0].item(), rtol=1e-12)
+        assert counters.tolist() == expected_counters.tolist()
+        assert verdict[0] == (bad is not None or loss_scale in (0.0, math.inf))
 
 
 def scale(library: ctypes.CDLL, pieces: list[Piece], coefficient: float, blocks: int = 5, seed: int = 0) -> None:

@@ -45,27 +45,31 @@ int32_t tile_bytes() { return kTileVectors * kVectorBytes; }
 int32_t table_capacity() { return kLargeTable; }
 
 // `tickets` has most_blocks + 1 places, zero at first. Without a norm wanted, `norm` is null; without a factor
-// to multiply by, `factor` is.
+// to multiply by, `factor` is; without the step of an optimizer to decide about, the last three are.
 void run_stats(int64_t count, const uint64_t* addresses, const int64_t* numels, const int32_t* dtypes,
                const uint8_t* pairs, uint32_t most_blocks, uint32_t seed, uint32_t* tickets, Row* table,
                const float* factor, void* norm, int32_t norm_dtype, double max_norm, int32_t infinity_norm,
-               double* coefficient) {
+               double* coefficient, const float* loss_scale, float* verdict, int64_t* counters) {
   const std::vector<Entry> entries = entries_of(count, addresses, numels, dtypes, pairs);
   const uint32_t blocks = blocks_of(entries, most_blocks);
   // Rows no block writes before they are read must show.
   Row poison;
   std::memset(&poison, 0xff, sizeof(poison));
   std::vector<Row> slots(blocks + entries.size(), poison), totals(blocks, poison);
-  const StatsArguments arguments{
-      static_cast<int32_t>(count),
-      Partition::of(static_cast<uint32_t>(count_tiles(entries)), blocks),
-      table,
-      slots.data(),
-      totals.data(),
-      tickets,
-      factor,
-      norm != nullptr,
-      {max_norm, infinity_norm != 0, static_cast<DType>(norm_dtype), norm, coefficient}};
+  const StatsArguments arguments{static_cast<int32_t>(count),
+                                 Partition::of(static_cast<uint32_t>(count_tiles(entries)), blocks),
+                                 table,
+                                 slots.data(),
+                                 totals.data(),
+                                 tickets,
+                                 factor,
+                                 norm != nullptr,
+                                 {max_norm,
+                                  infinity_norm != 0,
+                                  static_cast<DType>(norm_dtype),
+                                  norm,
+                                  coefficient,
+                                  {loss_scale, verdict, counters}}};
   with_table_of(entries, [&](const auto& entries_table) {
     cuda_on_host::launch(blocks, kThreads, seed, [&] {
       factor != nullptr ? unscale_kernel(entries_table, arguments) : stats_kernel(entries_table, arguments);
