@@ -41,7 +41,7 @@ def test_the_first_example_of_the_readme_runs_as_printed() -> None:
     assert names["norm"] > 0  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["stepping.md"])
+@pytest.mark.parametrize("name", ["stepping.md", "clipping.md"])
 def test_examples_of_the_pages_run(name: str) -> None:
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
     assert examples

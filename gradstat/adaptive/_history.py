@@ -43,6 +43,6 @@ def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:
 def add_coefficients_(state: State, coefficients: Tensor, kept: Tensor) -> None:
     """Counts the coefficients, 0-d or 1-d float64, of those decisions that ``kept`` keeps; the others are 1."""
     clipped = coefficients < 1
-    counted = torch.stack((kept.double(), clipped.double(), torch.where(clipped, coefficients, 0.0)))
+    counted = torch.stack((kept, clipped, torch.where(clipped, coefficients, 0.0)))
     state["totals"][DECIDED:] += counted.view(3, -1).sum(1)
     state["smallest"].copy_(torch.cat([state["smallest"].view(1), coefficients.view(-1)]).amin())

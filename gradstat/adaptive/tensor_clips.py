@@ -144,8 +144,8 @@ class AGC(TensorClip):
     Gradients that are not row-major (channels-last, strided views) are copied; sparse ones are refused.
 
     Args:
-        clipping: Limit of the gradient norm of a unit, in units of its weight norm; at least 0. The paper's 0.01 is
-            for batches of 4096, larger values are for smaller batches.
+        clipping: Limit of the gradient norm of a unit, in units of its weight norm; at least 0. 0.01 is for large
+            batches; smaller ones take larger values.
         eps: Least weight norm that counts, so that weights of zero can move.
         window: How many total norms are kept for the summary.
 
