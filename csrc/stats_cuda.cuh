@@ -53,6 +53,8 @@ struct BlockMemory {
   bool is_last;
   float factor;
   uint8_t products[256];  // by it, of an 8-bit type
+
+  GRADSTAT_DEVICE Multiplier multiplier() const { return {factor, factor, products}; }
 };
 
 // Columns by number, for threads that each handle one ---------------------------------------------------
@@ -182,7 +184,7 @@ GRADSTAT_DEVICE void multiply_at(const Place& place, int64_t element, const Mult
 
 template <bool kMultiplies>
 GRADSTAT_DEVICE void read_exact(const Segment& segment, uint32_t tile, const ExactWork& work,
-                                const Multiplier& by, Row& row) {
+                                const BlockMemory& memory, Row& row) {
   const int32_t length = work.edges ? 1 : segment.place.elements_per_vector();
   const int64_t edge_elements = segment.extent.head + segment.extent.tail;
   const int64_t pieces =
@@ -199,7 +201,7 @@ GRADSTAT_DEVICE void read_exact(const Segment& segment, uint32_t tile, const Exa
 #pragma unroll 1
     for (int32_t i = 0; i < length; ++i) {
       // Vectors were multiplied when they were read fast.
-      if (kMultiplies && work.edges) multiply_at(segment.place, element + i, by);
+      if (kMultiplies && work.edges) multiply_at(segment.place, element + i, memory.multiplier());
       lift_at(segment.place, element + i, row);
     }
   }
@@ -220,7 +222,7 @@ GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint3
 // and returns this thread's vectors that are left to the exact path, as a mask.
 template <bool kMultiplies, class Format>
 GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment, uint32_t& tile,
-                                   const Multiplier& by, Row& row) {
+                                   const BlockMemory& memory, Row& row) {
   using ShareOf = Share<typename Format::Extreme>;
   constexpr uint32_t kElements = Format::kElements;
   ShareOf run{0, 0, Format::positive_infinity(), Format::negative_infinity(), 0};
@@ -239,21 +241,24 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
   uint32_t left_over = 0;
   bool stop = false;
   uint4 ahead[kVectorsPerThread] = {};  // unset, the compiler would preserve what was there before
-  if (tile < full_end) {
+  const auto fetch_next = [&]() __attribute__((always_inline)) {
+    if (tile < full_end) {
 #pragma unroll
-    for (int k = 0; k < kVectorsPerThread; ++k) ahead[k] = load_vector(next + k * kThreads);
-  }
+      for (int k = 0; k < kVectorsPerThread; ++k) ahead[k] = load_vector(next + k * kThreads);
+    }
+  };
+  fetch_next();
   while (tile < full_end && !stop) {
     uint4 now[kVectorsPerThread];
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) now[k] = ahead[k];
     next += kTileVectors;
     ++tile;
-    if (tile < full_end) {
-#pragma unroll
-      for (int k = 0; k < kVectorsPerThread; ++k) ahead[k] = load_vector(next + k * kThreads);
-    }
+    // Before the arithmetic, so that loads are always under way. Where stores are half of the traffic half as
+    // many will do; fetched behind it, vectors leave registers to the products.
+    if constexpr (!kMultiplies) fetch_next();
     if constexpr (kMultiplies) {
+      const Multiplier by = memory.multiplier();
 #pragma unroll
       for (int k = 0; k < kVectorsPerThread; ++k) {
         now[k] = multiplied_at<Format>(next - kTileVectors + k * kThreads, now[k], by);
@@ -270,6 +275,9 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
       left_over = (1u << kVectorsPerThread) - 1;
     }
     stop = __any_sync(kAllLanes, !safe);
+    if constexpr (kMultiplies) {
+      if (!stop) fetch_next();
+    }
   }
 
   // The last tile of a tensor may be partly filled; its vectors are checked one by one.
@@ -283,7 +291,9 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) {
       if (k * kThreads < left) {
-        if constexpr (kMultiplies) ahead[k] = multiplied_at<Format>(next + k * kThreads, ahead[k], by);
+        if constexpr (kMultiplies) {
+          ahead[k] = multiplied_at<Format>(next + k * kThreads, ahead[k], memory.multiplier());
+        }
         ShareOf share;
         format.add(ahead[k], share, true);
         const uint32_t zeros = Format::zeros(share);
@@ -304,28 +314,29 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
 }
 
 template <bool kMultiplies>
-GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, const Multiplier& by, Row& row) {
+GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, const BlockMemory& memory,
+                                   Row& row) {
   const bool is_pair = segment.place.is_pair;
   switch (segment.place.dtype) {
     case DType::kFloat32:
-      return is_pair ? read_fast<kMultiplies>(Float32Format<true>{}, segment, tile, by, row)
-                     : read_fast<kMultiplies>(Float32Format<false>{}, segment, tile, by, row);
+      return is_pair ? read_fast<kMultiplies>(Float32Format<true>{}, segment, tile, memory, row)
+                     : read_fast<kMultiplies>(Float32Format<false>{}, segment, tile, memory, row);
     case DType::kBFloat16:
-      return read_fast<kMultiplies>(PackedFormat<PackedBFloat16, false>{}, segment, tile, by, row);
+      return read_fast<kMultiplies>(PackedFormat<PackedBFloat16, false>{}, segment, tile, memory, row);
     case DType::kFloat16:
-      return is_pair ? read_fast<kMultiplies>(PackedFormat<PackedHalf, true>{}, segment, tile, by, row)
-                     : read_fast<kMultiplies>(PackedFormat<PackedHalf, false>{}, segment, tile, by, row);
+      return is_pair ? read_fast<kMultiplies>(PackedFormat<PackedHalf, true>{}, segment, tile, memory, row)
+                     : read_fast<kMultiplies>(PackedFormat<PackedHalf, false>{}, segment, tile, memory, row);
     case DType::kFloat64:
-      return is_pair ? read_fast<kMultiplies>(Float64Format<true>{}, segment, tile, by, row)
-                     : read_fast<kMultiplies>(Float64Format<false>{}, segment, tile, by, row);
+      return is_pair ? read_fast<kMultiplies>(Float64Format<true>{}, segment, tile, memory, row)
+                     : read_fast<kMultiplies>(Float64Format<false>{}, segment, tile, memory, row);
     case DType::kFloat8E4M3FN:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FN>{}, segment, tile, by, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FN>{}, segment, tile, memory, row);
     case DType::kFloat8E5M2:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2>{}, segment, tile, by, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2>{}, segment, tile, memory, row);
     case DType::kFloat8E4M3FNUZ:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, tile, by, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, tile, memory, row);
     default:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, tile, by, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, tile, memory, row);
   }
 }
 
@@ -334,7 +345,6 @@ GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, const
 template <bool kMultiplies>
 GRADSTAT_DEVICE void read_segment(const BlockMemory& memory, double* columns) {
   const Segment& segment = memory.segment;
-  const Multiplier by = kMultiplies ? Multiplier{memory.factor, memory.factor, memory.products} : Multiplier{};
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (lane < kFields) columns[lane] = identity_of_column(lane);
   __syncwarp();
@@ -344,10 +354,10 @@ GRADSTAT_DEVICE void read_segment(const BlockMemory& memory, double* columns) {
   while (has_work || (tile < segment.end && segment.extent.vectors > 0)) {
     Row row = identity_row();
     if (has_work) {
-      read_exact<kMultiplies>(segment, tile - 1, work, by, row);
+      read_exact<kMultiplies>(segment, tile - 1, work, memory, row);
       has_work = false;
     } else {
-      work = {read_fast<kMultiplies>(segment, tile, by, row), false};
+      work = {read_fast<kMultiplies>(segment, tile, memory, row), false};
       has_work = __any_sync(kAllLanes, work.vectors != 0);
     }
     merge_over_warp(row);
