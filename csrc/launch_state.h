@@ -51,6 +51,11 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
       reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
       reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
       reinterpret_cast<const void*>(kernel<DeviceTable>)
+// The unscale kernel, which takes as long to compile as all others together, is there for the largest only: it
+// reads and writes every gradient, so that copying a larger parameter is nothing to it.
+#define GRADSTAT_FOR_LARGE_TABLES(kernel)                             \
+  reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>), \
+      reinterpret_cast<const void*>(kernel<DeviceTable>)
 LoadedKernels load_stats_kernels();  // in stats_cuda.cu
 LoadedKernels load_scale_kernels();  // in scale_cuda.cu
 
@@ -106,8 +111,8 @@ struct UploadedTable {
 UploadedTable upload_table(const std::vector<Entry>& entries, void* workspace, int32_t device,
                            cudaStream_t stream);
 
-// Calls launch(table) with the smallest kind of table that holds all entries.
-template <class Launch>
+// Calls launch(table) with the smallest kind of table, from `kSmallest` entries on, that holds all entries.
+template <int kSmallest = kSmallTable, class Launch>
 void with_table(const std::vector<Entry>& entries, void* workspace, int32_t device, cudaStream_t stream,
                 const Launch& launch) {
   const size_t count = entries.size();
@@ -115,19 +120,24 @@ void with_table(const std::vector<Entry>& entries, void* workspace, int32_t devi
     fill_table(entries, table.addresses, table.shapes, table.first_tiles);
     launch(table);
   };
-  if (count <= kSmallTable) {
-    ParameterTable<kSmallTable> table;
-    by_parameters(table);
-  } else if (count <= kMediumTable) {
-    ParameterTable<kMediumTable> table;
-    by_parameters(table);
-  } else if (count <= kLargeTable) {
-    ParameterTable<kLargeTable> table;
-    by_parameters(table);
-  } else {
-    const UploadedTable uploaded = upload_table(entries, workspace, device, stream);
-    launch(uploaded.table);
+  if constexpr (kSmallest <= kSmallTable) {
+    if (count <= kSmallTable) {
+      ParameterTable<kSmallTable> table;
+      return by_parameters(table);
+    }
   }
+  if constexpr (kSmallest <= kMediumTable) {
+    if (count <= kMediumTable) {
+      ParameterTable<kMediumTable> table;
+      return by_parameters(table);
+    }
+  }
+  if (count <= kLargeTable) {
+    ParameterTable<kLargeTable> table;
+    return by_parameters(table);
+  }
+  const UploadedTable uploaded = upload_table(entries, workspace, device, stream);
+  launch(uploaded.table);
 }
 
 }  // namespace gradstat

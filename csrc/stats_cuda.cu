@@ -36,17 +36,24 @@ void launch_either(const std::vector<Entry>& entries, Row* table, const float* f
                                  factor,
                                  norm != nullptr,
                                  norm != nullptr ? *norm : NormRequest{}};
-  with_table(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
-    using Table = std::decay_t<decltype(entries_table)>;
-    const auto kernel = factor != nullptr ? unscale_kernel<Table> : stats_kernel<Table>;
+  const auto start = [&](auto kernel, const auto& entries_table) {
     launch(kernel, blocks, stream, false, "launching the statistics kernel", entries_table, arguments);
-  });
+  };
+  if (factor != nullptr) {
+    with_table<kLargeTable>(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
+      start(unscale_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
+    });
+  } else {
+    with_table(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
+      start(stats_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
+    });
+  }
 }
 
 }  // namespace
 
 LoadedKernels load_stats_kernels() {
-  return load_kernels({GRADSTAT_FOR_EVERY_TABLE(stats_kernel), GRADSTAT_FOR_EVERY_TABLE(unscale_kernel)});
+  return load_kernels({GRADSTAT_FOR_EVERY_TABLE(stats_kernel), GRADSTAT_FOR_LARGE_TABLES(unscale_kernel)});
 }
 
 int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
