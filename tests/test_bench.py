@@ -219,7 +219,8 @@ def tiny_step(hook: Callable[[torch.Tensor], torch.Tensor] | None = None) -> ste
     if hook is not None:
         model.weight.register_hook(hook)
     x = torch.randn(5, 3)
-    return steps.Step(model, lambda: model(x).square().sum(), torch.optim.SGD(model.parameters(), lr=1e-6), CPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=steps.LEARNING_RATE)
+    return steps.Step(model, lambda: model(x).square().sum(), optimizer, CPU)
 
 
 def test_a_variant_that_raises_is_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
