@@ -348,7 +348,7 @@ def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="everything; some ten minutes")
+    parser.add_argument("--full", action="store_true", help="everything; some twenty minutes")
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="for the rounds of one comparison (default 3, full 4)")
