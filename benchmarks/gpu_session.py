@@ -111,7 +111,7 @@ def measure() -> bool:
 
 
 def _counts(plan: Plan) -> list[Row]:
-    """Launches and syncs of stats, check and clip, by backend."""
+    """Launches and syncs of stats, check and clip, by backend, and of steps of optimizers."""
     import torch
     from cases import CASES, input_of
     from gpu_counts import count
@@ -132,6 +132,25 @@ def _counts(plan: Plan) -> list[Row]:
             ):
                 for metric, value in count(call)._asdict().items():
                     rows.append(row("counts", case.name, f"gradstat {backend} {name}", metric, "", value, plan.device))
+    return rows + _counts_of_optimizer_steps(plan)
+
+
+def _counts_of_optimizer_steps(plan: Plan) -> list[Row]:
+    """Launches and syncs from gradients to parameters; what the gradients are does not matter."""
+    import optimizer_steps
+    from gpu_counts import count
+    from rows import row
+    from step_providers import providers_for
+
+    rows: list[Row] = []
+    shapes = next(case.shapes() for case in optimizer_steps.STEP_CASES if case.name == optimizer_steps.QUICK_CASE)
+    for choice in optimizer_steps.OPTIMIZERS:
+        for circumstance in optimizer_steps.CIRCUMSTANCES:
+            setting = optimizer_steps.Setting(shapes, choice, circumstance, "cuda")
+            case_name = optimizer_steps.case_name(optimizer_steps.QUICK_CASE, choice, circumstance)
+            for provider in providers_for(setting):
+                for metric, value in count(partial(provider.run, setting))._asdict().items():
+                    rows.append(row("counts", case_name, provider.name, metric, "", value, plan.device))
     return rows
 
 

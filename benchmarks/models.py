@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gradstat.bench.steps import Step
+from gradstat.bench.steps import LEARNING_RATE, Step
 from gradstat.demo.model import GPT, GPT2, MODEST, SMALL, Size
 
 _BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -99,7 +99,7 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) ->
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             return loss()
 
-    return Step(model, forward, torch.optim.AdamW(model.parameters(), lr=1e-6), device)
+    return Step(model, forward, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), device)
 
 
 CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import optimizer_steps
 import plots
 import rows
 import tables
@@ -34,8 +35,18 @@ def summary(folder: Path) -> str:
 
 
 def everything(folder: Path) -> str:
-    """For docs/performance.md: all charts and tables of every device."""
-    return "".join(_charts(device, folder, list(TITLES)) + tables.everything(device) for device in rows.devices())
+    """For docs/performance.md: all charts and tables of every device, but for those that have a place of their own."""
+    parts = []
+    for device in rows.devices():
+        others = [row for row in device if row.group != optimizer_steps.GROUP]
+        parts.append(_charts(device, folder, list(TITLES)) + tables.everything(others))
+    return "".join(parts)
+
+
+def steps_of_optimizers(folder: Path) -> str:
+    """For docs/performance.md: the tables about steps of optimizers of every device that has them."""
+    members = [[row for row in device if row.group == optimizer_steps.GROUP] for device in rows.devices()]
+    return "".join(tables.everything(each) for each in members if each)
 
 
 def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
@@ -48,7 +59,11 @@ def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
     )
 
 
-REGIONS: dict[str, Callable[[Path], str]] = {"summary": summary, "everything": everything}
+REGIONS: dict[str, Callable[[Path], str]] = {
+    "summary": summary,
+    "everything": everything,
+    "optimizer_steps": steps_of_optimizers,
+}
 
 
 def rendered(document: str, folder: Path) -> str:
@@ -60,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="rewrite the documents instead of printing the tables")
     if not parser.parse_args().write:
-        print(everything(ROOT))
+        print(everything(ROOT) + steps_of_optimizers(ROOT))
         return 0
     for document in DOCUMENTS:
         document.write_text(rendered(document.read_text(), document.parent))

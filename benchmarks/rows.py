@@ -30,7 +30,7 @@ class Row:
         case: On which input.
         metric: What the value is: ``"wall time"`` (with a final sync), ``"device time"``, ``"host time"``,
             ``"time ratio"`` (to the plain step), ``"time inside"`` (of the added call alone, within a step),
-            ``"extra memory"``, ``"launches"`` and so on.
+            ``"extra memory"``, ``"bytes moved"`` (counted on paper), ``"launches"`` and so on.
         unit: The value's unit, such as ``"us"`` or ``"B"``; empty for ratios and counts.
         value: The measurement.
         bytes: Bytes of input read once; 0 where that means nothing.

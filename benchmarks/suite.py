@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import optimizer_steps
+import step_providers
 import tables
 import torch
 from cases import (
@@ -35,6 +37,7 @@ from cases import (
     verify,
 )
 from models import TRAININGS, Training
+from optimizer_steps import CIRCUMSTANCES, Circumstance, OptimizerChoice, Setting
 from rows import RESULTS, Row, append, row
 
 import gradstat
@@ -107,17 +110,24 @@ def compare(
         if before is not None:
             before()
 
+    return made + _timed(plan, calls, ready, partial(row, group, case, device=plan.device, **about))
+
+
+def _timed(
+    plan: Plan, calls: Mapping[str, Callable[[], object]], ready: Callable[[str], object], row_of: Callable[..., Row]
+) -> list[Row]:
+    """The times of calls, interleaved, ``ready`` ahead of each with its name."""
     start = time.perf_counter()
     interleaved(calls, 1, 0, device=plan.device, before=ready)
     rounds = plan.rounds(time.perf_counter() - start)
     samples = interleaved(calls, rounds, 1, device=plan.device, before=ready)
+    made = []
     for name, sample in samples.items():
         metrics = {"wall time": sample.wall}
         if sample.device:
             metrics |= {"device time": sample.device, "host time": sample.host}
         for metric, seconds in metrics.items():
-            value = quartiles([1e6 * s for s in seconds])
-            made.append(row(group, case, name, metric, "us", value, plan.device, **about))
+            made.append(row_of(name, metric, "us", quartiles([1e6 * s for s in seconds])))
     return made
 
 
@@ -247,6 +257,40 @@ def _training(plan: Plan, training: Training) -> list[Row]:
     return made
 
 
+def steps_of_optimizers(plan: Plan) -> Work:
+    """From scaled gradients to updated parameters, for every optimizer in every circumstance."""
+    flush = machine.Flush(plan.device)
+    for case, choice in optimizer_steps.combinations(plan.full):
+        for circumstance in CIRCUMSTANCES:
+            what = optimizer_steps.case_name(case.name, choice, circumstance)
+            yield what, partial(_steps_of_optimizer, plan, flush, what, case.shapes(), choice, circumstance)
+
+
+def _steps_of_optimizer(
+    plan: Plan,
+    flush: Callable[[], object],
+    case: str,
+    shapes: list[Shape],
+    choice: OptimizerChoice,
+    circumstance: Circumstance,
+) -> list[Row]:
+    setting = Setting(shapes, choice, circumstance, str(plan.device))
+    providers = step_providers.providers_for(setting)
+    about = {"bytes": setting.bytes, "tensors": len(setting.gradients), "dtype": torch.float32}
+    row_of = partial(row, optimizer_steps.GROUP, case, device=plan.device, **about)
+    made = []
+    for provider in providers:
+        step_providers.verify(provider, setting)
+        made.append(row_of(provider.name, "bytes moved", "B", float(provider.passes(setting) * setting.bytes)))
+    setting.renew()
+
+    def ready(name: str) -> None:
+        setting.restore()
+        flush()
+
+    return made + _timed(plan, {p.name: (lambda p=p: p.run(setting)) for p in providers}, ready, row_of)
+
+
 MEMORY_CASES = ("10,000 tensors of 64", "transformer of 17 M", "one tensor of 64 M", "one tensor of 256 M")
 
 
@@ -279,13 +323,14 @@ def _memory(plan: Plan, case: Case) -> list[Row]:
 GROUPS: dict[str, Callable[[Plan], Work]] = {
     "steps": training_steps,
     "lists": lists,
+    optimizer_steps.GROUP: steps_of_optimizers,
     "host path": host,
     "growth in bytes": growth_in_bytes,
     "growth in tensors": growth_in_tensors,
     "growth in tensors, warm": warm_growth_in_tensors,
     "memory": memory,
 }
-QUICK = ("steps", "lists", "host path")
+QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
 
 
 def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
@@ -303,7 +348,7 @@ def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="everything; some ten minutes")
+    parser.add_argument("--full", action="store_true", help="everything; some twenty minutes")
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="for the rounds of one comparison (default 3, full 4)")

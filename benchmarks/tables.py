@@ -18,7 +18,9 @@ from cases import (
     TORCH_CLIPPED,
     TORCH_LOOP_CLIP,
 )
+from optimizer_steps import GROUP, OPTIMIZERS, QUICK_CASE, SEPARATOR
 from rows import Row
+from step_providers import ADAPTIVE, ALONE, AMP, GUARDED, TORCH
 
 from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
@@ -32,6 +34,10 @@ _CLIPPING = [
     TORCH_CLIPPED,
     CLIP_LIMIT,
 ]
+_STEPPING = [GUARDED, AMP, TORCH, ALONE]
+_SETTING = ["gradients", "optimizer", "circumstance"]
+# An optimizer that is told on the device whether to step, and one that the host decides for.
+_SUMMARIZED = tuple(SEPARATOR.join((QUICK_CASE, choice.name, "")) for choice in (OPTIMIZERS[0], OPTIMIZERS[-1]))
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -159,6 +165,43 @@ def step_memory(rows: Sequence[Row]) -> str:
     return grid(["training step", *columns], lines)
 
 
+def optimizer_steps(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """From gradients to parameters, each way with its ratio to a guarded step."""
+    lines = []
+    for (case, _), found in _by_case(rows, metric).items():
+        base = found[GUARDED]
+        cells = [_relative(found.get(name), None if name == GUARDED else base) for name in _STEPPING]
+        lines.append([*case.split(SEPARATOR), *cells])
+    return grid([*_SETTING, *_STEPPING], lines, len(_SETTING))
+
+
+def optimizer_passes(rows: Sequence[Row]) -> str:
+    """How often each way reads or writes as many bytes as there are gradients; the same for every list of them."""
+    lines = {}
+    for (case, _), found in _by_case(rows, "bytes moved").items():
+        _, *setting = case.split(SEPARATOR)
+        cells = [_passes(found.get(name), None if name == GUARDED else found[GUARDED]) for name in _STEPPING]
+        lines[tuple(setting)] = [*setting, *cells]
+    return grid([*_SETTING[1:], *_STEPPING], lines.values(), len(_SETTING) - 1)
+
+
+def _passes(row: Row | None, base: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.value / row.bytes:.0f}" + (f" ({row.value / base.value:.2f})" if base is not None else "")
+
+
+def adaptive_steps(rows: Sequence[Row]) -> str:
+    """A guarded step with a limit and with each adaptive clip: passes, and time with its ratio to the former."""
+    moved, lines = _by_case(rows, "bytes moved"), []
+    for key, found in _by_case(rows, "wall time").items():
+        for name in (GUARDED, *ADAPTIVE):
+            if name in found and ADAPTIVE[0] in found:
+                time = _relative(found[name], None if name == GUARDED else found[GUARDED])
+                lines.append([*key[0].split(SEPARATOR), name, _passes(moved[key][name], None), time])
+    return grid([*_SETTING, "call", "passes", "median"], lines, len(_SETTING) + 1)
+
+
 def _in_order(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
@@ -229,6 +272,15 @@ def _steps(rows: list[Row]) -> list[str]:
     return parts
 
 
+def _optimizer_steps(rows: list[Row]) -> list[str]:
+    title = "From gradients to updated parameters, caches flushed (in brackets: times a guarded step):\n"
+    parts = [title, optimizer_steps(rows)]
+    if any(row.metric == "device time" for row in rows):
+        parts += ["The same on the device alone:\n", optimizer_steps(rows, "device time")]
+    parts += ["Counted on paper, passes over as many bytes as there are gradients:\n", optimizer_passes(rows)]
+    return [*parts, "Guarded steps with adaptive clips, clipped to the same norm:\n", adaptive_steps(rows)]
+
+
 def _section(name: str, rows: list[Row]) -> list[str]:
     on_device = any(row.metric == "device time" for row in rows)
     if name == "steps":
@@ -242,6 +294,8 @@ def _section(name: str, rows: list[Row]) -> list[str]:
         if on_device:
             parts += ["The same on the device alone:\n", clipping(rows, "device time")]
         return [*parts, "Relative error of the norm (clips return it in the gradients' dtype):\n", accuracy(rows)]
+    if name == GROUP:
+        return _optimizer_steps(rows)
     if name == "growth in bytes":
         return ["One float32 tensor, as it grows, caches flushed:\n", growth(rows)]
     if name.startswith("growth in tensors"):
@@ -251,16 +305,20 @@ def _section(name: str, rows: list[Row]) -> list[str]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """The short tables of the README: steps, and float32 lists."""
+    """The short tables of the README: steps, float32 lists, and steps of optimizers on one of them."""
     kept = rows_module.current(rows)
     step_rows = [row for row in kept if row.group == "steps"]
     list_rows = [row for row in kept if row.group == "lists" and row.dtype == "float32"]
+    optimizer_rows = [row for row in kept if row.group == GROUP and row.case.startswith(_SUMMARIZED)]
     parts = []
     if step_rows:
         parts += _steps(step_rows)
     if list_rows:
         parts += ["From the call to the report (in brackets: times the fastest plain read):\n", measuring(list_rows)]
         parts += ["Clips (in brackets: times gradstat's):\n", clipping(list_rows)]
+    if optimizer_rows:
+        parts += ["From gradients to updated parameters (in brackets: times a guarded step):\n"]
+        parts += [optimizer_steps(optimizer_rows)]
     if not parts:
         return everything(kept)
     return "\n" + "\n".join([*parts, where(kept)]) + "\n"

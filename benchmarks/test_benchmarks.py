@@ -1,7 +1,7 @@
 """The comparisons through pytest-benchmark: ``pytest benchmarks/``, with its options and statistics.
 
-The quick set: every provider on every list of gradients, every variant of a training step; ``-k`` selects. Answers are
-held against the truth before they are timed.
+The quick set: every provider on every list of gradients, every variant of a training step, every way from gradients to
+parameters; ``-k`` selects. Answers are held against the truth before they are timed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import optimizer_steps
 import pytest
+import step_providers
 import torch
 from cases import CASES, PROVIDERS, Input, Provider, input_of, verify
 from models import TRAININGS
+from optimizer_steps import CIRCUMSTANCES, Circumstance, Setting
+from step_providers import StepProvider
 
 from gradstat.bench import machine, steps
 
@@ -33,6 +37,13 @@ VARIANTS = [
     for variant in steps.variants()
 ]
 
+OPTIMIZER_STEPS = [
+    pytest.param(device, circumstance, provider, id=f"{device}-{circumstance.name}-{provider.name}")
+    for device in DEVICES
+    for circumstance in CIRCUMSTANCES
+    for provider in step_providers.PROVIDERS
+]
+
 
 @lru_cache(maxsize=1)
 def given(device: str, name: str, dtype: torch.dtype) -> tuple[Input, machine.Flush]:
@@ -45,6 +56,12 @@ def step_of(device: str, name: str) -> steps.Step:
     step = next(training.make(torch.device(device)) for training in TRAININGS if training.name == name)
     steps.verify(step)
     return step
+
+
+@lru_cache(maxsize=1)
+def setting_of(device: str, circumstance: Circumstance) -> tuple[Setting, machine.Flush]:
+    ((case, choice),) = optimizer_steps.combinations(full=False)
+    return Setting(case.shapes(), choice, circumstance, device), machine.Flush(torch.device(device))
 
 
 @pytest.mark.parametrize(("device", "name", "dtype", "provider"), LISTS)
@@ -82,3 +99,23 @@ def test_step(benchmark: Any, device: str, name: str, variant: str) -> None:
 
     benchmark.group = f"training step, {name}, {device}"
     benchmark.pedantic(call, warmup_rounds=1, rounds=7)
+
+
+@pytest.mark.parametrize(("device", "circumstance", "provider"), OPTIMIZER_STEPS)
+def test_optimizer_step(benchmark: Any, device: str, circumstance: Circumstance, provider: StepProvider) -> None:
+    setting, flush = setting_of(device, circumstance)
+    if not provider.serves(setting):
+        pytest.skip("does not go this way")
+    step_providers.verify(provider, setting)
+
+    def call() -> None:
+        provider.run(setting)
+        machine.synchronize(setting.device)
+
+    def ready() -> None:
+        setting.restore()
+        flush()
+
+    benchmark.group = f"optimizer step, {circumstance.name}, {device}"
+    benchmark.extra_info["bytes moved"] = provider.passes(setting) * setting.bytes
+    benchmark.pedantic(call, setup=ready, warmup_rounds=1, rounds=7)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import optimizer_steps
 import plots
 import pytest
 import rows
@@ -219,7 +220,8 @@ def tiny_step(hook: Callable[[torch.Tensor], torch.Tensor] | None = None) -> ste
     if hook is not None:
         model.weight.register_hook(hook)
     x = torch.randn(5, 3)
-    return steps.Step(model, lambda: model(x).square().sum(), torch.optim.SGD(model.parameters(), lr=1e-6), CPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=steps.LEARNING_RATE)
+    return steps.Step(model, lambda: model(x).square().sum(), optimizer, CPU)
 
 
 def test_a_variant_that_raises_is_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,6 +398,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Results of the whole suite on tiny inputs, and what it printed."""
     case = Case("10,000 tensors of 64", lambda: [(8, 8)] * 3, (torch.float32, torch.bfloat16))
     monkeypatch.setattr(suite, "CASES", [case])
+    monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))

@@ -41,8 +41,8 @@ A file bench_me.py in the current folder may hold:
   $ python -m gradstat bench --model bench_me:factory
 """
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-6, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=steps.LEARNING_RATE),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=steps.LEARNING_RATE, momentum=0.9),
 }
 
 

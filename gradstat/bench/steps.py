@@ -15,6 +15,7 @@ from gradstat.bench.memory import peak_bytes
 from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
 
 MAX_NORM = 1.0
+LEARNING_RATE = 1e-6  # leaves a model as it is, however many steps are timed
 PLAIN = "plain step"
 CHECK = "+ gradstat.check"
 CHECK_ASYNC = "+ gradstat.check_async"
@@ -37,7 +38,7 @@ class Step:
     Attributes:
         model: Whose gradients are looked at.
         loss: A forward pass; returns the loss, a scalar with a graph.
-        optimizer: Of the model's parameters, with a small learning rate, since it takes many steps.
+        optimizer: Of the model's parameters, with a learning rate of `LEARNING_RATE`, since it takes many steps.
         device: Where it runs.
     """
 

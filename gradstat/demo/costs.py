@@ -10,8 +10,8 @@ from gradstat.demo.model import GPT
 
 
 def step_of(model: GPT, tokens: Tensor) -> steps.Step:
-    """A step of ``model`` on the same batch again and again, with a learning rate that leaves it as it is."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    """A step of ``model`` on the same batch again and again."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=steps.LEARNING_RATE)
     return steps.Step(model, lambda: model.loss(tokens), optimizer, tokens.device)
 
 

@@ -1,0 +1,172 @@
+"""From scaled gradients to updated parameters, the axes: lists, optimizers, circumstances, and what a step is given.
+
+`step_providers` has what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cases import CASES, Case, Shape, input_of
+from torch import Tensor, nn
+
+from gradstat import amp
+from gradstat.adaptive import AdaptiveClip
+from gradstat.bench.steps import LEARNING_RATE
+
+GROUP = "optimizer steps"
+STEP_CASES = tuple(
+    case for case in CASES if case.name in ("300 tensors of 8x8", "transformer of 17 M", "GPT-2 small, 148 tensors")
+)
+QUICK_CASE = "transformer of 17 M"
+LOSS_SCALE = 2.0**16
+SEPARATOR = "; "  # between the parts of a row's case
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerChoice:
+    """An optimizer.
+
+    Attributes:
+        name: As it is shown.
+        kind: Its class.
+        passes: Of a step: one for each of parameters, gradients and state that an operation reads or writes.
+        fused: Whether it is made with ``fused=True``.
+        options: What it is made with besides.
+    """
+
+    name: str
+    kind: Callable[..., torch.optim.Optimizer]
+    passes: int
+    fused: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer that is timed."""
+        implementation = {"fused": True} if self.fused else {}
+        return self.kind(parameters, lr=LEARNING_RATE, **implementation, **self.options)
+
+    def make_plain(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The loop over tensors, which says what is right."""
+        return self.kind(parameters, lr=LEARNING_RATE, foreach=False, **self.options)
+
+
+# Passes of the fused: parameters, gradients and state are read, parameters and state written
+# (`aten/src/ATen/native/cpu/Fused*Kernel.cpp`, `cuda/fused_adam_utils.cuh`). The others run one operation after another
+# (`torch/optim/*.py`), each counted as if no cache held what the one before it left.
+OPTIMIZERS = (
+    OptimizerChoice("AdamW, fused", torch.optim.AdamW, passes=4 + 3, fused=True),
+    # Decay 2, lerp 3, mul and addcmul 2 + 3, sqrt 2, division 2, addition 2, addcdiv 4.
+    OptimizerChoice("AdamW, default", torch.optim.AdamW, passes=20),
+    OptimizerChoice("SGD with momentum, fused", torch.optim.SGD, passes=3 + 2, fused=True, options={"momentum": 0.9}),
+    # Mul and addcmul 2 + 3, sqrt 2, addition 2, addcdiv 4. Nothing of it can be skipped but on the host.
+    OptimizerChoice("RMSprop", torch.optim.RMSprop, passes=13),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstance:
+    """What is asked of a step.
+
+    Attributes:
+        scaled: Whether gradients carry a loss scale.
+        share: The limit of their norm, as a share of what it is.
+    """
+
+    scaled: bool
+    share: float
+
+    @property
+    def name(self) -> str:
+        return f"{'loss' if self.scaled else 'no'} scaler, {'clipped' if self.share < 1 else 'unclipped'}"
+
+    @property
+    def coefficient(self) -> float:
+        return min(1.0, self.share)
+
+
+CIRCUMSTANCES = tuple(Circumstance(scaled, share) for scaled in (True, False) for share in (2.0, 0.5))
+
+
+def combinations(full: bool) -> Iterator[tuple[Case, OptimizerChoice]]:
+    """What is measured, each in all `CIRCUMSTANCES`: everything, or the first optimizer on one list."""
+    for case in STEP_CASES:
+        for choice in OPTIMIZERS:
+            if full or (case.name == QUICK_CASE and choice is OPTIMIZERS[0]):
+                yield case, choice
+
+
+def case_name(case: str, choice: OptimizerChoice, circumstance: Circumstance) -> str:
+    """The case of a row."""
+    return SEPARATOR.join((case, choice.name, circumstance.name))
+
+
+class Setting:
+    """What a provider is given: gradients, parameters, an optimizer that has stepped before, scalers, clips.
+
+    Attributes:
+        choice, circumstance: Of which it is made.
+        gradients: Random, times the loss scale if there is one.
+        facts: The truth about them without the scale.
+        parameters: They begin at zero, so that what a small learning rate does to them is there in all its digits.
+        optimizer: Of the parameters.
+        torch_scaler, gradstat_scaler: Disabled ones where there is no loss scale. The scale stays as it is.
+        limit: Of the gradients' norm.
+    """
+
+    def __init__(
+        self, shapes: list[Shape], choice: OptimizerChoice, circumstance: Circumstance, device: str = "cpu"
+    ) -> None:
+        self.choice, self.circumstance = choice, circumstance
+        given = input_of(shapes, torch.float32, device)
+        self.gradients, self.facts, self._fill = given.gradients, given.facts, given.restore
+        self.bytes, self.device = given.bytes, given.device
+        self.limit = circumstance.share * self.facts.norm
+        self.parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in self.gradients]
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer = choice.make(self.parameters)
+        self.renew()
+
+    def restore(self) -> None:
+        """Makes the gradients what they were."""
+        self._fill()
+        if self.circumstance.scaled:
+            torch._foreach_mul_(self.gradients, LOSS_SCALE)
+
+    def renew(self) -> None:
+        """Makes everything what it was: the optimizer has taken one step, the parameters are at zero again."""
+        self._fill()
+        self.optimizer.state.clear()
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_zero_(self.parameters)
+        self.forget()
+        self.restore()
+
+    def forget(self) -> None:
+        """Makes scalers and clips anew."""
+        self.torch_scaler, self.gradstat_scaler = self._scaler(torch.amp.GradScaler), self._scaler(amp.GradScaler)
+        self._clips: dict[Callable[[Setting], AdaptiveClip], AdaptiveClip] = {}
+
+    def _scaler(self, kind: Callable[..., torch.amp.GradScaler]) -> torch.amp.GradScaler:
+        enabled = self.circumstance.scaled
+        scaler = kind(self.device.type, init_scale=LOSS_SCALE, growth_interval=1 << 30, enabled=enabled)
+        scaler.scale(torch.zeros(1, device=self.device))  # a scaler has no scale before
+        return scaler
+
+    def clip(self, make: Callable[[Setting], AdaptiveClip]) -> AdaptiveClip:
+        """The clip that ``make`` makes, the same one every time."""
+        if make not in self._clips:
+            self._clips[make] = make(self)
+        return self._clips[make]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What a step changes, parameters and state, each with a name."""
+        for i, parameter in enumerate(self.parameters):
+            yield f"parameter {i}", parameter.detach()
+            for name, value in self.optimizer.state[parameter].items():
+                yield f"{name} of parameter {i}", value

@@ -1,0 +1,233 @@
+"""What is compared from scaled gradients to updated parameters, and the proof that every way gets there.
+
+Each provider says how much memory it moves, in passes: a pass reads or writes as many bytes as there are gradients;
+parameters and state are float32 like them. The counts are those of the sources, plus what the optimizer's step takes
+(`optimizer_steps.OPTIMIZERS`):
+
+- torch's ``unscale_`` and its clip multiply in place whatever the factor, a pass to read and one to write
+  (``_amp_foreach_non_finite_check_and_unscale_``; ``torch/nn/utils/clip_grad.py``); the clip's norms read once more.
+- gradstat's statistics read once. It multiplies in place only where the coefficient is not 1, and its ``unscale_``
+  takes the statistics on the way.
+- A fused optimizer that is told what to divide gradients by, as by ``guarded_step``, writes them back, one pass more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from optimizer_steps import LOSS_SCALE, OPTIMIZERS, Setting
+from torch import Tensor, nn
+
+import gradstat
+from gradstat import amp
+from gradstat.adaptive import AdaptiveClip
+from gradstat.bench.steps import WrongAnswerError
+
+
+def _agreed_factor(setting: Setting, gradient: Tensor) -> Tensor | float:
+    return setting.circumstance.coefficient
+
+
+@dataclass(frozen=True, slots=True)
+class StepProvider:
+    """A way from gradients to parameters.
+
+    Attributes:
+        name: As it is shown.
+        run: What is timed; returns the norm of the gradients before clipping, None if it does not know.
+        passes: Over gradients, parameters and state, the optimizer's included.
+        serves: Whether it goes this way in a setting.
+        skips: Whether it leaves everything as it is if a gradient is NaN.
+        tolerance: Relative error allowed for the norm.
+        factor: What the optimizer is to see of a gradient, given without loss scale, in multiples of it.
+    """
+
+    name: str
+    run: Callable[[Setting], Tensor | None]
+    passes: Callable[[Setting], int]
+    serves: Callable[[Setting], bool] = lambda setting: True
+    skips: Callable[[Setting], bool] = lambda setting: True
+    tolerance: float = 1e-6
+    factor: Callable[[Setting, Tensor], Tensor | float] = _agreed_factor
+
+
+TORCH = "torch: unscale_, clip, step"
+GUARDED = "gradstat.guarded_step"
+AMP = "gradstat.amp: unscale_and_clip_, step"
+ALONE = "limit: optimizer.step alone"
+_READ, _MULTIPLY = 1, 2
+_TORCH_ERROR = 1e-2  # of its float32 norm on a CPU: 9e-4 for GPT-2 small
+
+
+def _torch_step(setting: Setting) -> Tensor:
+    scaler, optimizer = setting.torch_scaler, setting.optimizer
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(setting.parameters, setting.limit)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm
+
+
+def _torch_passes(setting: Setting) -> int:
+    unscaling = _MULTIPLY if setting.circumstance.scaled else 0
+    return unscaling + _READ + _MULTIPLY + setting.choice.passes
+
+
+def _guarded_step(setting: Setting, max_norm: float | AdaptiveClip) -> Tensor:
+    scaler = setting.gradstat_scaler
+    norm = gradstat.guarded_step(setting.optimizer, max_norm, scaler=scaler).total_norm
+    scaler.update()
+    return norm
+
+
+def _guarded_passes(setting: Setting) -> int:
+    if setting.choice.fused:
+        return _READ + setting.choice.passes + 1  # the optimizer writes gradients back
+    rewritten = setting.circumstance.scaled or setting.circumstance.share < 1
+    return _READ + (_MULTIPLY if rewritten else 0) + setting.choice.passes
+
+
+def _amp_step(setting: Setting) -> Tensor:
+    scaler, optimizer = setting.gradstat_scaler, setting.optimizer
+    assert isinstance(scaler, amp.GradScaler)
+    norm = scaler.unscale_and_clip_(optimizer, setting.limit)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm
+
+
+def _amp_passes(setting: Setting) -> int:
+    return _MULTIPLY + (_MULTIPLY if setting.circumstance.share < 1 else 0) + setting.choice.passes
+
+
+def _auto_clip(setting: Setting) -> gradstat.AutoClip:
+    # At the limit stays the tenth percentile while no more than nine times as many norms follow.
+    clip = gradstat.AutoClip()
+    for _ in range(100):
+        clip.coefficient(torch.tensor(setting.limit, dtype=torch.float64, device=setting.device))
+    return clip
+
+
+def _unit_limit(setting: Setting) -> float:
+    units = sum(len(gradient) if gradient.dim() > 1 else 1 for gradient in setting.gradients)
+    return setting.limit / math.sqrt(units)
+
+
+def _unit_factor(setting: Setting, gradient: Tensor) -> Tensor:
+    units = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(1, -1)
+    factors = (_unit_limit(setting) / units.norm(dim=1)).clamp(max=1.0)
+    return factors.view(-1, *[1] * (gradient.dim() - 1))
+
+
+def _adaptive(
+    make: Callable[[Setting], AdaptiveClip],
+    passes: Callable[[Setting], int] = _guarded_passes,
+    factor: Callable[[Setting, Tensor], Tensor | float] = _agreed_factor,
+) -> Callable[[str], StepProvider]:
+    """A guarded step with an adaptive clip: of one optimizer, and where it clips, as some always do."""
+    return lambda name: StepProvider(
+        name,
+        lambda setting: _guarded_step(setting, setting.clip(make)),
+        passes,
+        serves=lambda setting: setting.choice is OPTIMIZERS[0] and setting.circumstance.share < 1,
+        factor=factor,
+    )
+
+
+# All of them are set to clip to the same norm, AGC each unit to its part of it.
+_ADAPTIVE = {
+    "FixedClip": _adaptive(lambda setting: gradstat.FixedClip(setting.limit)),
+    "AutoClip": _adaptive(_auto_clip),
+    "ZClip": _adaptive(lambda setting: gradstat.ZClip(max_norm=setting.limit)),
+    "AdaGC": _adaptive(
+        lambda setting: gradstat.AdaGC(absolute=setting.limit, warmup=1 << 30),
+        lambda setting: _READ + _MULTIPLY + setting.choice.passes,
+    ),
+    "AGC": _adaptive(
+        lambda setting: gradstat.AGC(clipping=_unit_limit(setting), eps=1.0),
+        # The norms of units of gradients, and of parameters.
+        lambda setting: _READ + 2 * _READ + _MULTIPLY + setting.choice.passes,
+        _unit_factor,
+    ),
+}
+ADAPTIVE = tuple(f"{GUARDED}, {name}" for name in _ADAPTIVE)
+
+PROVIDERS = (
+    StepProvider(GUARDED, lambda setting: _guarded_step(setting, setting.limit), _guarded_passes),
+    StepProvider(AMP, _amp_step, _amp_passes, serves=lambda setting: setting.circumstance.scaled),
+    StepProvider(
+        TORCH, _torch_step, _torch_passes, skips=lambda setting: setting.circumstance.scaled, tolerance=_TORCH_ERROR
+    ),
+    StepProvider(
+        ALONE,
+        lambda setting: setting.optimizer.step(),
+        lambda setting: setting.choice.passes,
+        skips=lambda setting: False,
+        factor=lambda setting, gradient: LOSS_SCALE if setting.circumstance.scaled else 1.0,
+    ),
+    *(make(name) for name, make in zip(ADAPTIVE, _ADAPTIVE.values(), strict=True)),
+)
+
+
+def providers_for(setting: Setting) -> list[StepProvider]:
+    """Those that serve in this setting."""
+    return [provider for provider in PROVIDERS if provider.serves(setting)]
+
+
+_END = 1 << 16
+_ROUNDING = 1e-4  # of a step in float32: the second moment's correction is a difference of numbers near 1
+
+
+def _ends(tensor: Tensor) -> Tensor:
+    """The first and last elements, or all if they are few, as float64: steps treat all elements alike."""
+    flat = tensor.reshape(-1)
+    return (torch.cat([flat[:_END], flat[-_END:]]) if len(flat) > 2 * _END else flat).double().clone()
+
+
+def _wanted(provider: StepProvider, setting: Setting) -> list[Tensor]:
+    """What `Setting.tensors` have to be after a step from where they are, in float64 by torch's own loop."""
+    wanted = []
+    scale = LOSS_SCALE if setting.circumstance.scaled else 1.0
+    for parameter, gradient in zip(setting.parameters, setting.gradients, strict=True):
+        true = gradient.double() / scale
+        wide = nn.Parameter(_ends(parameter.detach()))
+        wide.grad = _ends(true * provider.factor(setting, true))
+        optimizer = setting.choice.make_plain([wide])
+        state = setting.optimizer.state[parameter]
+        optimizer.state[wide] = {name: _ends(value) for name, value in state.items()}
+        optimizer.step()
+        wanted += [wide.detach(), *optimizer.state[wide].values()]
+    return wanted
+
+
+def verify(provider: StepProvider, setting: Setting) -> None:
+    """Holds a step of ``provider`` against float64, so that no wrong one is ever called fast.
+
+    Its norm, the parameters and the state must be right, and if it claims to skip a step with a NaN gradient, which
+    is the last element, everything must stay as it is to the bit.
+
+    Raises:
+        WrongAnswerError: It is not so.
+    """
+    setting.renew()
+    if provider.skips(setting):
+        before = [_ends(tensor) for _, tensor in setting.tensors()]
+        setting.gradients[-1].view(-1)[-1] = math.nan
+        provider.run(setting)
+        for (name, tensor), old in zip(setting.tensors(), before, strict=True):
+            if not torch.equal(_ends(tensor), old):
+                raise WrongAnswerError(f"{provider.name} changed {name} although a gradient is NaN")
+        setting.forget()
+        setting.restore()
+    wanted = _wanted(provider, setting)
+    norm = provider.run(setting)
+    if norm is not None and not math.isclose(float(norm), setting.facts.norm, rel_tol=provider.tolerance):
+        raise WrongAnswerError(f"{provider.name} says the norm is {float(norm)}, but it is {setting.facts.norm}")
+    # Second moments go with the square of the coefficient, and that with the norm.
+    tolerance = _ROUNDING + 2 * provider.tolerance
+    for (name, tensor), right in zip(setting.tensors(), wanted, strict=True):
+        if not torch.allclose(_ends(tensor), right, rtol=tolerance, atol=1e-12):
+            raise WrongAnswerError(f"{provider.name} left {name} other than a step in float64 does")

@@ -1,0 +1,193 @@
+"""The benchmark from scaled gradients to updated parameters: right before it is timed, restored, counted, shown."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optimizer_steps
+import pytest
+import render
+import rows
+import step_providers
+import suite
+import tables
+import torch
+from optimizer_steps import CIRCUMSTANCES, OPTIMIZERS, Circumstance, OptimizerChoice, Setting, case_name
+from step_providers import ALONE, AMP, GUARDED, TORCH, StepProvider, providers_for, verify
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gradstat
+from gradstat.bench import steps
+
+CPU = torch.device("cpu")
+SHAPES = [(40, 30), (7,), (200, 3, 5)]
+SCALED, PLAIN = CIRCUMSTANCES[1], CIRCUMSTANCES[3]  # clipped
+choices = pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda choice: choice.name)
+circumstances = pytest.mark.parametrize("circumstance", CIRCUMSTANCES, ids=lambda circumstance: circumstance.name)
+
+
+def provider(name: str) -> StepProvider:
+    return next(each for each in step_providers.PROVIDERS if each.name == name)
+
+
+def measured(choice: OptimizerChoice, circumstance: Circumstance, case: str = "tiny") -> list[rows.Row]:
+    plan = suite.Plan(CPU, full=True, seconds=0.0, least=2)
+    name = case_name(case, choice, circumstance)
+    return suite._steps_of_optimizer(plan, lambda: None, name, SHAPES, choice, circumstance)
+
+
+@choices
+@circumstances
+def test_every_axis_runs(choice: OptimizerChoice, circumstance: Circumstance) -> None:
+    made = measured(choice, circumstance)
+    serving = [each.name for each in providers_for(Setting(SHAPES, choice, circumstance))]
+    assert {GUARDED, TORCH, ALONE} <= set(serving)
+    for metric in ("wall time", "bytes moved"):
+        assert sorted(row.provider for row in made if row.metric == metric) == sorted(serving)
+
+
+def test_every_provider_serves_somewhere() -> None:
+    settings = [Setting([(2,)], choice, circumstance) for choice in OPTIMIZERS for circumstance in CIRCUMSTANCES]
+    assert all(any(each.serves(setting) for setting in settings) for each in step_providers.PROVIDERS)
+    ((case, choice),) = optimizer_steps.combinations(full=False)
+    assert (case.name, choice.fused, case.quick) == (optimizer_steps.QUICK_CASE, True, True)
+    assert len(optimizer_steps.STEP_CASES) == 3
+
+
+def unclipped(setting: Setting) -> Tensor:
+    return step_providers._guarded_step(setting, math.inf)
+
+
+def twice(setting: Setting) -> Tensor:
+    step_providers._torch_step(setting)
+    return step_providers._torch_step(setting)
+
+
+def without_the_last_tensor(setting: Setting) -> Tensor:
+    setting.torch_scaler.unscale_(setting.optimizer)
+    norm = nn.utils.get_total_norm(setting.gradients)
+    nn.utils.clip_grads_with_norm_(setting.parameters[:-1], setting.limit, norm)
+    setting.torch_scaler.step(setting.optimizer)
+    return norm
+
+
+def without_skipping(setting: Setting) -> Tensor:
+    norm = gradstat.clip_grad_norm_(setting.parameters, setting.limit)
+    setting.optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("name", "circumstance", "run", "message"),
+    [
+        (GUARDED, SCALED, lambda setting: torch.tensor(1.0), "says the norm is 1.0"),
+        (GUARDED, SCALED, lambda setting: torch.tensor(setting.facts.norm), "left parameter 0 other than"),
+        (GUARDED, PLAIN, unclipped, "left .* other than a step in float64 does"),
+        (GUARDED, PLAIN, without_skipping, "changed parameter 0 although a gradient is NaN"),
+        (TORCH, PLAIN, twice, "says the norm is"),
+        (TORCH, SCALED, without_the_last_tensor, "left parameter 2 other than"),
+        (ALONE, SCALED, step_providers._torch_step, "other than a step in float64 does"),
+    ],
+)
+@pytest.mark.parametrize("choice", [OPTIMIZERS[0], OPTIMIZERS[-1]], ids=lambda choice: choice.name)
+def test_a_wrong_step_is_never_timed(
+    name: str,
+    circumstance: Circumstance,
+    run: Callable[[Setting], Tensor],
+    message: str,
+    choice: OptimizerChoice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = dataclasses.replace(provider(name), run=run)
+    monkeypatch.setattr(step_providers, "PROVIDERS", [broken])
+    monkeypatch.setattr(suite, "interleaved", lambda *_, **__: pytest.fail("was timed"))
+    with pytest.raises(steps.WrongAnswerError, match=message):
+        measured(choice, circumstance)
+
+
+def test_the_ends_of_large_tensors_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_providers, "_END", 4)
+    setting = Setting(SHAPES, OPTIMIZERS[0], SCALED)
+    verify(provider(GUARDED), setting)
+
+    def spoiling(setting: Setting) -> Tensor:
+        norm = step_providers._guarded_step(setting, setting.limit)
+        setting.optimizer.state[setting.parameters[2]]["exp_avg"].view(-1)[-1] *= 1.01
+        return norm
+
+    broken = dataclasses.replace(provider(GUARDED), run=spoiling, skips=lambda setting: False)
+    with pytest.raises(steps.WrongAnswerError, match="left exp_avg of parameter 2"):
+        verify(broken, setting)
+
+
+@pytest.mark.parametrize("name", [GUARDED, AMP, TORCH])
+def test_every_call_finds_the_same_gradients_and_loss_scale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = provider(name)
+
+    def run(setting: Setting) -> Any:
+        scales = (setting.torch_scaler.get_scale(), setting.gradstat_scaler.get_scale())
+        seen.append((*scales, *(float(gradient.sum()) for gradient in setting.gradients[:-1])))
+        return original.run(setting)
+
+    monkeypatch.setattr(step_providers, "PROVIDERS", [dataclasses.replace(original, run=run)])
+    measured(OPTIMIZERS[0], SCALED)
+    assert len(seen) > 4
+    assert len(set(seen)) == 1
+
+
+class PassesOfTorch(TorchDispatchMode):
+    """Bytes that torch's operators read and write, views and what they are told besides tensors left out."""
+
+    moved = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        returned = operator(*arguments, **options)
+        schema = operator._schema
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return returned
+        given = [(a, v) for a, v in zip(schema.arguments, arguments, strict=False)]
+        given += [(a, options[a.name]) for a in schema.arguments if a.name in options]
+        read = {id(t): t for _, value in given for t in tree_leaves(value) if isinstance(t, Tensor)}
+        # Fused optimizers may write gradients, but do so only if told what to divide them by.
+        fused_as_they_are = "_fused" in schema.name and options.get("grad_scale") is None
+        written = [v for a, v in given if a.is_write and not (fused_as_they_are and a.name == "grads")]
+        written += [v for r, v in zip(schema.returns, [returned], strict=False) if r.alias_info is None]
+        self.moved += sum(t.nbytes for t in [*read.values(), *tree_leaves(written)] if isinstance(t, Tensor))
+        return returned
+
+
+@choices
+@circumstances
+def test_passes_are_those_of_the_operators(choice: OptimizerChoice, circumstance: Circumstance) -> None:
+    setting = Setting([(200, 300), (50_000,)], choice, circumstance)
+    # gradstat's own pass does not go through torch's dispatcher.
+    for name, unseen in ((TORCH, 0), (ALONE, 0), *([(GUARDED, 1)] if choice.fused else [])):
+        setting.renew()
+        with PassesOfTorch() as counted:
+            provider(name).run(setting)
+        assert round(counted.moved / setting.bytes, 1) == provider(name).passes(setting) - unseen
+
+
+def test_rows_become_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = [row for circumstance in (SCALED, PLAIN) for row in measured(OPTIMIZERS[0], circumstance)]
+    shown = tables.everything(made)
+    assert shown.count("| tiny") == 2 + 2 * 6
+    for row in made:
+        assert row.provider in shown
+        assert tables.in_time(row.value) in shown or row.metric != "wall time"
+    assert "12 (1.33)" in shown  # passes
+    quick = measured(OPTIMIZERS[0], SCALED, optimizer_steps.QUICK_CASE)
+    assert "loss scaler, clipped" in tables.summary(quick)
+
+    monkeypatch.setattr(rows, "devices", lambda: [made, [dataclasses.replace(row, group="x") for row in made]])
+    assert render.steps_of_optimizers(tmp_path) == shown
+    monkeypatch.setattr(rows, "devices", lambda: [[dataclasses.replace(row, group="x") for row in made]])
+    assert render.steps_of_optimizers(tmp_path) == ""
