@@ -8,7 +8,8 @@ parameters and state are float32 like them. The counts are those of the sources,
   (``_amp_foreach_non_finite_check_and_unscale_``; ``torch/nn/utils/clip_grad.py``); the clip's norms read once more.
 - gradstat's statistics read once. It multiplies in place only where the coefficient is not 1, and its ``unscale_``
   takes the statistics on the way.
-- A fused optimizer that is told what to divide gradients by, as by ``guarded_step``, writes them back, one pass more.
+- A fused optimizer that is told what to divide gradients by writes them back, one pass more. ``guarded_step`` tells it
+  unless it knows that it is 1, as it does on a CPU.
 """
 
 from __future__ import annotations
@@ -84,9 +85,10 @@ def _guarded_step(setting: Setting, max_norm: float | AdaptiveClip) -> Tensor:
 
 
 def _guarded_passes(setting: Setting) -> int:
-    if setting.choice.fused:
-        return _READ + setting.choice.passes + 1  # the optimizer writes gradients back
     rewritten = setting.circumstance.scaled or setting.circumstance.share < 1
+    if setting.choice.fused:
+        # Given a divisor, the optimizer writes gradients back; without asking a GPU nobody knows that it is 1.
+        return _READ + setting.choice.passes + (1 if rewritten or setting.device.type != "cpu" else 0)
     return _READ + (_MULTIPLY if rewritten else 0) + setting.choice.passes
 
 

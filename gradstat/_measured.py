@@ -137,6 +137,11 @@ class Measured(NamedTuple):
                 scale_everywhere_(targets, self.numbers[0], name_of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
+    @property
+    def is_known_to_leave_gradients(self) -> bool:
+        """Whether clipping and unscaling change nothing, where that is known without waiting for a device."""
+        return self.verdict.device.type == "cpu" and self.verdict.tolist()[1] == 1.0
+
     def on_host(self) -> tuple[bool, float]:
         """Whether to skip the step, and what the gradients have to be divided by: one host sync.
 

@@ -223,6 +223,8 @@ def _step(request: _Request, loss: Any) -> StepResult:
         rewrites = rewrites and divisor != 1.0
     if obeys:
         found_inf, grad_scale, _ = measured.verdict.unbind()
+        # Given a divisor, an optimizer writes the gradients back even if it is 1.
+        rewrites = rewrites and not measured.is_known_to_leave_gradients
         with _optimizers.told(optimizer, found_inf if request.skips else None, grad_scale if rewrites else None):
             returned = optimizer.step()
     else:
