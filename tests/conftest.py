@@ -1,8 +1,15 @@
 """Settings all tests share: Triton's interpreter where there is no GPU, poisoned allocations, seeds."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -49,3 +56,13 @@ def _poisoned() -> object:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes to run a function on, as ranks; see tests/ranks.py."""
+    from ranks import Ranks
+
+    pool = Ranks()
+    yield pool
+    pool.stop()
