@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields, _norms
-from gradstat._arguments import refuse_distributed
 from gradstat._plan import Names
-from gradstat._tensors import NameOf, TensorInfo, check_writable, moved
+from gradstat._tensors import NameOf, TensorInfo, check_writable, is_distributed, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_
@@ -34,6 +33,7 @@ class Measured(NamedTuple):
             clipped and unscaled; the loss scale.
         is_scaled: Whether there is a loss scale.
         backend: What was asked for.
+        total: The row of all gradients of all ranks, if they are distributed.
     """
 
     parts: list[Part]
@@ -44,6 +44,7 @@ class Measured(NamedTuple):
     verdict: Tensor
     is_scaled: bool
     backend: str | None
+    total: Tensor | None = None
 
     @classmethod
     def nothing(cls) -> Measured:
@@ -61,17 +62,21 @@ class Measured(NamedTuple):
         loss_scale: Tensor | None,
         counters: Tensor | None,
         backend: str | None,
+        parameters: list[Tensor],
     ) -> Measured:
         """Reads the gradients, of which there is one at least, once, and counts the step in ``counters``.
 
-        Arguments as for `gradstat._norms.decide`. No host sync.
+        Arguments as for `gradstat._norms.decide`; ``parameters`` are all of which some may have a gradient. No host
+        sync. Distributed gradients are merged over their ranks, so that all decide alike.
         """
 
         def name_of(i: int) -> str:
             return names()[i]
 
-        def made(parts: list[Part], norm: Tensor, numbers: Tensor, verdict: Tensor) -> Measured:
-            return cls(parts, names, missing, norm, numbers, verdict, loss_scale is not None, backend)
+        def made(
+            parts: list[Part], norm: Tensor, numbers: Tensor, verdict: Tensor, total: Tensor | None = None
+        ) -> Measured:
+            return cls(parts, names, missing, norm, numbers, verdict, loss_scale is not None, backend, total)
 
         first = gradients[0]
         if loss_scale is not None and loss_scale.device != first.device:
@@ -82,12 +87,16 @@ class Measured(NamedTuple):
             table, signature, norm, numbers, verdict = short
             return made([Part(table, None, infos_of(gradients, signature))], norm, numbers, verdict)
         with torch.no_grad():
-            refuse_distributed(gradients, name_of)
-            parts = measure_parts(gradients, name_of, backend)
-            joined = torch.cat([moved(part.table, first.device) for part in parts])
+            total = None
+            if is_distributed(gradients):
+                parts, total = _spread_parts(parameters, name_of, backend)
+                joined = total
+            else:
+                parts = measure_parts(gradients, name_of, backend)
+                joined = torch.cat([moved(part.table, first.device) for part in parts])
             decision = _norms.decide(joined, max_norm, loss_scale, counters)
             norm = decision.norm.to(_norms.norm_dtype(gradients))
-            return made(parts, norm, decision.numbers, decision.verdict)
+            return made(parts, norm, decision.numbers, decision.verdict, total)
 
     def limit_(self, coefficient: Tensor) -> None:
         """Takes up a coefficient of clipping that was decided after measuring, 0-d float64."""
@@ -108,14 +117,14 @@ class Measured(NamedTuple):
         """The report about the gradients without their loss scale, on its way from now on."""
         names, missing, is_scaled = self.names, self.missing, self.is_scaled
 
-        def make(table: Any, infos: Sequence[TensorInfo], verdict: Any) -> Report:
+        def make(table: Any, infos: Sequence[TensorInfo], verdict: Any, total: Any = None) -> Report:
             loss_scale = float(verdict[2]) if is_scaled else None
             if loss_scale is not None:
-                with np.errstate(all="ignore"):
-                    table = table * np.power(loss_scale, -_DEGREES)
-            return Report(names, table, infos, missing, loss_scale=loss_scale)
+                table, total = _unscaled(table, loss_scale), _unscaled(total, loss_scale)
+            whole = None if total is None else total[0]
+            return Report(names, table, infos, missing, loss_scale=loss_scale, total=whole)
 
-        return PendingReport(self.parts, make, self.verdict)
+        return PendingReport(self.parts, make, self.verdict, *([] if self.total is None else [self.total]))
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
@@ -164,15 +173,19 @@ class Unscaled(NamedTuple):
         parts: Tables of the gradients without the scale, and their layouts.
         names, missing: For the report.
         inverse_scale: What they were multiplied by, 0-d float32.
+        total: The row of all gradients of all ranks, if they are distributed.
     """
 
     parts: list[Part]
     names: Names
     missing: Names
     inverse_scale: Tensor
+    total: Tensor | None = None
 
     @classmethod
-    def of_(cls, gradients: list[Tensor], names: Names, missing: Names, inverse_scale: Tensor) -> Unscaled:
+    def of_(
+        cls, gradients: list[Tensor], names: Names, missing: Names, inverse_scale: Tensor, parameters: list[Tensor]
+    ) -> Unscaled:
         """Multiplies the gradients, of which there is one at least, in place. No host sync.
 
         Raises:
@@ -186,21 +199,25 @@ class Unscaled(NamedTuple):
         inverse_scale = moved(inverse_scale, first.device)
         direct = direct_for(first, name_of, None)
         short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
+        total = None
         if short is not None:
             table, signature = short
             parts = [Part(table, None, infos_of(gradients, signature))]
         else:
             with torch.no_grad():
-                refuse_distributed(gradients, name_of)
                 targets = check_writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
-                parts = measure_parts(gradients, name_of, None)
+                if is_distributed(gradients):
+                    parts, total = _spread_parts(parameters, name_of, None)
+                else:
+                    parts = measure_parts(gradients, name_of, None)
         torch.autograd.graph.increment_version(gradients)
-        return cls(parts, names, missing, inverse_scale)
+        return cls(parts, names, missing, inverse_scale, total)
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
-        return {part.table.device: _norms.any_nonfinite(part.table).to(torch.float32) for part in self.parts}
+        tables = [part.table for part in self.parts] if self.total is None else [self.total]
+        return {table.device: _norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
         """Clips the gradients, unless one is not finite. Their norm before, 0-d, of their promoted dtype."""
@@ -210,7 +227,7 @@ class Unscaled(NamedTuple):
 
         with torch.no_grad():
             table = assemble([part.table for part in self.parts], [part.positions for part in self.parts])
-            total = _norms.total_norm(table, 2.0)
+            total = _norms.total_norm(table if self.total is None else self.total, 2.0)
             if isinstance(max_norm, TensorClip):
                 kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
                 max_norm.scale_(parameters, gradients, table, kernels, None)
@@ -231,10 +248,34 @@ class Unscaled(NamedTuple):
         """The report, on its way from now on."""
         names, missing = self.names, self.missing
 
-        def make(table: Any, infos: Sequence[TensorInfo], inverse_scale: Any) -> Report:
-            return Report(names, table, infos, missing, loss_scale=1.0 / float(inverse_scale))
+        def make(table: Any, infos: Sequence[TensorInfo], inverse_scale: Any, total: Any = None) -> Report:
+            whole = None if total is None else total[0]
+            return Report(names, table, infos, missing, loss_scale=1.0 / float(inverse_scale), total=whole)
 
-        return PendingReport(self.parts, make, self.inverse_scale)
+        return PendingReport(self.parts, make, self.inverse_scale, *([] if self.total is None else [self.total]))
+
+
+def _spread_parts(parameters: list[Tensor], name_of: NameOf, backend: str | None) -> tuple[list[Part], Tensor]:
+    """The rows of gradients that lie on several ranks, and the row of all of them.
+
+    If another rank could not measure its part the row of all holds a NaN, so that this one does not step.
+    """
+    from gradstat._spread import Spread
+
+    rows = Spread.of_gradients(parameters).rows(lambda local: measure_parts(local, name_of, backend))
+    total = rows.total.clone()
+    total[:, _fields.INDEX["nan_count"]] += rows.failed
+    return [rows.part], total
+
+
+def _unscaled(rows: Any, loss_scale: float) -> Any:
+    """Rows of a table told without the loss scale; None stays None, and further columns as they are."""
+    if rows is None:
+        return None
+    degrees = np.zeros(rows.shape[1])
+    degrees[: len(_DEGREES)] = _DEGREES
+    with np.errstate(all="ignore"):
+        return rows * np.power(loss_scale, -degrees)
 
 
 def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:

@@ -127,24 +127,34 @@ def page(report: Summary, what: str) -> str:
 def bad_words(stats: TensorStats) -> str:
     """How many elements of a tensor are bad and where the first one is, in words."""
     counts = [f"{n} {kind}" for n, kind in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n]
-    where = ", ".join(map(str, stats.first_nonfinite or ()))
-    place = f"first at [{where}] (shape {tuple(stats.shape)}, {stats.dtype})"
+    first = stats.first_nonfinite
+    where = "" if first is None else f" at [{', '.join(map(str, first))}]"
+    if stats.rank is not None:
+        where += f" on rank {stats.rank}" + f" (of {stats.bad_ranks} ranks that have some)" * (
+            (stats.bad_ranks or 0) > 1
+        )
+    place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
     return f"{' and '.join(counts)} of {stats.numel} elements, {place}"
 
 
 def _cells(stats: TensorStats) -> tuple[str, ...]:
-    first = stats.first_nonfinite
     return (
         stats.name,
         "x".join(map(str, stats.shape)) or "scalar",
         f"{stats.nan_count:,}" if stats.nan_count else "-",
         f"{stats.inf_count:,}" if stats.inf_count else "-",
-        f"[{', '.join(map(str, first))}]" if first is not None else "-",
+        _place(stats),
         _short(stats.l2_norm),
         _short(stats.min),
         _short(stats.max),
         f"{stats.zero_fraction:.1%}" if stats.zero_count else "-",
     )
+
+
+def _place(stats: TensorStats) -> str:
+    first, rank = stats.first_nonfinite, stats.rank
+    index = "-" if first is None else f"[{', '.join(map(str, first))}]"
+    return index if rank is None else f"{index} rank {rank}"
 
 
 def _short(value: float) -> str:

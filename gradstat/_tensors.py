@@ -36,6 +36,51 @@ _DTYPES = frozenset(
 )
 
 
+class Shards(NamedTuple):
+    """Where the shards of a distributed tensor lie: enough to find an element again, without process groups.
+
+    Attributes:
+        ranks: The ranks of its mesh, nested by the mesh's dimensions.
+        dims: ``(mesh dimension, tensor dimension)`` of each sharding, in the order in which it was sharded; None if
+            shards are interleaved.
+        index_bits: Of a ``first_nonfinite``, the bits that are an index in a shard; the rank stands above them.
+    """
+
+    ranks: list[Any]
+    dims: tuple[tuple[int, int], ...] | None
+    index_bits: int
+
+    def split(self, first_nonfinite: float) -> tuple[int, int]:
+        """Rank, and index in that rank's shard."""
+        return divmod(int(first_nonfinite), 1 << self.index_bits)
+
+    def shard_of(self, rank: int, shape: Sequence[int]) -> tuple[list[int], list[int]] | None:
+        """Sizes of a rank's shard of a tensor of that shape, and where it begins; None if shards are interleaved."""
+        if self.dims is None:
+            return None
+        at = _position(self.ranks, rank)
+        sizes, start = list(shape), [0] * len(shape)
+        for mesh_dim, dim in self.dims:
+            ranks = self.ranks
+            for _ in range(mesh_dim):
+                ranks = ranks[0]
+            # As torch.chunk does: all as large as the first, as far as it goes.
+            piece = -(-sizes[dim] // len(ranks))
+            begin = min(piece * at[mesh_dim], sizes[dim])
+            start[dim] += begin
+            sizes[dim] = min(piece, sizes[dim] - begin)
+        return sizes, start
+
+
+def _position(ranks: list[Any], rank: int) -> tuple[int, ...]:
+    for i, item in enumerate(ranks):
+        if item == rank:
+            return (i,)
+        if isinstance(item, list) and (rest := _position(item, rank)):
+            return (i, *rest)
+    return ()
+
+
 class TensorInfo(NamedTuple):
     """What a report remembers about a tensor besides its row, so that it keeps no tensor alive.
 
@@ -44,12 +89,14 @@ class TensorInfo(NamedTuple):
         dtype: Its element type.
         device: Where it lies.
         order: The dimensions from the slowest to the fastest in memory; None for row-major.
+        shards: Of a distributed tensor, whose whole shape ``shape`` is then; ``order`` is that of a shard.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     order: tuple[int, ...] | None
+    shards: Shards | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
@@ -131,6 +178,11 @@ def changeable(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Ite
     yield [t if fits(t) else copies[t.data_ptr()][1] for t in tensors]
     for tensor, copy in copies.values():
         tensor.copy_(copy)
+
+
+def is_distributed(tensors: Sequence[Any]) -> bool:
+    """Whether any of them is a shard of something larger: a DTensor, told without importing torch.distributed."""
+    return any(hasattr(tensor, "_local_tensor") for tensor in tensors)
 
 
 def is_dense(tensor: Tensor) -> bool:

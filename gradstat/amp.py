@@ -162,7 +162,7 @@ class GradScaler(TorchGradScaler):
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
             names, missing = names_of(source, found)
-            measured = Measured.of(found.tensors, names, missing, math.inf, scale, None, None)
+            measured = Measured.of(found.tensors, names, missing, math.inf, scale, None, None, source.parameters)
             self._keep(optimizer, measured.report)
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
@@ -216,7 +216,7 @@ class GradScaler(TorchGradScaler):
         if not allow_fp16:
             refuse_half(found.tensors, lambda i: names()[i])
         _scaling.refuse_shared_gradients(self, optimizer, source)
-        unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale)
+        unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale, source.parameters)
         _scaling.record_unscaling(self, optimizer, found.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -11,9 +11,12 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._arrival import Arrival
 from gradstat._plan import gradients_of, names_of, source_of
-from gradstat._tensors import TensorInfo
+from gradstat._tensors import TensorInfo, is_distributed
 from gradstat.report import Report
-from gradstat.stats import Part, measure_parts
+from gradstat.stats import Part, measure_directly, measure_generally, measure_parts
+
+if TYPE_CHECKING:
+    from gradstat._reduction import ExtraGroups
 
 
 class _Rows(NamedTuple):
@@ -61,39 +64,64 @@ def _join(parts: list[_Rows]) -> tuple[Any, Sequence[TensorInfo]]:
     return np.concatenate(tables)[order], [infos[i] for i in order]
 
 
-def check(target: Any, *, backend: str | None = None) -> Report:
+def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> Report:
     """Checks the gradients of ``target``: which are bad, where, and how large everything is.
 
     Call it after ``backward()`` and before clipping: clipping with a NaN norm makes every gradient NaN, and
     the culprit is lost. Reads each gradient once; exactly one host sync per device (none on the CPU).
 
+    Gradients that are distributed tensors are measured where they lie and merged over the groups of their shards, two
+    collectives for each group whatever their number; the report is about the whole tensors and the same on all
+    ranks, which all have to call this.
+
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+        extra_groups: Groups of ranks over which gradients are spread and which they do not tell: pipeline stages,
+            experts. A process group or one-dimensional mesh, or several, for all gradients; or pairs of one and the
+            parameters it is for. Totals then run over all ranks; entries stay those of this rank.
 
     Raises:
         TypeError: ``target`` is none of these, or a gradient has no statistics (an integer dtype, say).
         ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
             in training, or ``backend`` is not known.
         BackendUnavailableError: ``backend`` cannot run here.
+        RuntimeError: Gradients are distributed, and another rank could not measure its part.
     """
-    return check_async(target, backend=backend).result()
+    return check_async(target, backend=backend, extra_groups=extra_groups).result()
 
 
-def check_async(target: Any, *, backend: str | None = None) -> PendingReport:
+def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
     """`check` without the sync: launches the kernel and returns at once. Arguments and errors as there.
 
     The gradients may be changed or freed as soon as this returns, on the same stream.
     """
     source = source_of(target)
     gradients = gradients_of(source.parameters)
-    if not gradients.tensors and gradients.missing == []:
+    if not gradients.tensors and gradients.missing == [] and extra_groups is None:
         raise ValueError(
             f"none of the {len(source.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
     names, missing = names_of(source, gradients)
-    parts = measure_parts(gradients.tensors, lambda i: names()[i], backend)
+
+    def name_of(i: int) -> str:
+        return names()[i]
+
+    parts = measure_directly(gradients.tensors, name_of, backend) if extra_groups is None else None
+    if parts is None and (extra_groups is not None or is_distributed(gradients.tensors)):
+        from gradstat._spread import Spread, raise_if_others_failed
+
+        spread = Spread.of_gradients(source.parameters, extra_groups)
+        rows = spread.rows(lambda local: measure_parts(local, name_of, backend))
+
+        def make(table: Any, infos: Sequence[TensorInfo], total: Any, failed: Any) -> Report:
+            raise_if_others_failed(float(failed))
+            return Report(names, table, infos, missing, total=total[0])
+
+        return PendingReport([rows.part], make, rows.total, rows.failed)
+    if parts is None:
+        parts = measure_generally(gradients.tensors, name_of, backend)
     return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -13,14 +14,16 @@ from gradstat._arguments import (
     gradients_to_clip,
     listed,
     listed_parameters,
-    refuse_distributed,
     require_foreach,
 )
 from gradstat._backends import Kernels
 from gradstat._native import DeviceModule
-from gradstat._tensors import NameOf, changeable, check_writable, is_dense, moved, readable
-from gradstat.stats import by_device, direct_for, resolve_for
-from gradstat.total_norm import is_fused, measure, raise_if_nonfinite, refuse_in_compiled
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, readable
+from gradstat.stats import Part, by_device, direct_for, measure_directly, measure_generally, resolve_for
+from gradstat.total_norm import is_fused, measure, raise_if_nonfinite, refuse_in_compiled, spread_norm
+
+if TYPE_CHECKING:
+    from gradstat._reduction import ExtraGroups
 
 _INF = math.inf
 
@@ -33,6 +36,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     backend: str | None = None,
+    extra_groups: ExtraGroups | None = None,
 ) -> Tensor:
     """Clips the gradients of ``parameters``, taken together, to a norm of at most ``max_norm``, in place.
 
@@ -54,6 +58,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise if the norm is NaN or Inf, before anything is changed. Costs a host sync.
         foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+        extra_groups: As in `check`: for what distributed gradients do not tell by themselves.
 
     Returns:
         The norm before clipping: 0-d, on the first gradient's device, of the gradients' promoted real
@@ -65,11 +70,12 @@ def clip_grad_norm_(
         ValueError: ``max_norm`` is NaN, or a gradient cannot be measured.
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded
             memory, which cannot be scaled in place.
-        NotImplementedError: A gradient is a distributed tensor.
+        NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` neither 2 nor infinity.
     """
-    gradients, name_of = gradients_to_clip(listed_parameters(parameters, stacklevel=3))
+    given = listed_parameters(parameters, stacklevel=3)
+    gradients, name_of = gradients_to_clip(given)
     max_norm, norm_type = _limit(max_norm), float(norm_type)
-    if not gradients:
+    if not gradients and extra_groups is None:
         return torch.tensor(0.0)
     if foreach:
         require_foreach(gradients)
@@ -77,7 +83,14 @@ def clip_grad_norm_(
         refuse_in_compiled("clip_grad_norm_", norm_type, error_if_nonfinite, backend)
         compiled: Tensor = torch.ops.gradstat.clip_.default(gradients, max_norm, norm_type)
         return compiled
-    norm = _clip(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
+    norm = None
+    if extra_groups is None:
+        norm = _clip(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
+    if norm is None:
+        with torch.no_grad():
+            norm = _clip_spread(
+                given, gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend, extra_groups
+            )
     if max_norm != _INF:
         _note_change(gradients)
     return norm
@@ -114,7 +127,6 @@ def clip_grads_with_norm_(
         AttributeError: Something in ``parameters`` is not a tensor.
         ValueError: ``max_norm`` is NaN, or ``total_norm`` is not one real number.
         RuntimeError: A gradient is expanded memory, which cannot be scaled in place.
-        NotImplementedError: A gradient or ``total_norm`` is a distributed tensor.
     """
     gradients, name_of = gradients_to_clip(listed(parameters))
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
@@ -132,7 +144,6 @@ def clip_grads_with_norm_(
             return
         direct = direct_for(gradients[0], name_of, backend)
         if direct is None or not direct.scale_(gradients, first):
-            refuse_distributed(gradients, name_of, "clip_grads_with_norm_")
             scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, backend)
     _note_change(gradients)
 
@@ -147,7 +158,8 @@ def _limit(max_norm: float) -> float:
 def _given_norm(total_norm: Tensor | float) -> Tensor:
     if not isinstance(total_norm, Tensor):
         return torch.tensor(float(total_norm), dtype=torch.float64)
-    refuse_distributed([total_norm], lambda _: "total_norm", "clip_grads_with_norm_")
+    if is_distributed([total_norm]):  # as torch's clip gives it
+        total_norm = cast(Tensor, total_norm.full_tensor())  # type: ignore[attr-defined]
     if total_norm.dim() or total_norm.is_complex():
         raise ValueError(
             f"expected a real number or 0-d tensor for total_norm, got shape {tuple(total_norm.shape)} and dtype "
@@ -163,12 +175,15 @@ def _clip(
     norm_type: float,
     error_if_nonfinite: bool,
     backend: str | None,
-) -> Tensor:
+) -> Tensor | None:
+    """The norm of what was clipped; None, and nothing done, if a gradient is distributed."""
     direct = direct_for(gradients[0], name_of, backend) if is_fused(gradients, norm_type) else None
     if direct is not None:
         norm = _clip_directly(direct, gradients, max_norm, norm_type, error_if_nonfinite)
         if norm is not None:
             return norm
+    if is_distributed(gradients):
+        return None
     with torch.no_grad():
         return _clip_general(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
 
@@ -196,7 +211,6 @@ def _clip_general(
     backend: str | None,
 ) -> Tensor:
     """Any gradients: several devices, sparse, strided, every order of norm, every backend."""
-    refuse_distributed(gradients, name_of, "clip_grad_norm_")
     plain = readable(gradients, name_of)
     targets = check_writable(gradients, name_of) if max_norm != _INF else []
     total = measure(plain, norm_type, name_of, backend)
@@ -205,6 +219,42 @@ def _clip_general(
         raise_if_nonfinite(norm, norm_type)
     if targets:
         scale_everywhere_(targets, _norms.clip_coefficient(total, max_norm), name_of, backend)
+    return norm
+
+
+def _clip_spread(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    name_of: NameOf,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    backend: str | None,
+    extra_groups: ExtraGroups | None,
+) -> Tensor:
+    """Gradients over several ranks: a part of the norm on each, and the same coefficient for all of them."""
+    from gradstat._spread import Spread
+
+    spread = Spread.of_gradients(parameters, extra_groups)
+    targets: list[Tensor] = []
+
+    def measure_local(local: list[Tensor]) -> list[Part]:
+        parts = measure_directly(local, name_of, backend)
+        if max_norm != _INF:
+            # What the kernels read as it is they can write as it is, if it is the gradients' own memory.
+            is_own = parts is not None and not spread.has_partial
+            targets.extend(local if is_own else check_writable(gradients, name_of))
+        return parts if parts is not None else measure_generally(local, name_of, backend)
+
+    total = spread_norm(spread, norm_type, measure_local)
+    norm = total.to(_norms.norm_dtype(gradients) if gradients else torch.float32)
+    if error_if_nonfinite:
+        raise_if_nonfinite(norm, norm_type)
+    if targets:
+        coefficient = _norms.clip_coefficient(total, max_norm)
+        direct = direct_for(targets[0], name_of, backend)
+        if direct is None or not direct.scale_(targets, coefficient):
+            scale_everywhere_(targets, coefficient, name_of, backend)
     return norm
 
 

@@ -66,7 +66,10 @@ class Report:
         missing: Callable[[], Sequence[str]] = tuple,
         what: str = "gradient",
         loss_scale: float | None = None,
+        total: Array | None = None,
     ) -> None:
+        """``total`` is the row of all tensors of all ranks, if there are more than the table has."""
+        self._total_row = total
         self._names = names
         self._table = table
         self._loss_scale = loss_scale
@@ -82,13 +85,14 @@ class Report:
             "missing": self.missing,
             "what": self._what,
             "loss_scale": self._loss_scale,
+            "total": self._total_row,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, missing = state["names"], state["missing"]
         infos = [TensorInfo(*info) for info in state["infos"]]
         self.__init__(  # type: ignore[misc]
-            lambda: names, state["table"], infos, lambda: missing, state["what"], state["loss_scale"]
+            lambda: names, state["table"], infos, lambda: missing, state["what"], state["loss_scale"], state["total"]
         )
 
     # Totals ----------------------------------------------------------------------------------------------
@@ -99,6 +103,8 @@ class Report:
 
     @functools.cached_property
     def _totals(self) -> list[float]:
+        if self._total_row is not None:
+            return [float(value) for value in self._total_row]
         reduce: dict[str, Callable[[Array], Any]] = {"sum": np.sum, "min": np.min, "max": np.max}
         if not len(self._table):
             return [field.identity for field in _fields.FIELDS]
@@ -110,6 +116,8 @@ class Report:
     @functools.cached_property
     def ok(self) -> bool:
         """Whether every element of every tensor is finite."""
+        if self._total_row is not None:
+            return not np.count_nonzero(self._total_row[_NONFINITE_COUNTS])
         return not np.count_nonzero(self._table[:, _NONFINITE_COUNTS])
 
     @property
@@ -212,6 +220,14 @@ class Report:
         bad = np.flatnonzero(nan + inf)
         return [self._at(int(i)) for i in bad[np.lexsort((-inf[bad], -nan[bad]))]]
 
+    def rank_of(self, name: str) -> int | None:
+        """The lowest rank on which the distributed tensor ``name`` holds NaN or Inf; None otherwise. See `TensorStats`.
+
+        Raises:
+            KeyError: There is no tensor of that name.
+        """
+        return self[name].rank
+
     def worst(self, n: int = 10, by: str = "severity") -> list[TensorStats]:
         """The ``n`` tensors that stand out most, worst first.
 
@@ -239,8 +255,8 @@ class Report:
         """A structured array, one record per tensor.
 
         Columns: ``name``, ``numel``, ``nan_count``, ``inf_count``, ``zero_count``, ``l2_norm``, ``min``, ``max``,
-        ``max_abs``, ``mean``, ``std``, ``sum``, and ``first_nonfinite`` as a flat index in memory order, -1 when all
-        elements are finite.
+        ``max_abs``, ``mean``, ``std``, ``sum``, and ``first_nonfinite`` as a flat index in memory order, in the shard
+        for a distributed tensor, -1 when all elements are finite.
         """
         count = len(self)
         width = max((len(name) for name in self.names), default=1) or 1
@@ -270,6 +286,10 @@ class Report:
             out["std"] = np.sqrt(np.maximum(rms - mean, 0.0)) * np.sqrt(rms + mean)
         first = self._column("first_nonfinite")
         out["first_nonfinite"] = np.where(np.isfinite(first), first, -1)
+        for i in np.flatnonzero(np.isfinite(first)).tolist():
+            shards = self._infos[i].shards
+            if shards is not None:
+                out["first_nonfinite"][i] = shards.split(first[i])[1]
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -322,7 +342,7 @@ class Report:
         if self.ok:
             return
         shown = self.nonfinite[:5]
-        lines = [f"  {stats.name}: {_render.bad_words(stats)}" for stats in shown]
+        lines = [f"  {stats.name}: {_render.bad_words(stats)}" for stats in shown] or ["  all of them on other ranks"]
         if len(self.nonfinite) > len(shown):
             lines.append(f"  and {len(self.nonfinite) - len(shown)} more")
         raise NonFiniteGradientError(

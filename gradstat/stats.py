@@ -78,13 +78,24 @@ def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> l
     Lists of ordinary tensors on one device take the short way into the compiled kernels. For anything else,
     and for the other backends, `readable` sorts out what can be read and where it lies.
     """
+    parts = measure_directly(tensors, name_of, backend)
+    return parts if parts is not None else measure_generally(tensors, name_of, backend)
+
+
+def measure_directly(tensors: list[Any], name_of: NameOf, backend: str | None) -> list[Part] | None:
+    """`measure_parts` for ordinary tensors on one device; None, and nothing done, if they are not."""
     if not tensors:
         return []
     direct = direct_for(tensors[0], name_of, backend)
     measured = direct.check(tensors) if direct is not None else None
-    if measured is not None:
-        table, signature = measured
-        return [Part(table, None, infos_of(tensors, signature))]
+    if measured is None:
+        return None
+    table, signature = measured
+    return [Part(table, None, infos_of(tensors, signature))]
+
+
+def measure_generally(tensors: list[Any], name_of: NameOf, backend: str | None) -> list[Part]:
+    """`measure_parts` for any tensors; of distributed ones the shards."""
     with torch.no_grad():
         plain = readable(tensors, name_of)
         groups = by_device(plain)

@@ -300,7 +300,9 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     counts_itself = counts and request.skips and before is None
     counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
     names, missing = names_of(source, found)
-    measured = Measured.of(found.tensors, names, missing, request.limit, request.loss_scale, counters, request.backend)
+    measured = Measured.of(
+        found.tensors, names, missing, request.limit, request.loss_scale, counters, request.backend, source.parameters
+    )
     if before is not None:
         for tensor in before:
             measured.verdict[0].add_(moved(tensor, measured.verdict.device))

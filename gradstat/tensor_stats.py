@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,17 +133,32 @@ class TensorStats:
     def first_nonfinite(self) -> tuple[int, ...] | None:
         """Index of the first NaN or Inf, one number per dimension; None when all are finite.
 
-        The first in memory order, which for a contiguous tensor is row-major order.
+        The first in memory order, which for a contiguous tensor is row-major order. Of a distributed tensor the
+        first on `rank`, as an index of the whole tensor; None if its shards are interleaved.
         """
         flat = self._field("first_nonfinite")
         if math.isinf(flat):
             return None
-        shape, order = self.shape, self._info.order
-        if order is None:
-            return tuple(int(i) for i in np.unravel_index(int(flat), shape))
-        in_order = np.unravel_index(int(flat), [shape[d] for d in order])
-        index = dict(zip(order, in_order, strict=True))
-        return tuple(int(index[d]) for d in range(len(shape)))
+        shards, order = self._info.shards, self._info.order
+        if shards is None:
+            return _unravelled(int(flat), self.shape, order)
+        rank, index = shards.split(flat)
+        shard = shards.shard_of(rank, self.shape)
+        if shard is None:
+            return None
+        sizes, start = shard
+        return tuple(i + first for i, first in zip(_unravelled(index, sizes, order), start, strict=True))
+
+    @property
+    def rank(self) -> int | None:
+        """The lowest rank whose shard of a distributed tensor holds NaN or Inf; None otherwise."""
+        flat, shards = self._field("first_nonfinite"), self._info.shards
+        return None if shards is None or math.isinf(flat) else shards.split(flat)[0]
+
+    @property
+    def bad_ranks(self) -> int | None:
+        """On how many ranks shards hold NaN or Inf; None of a tensor that is not distributed."""
+        return None if self._info.shards is None else int(self._row[len(_fields.FIELDS)])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything above as JSON-able values: numbers, strings, lists, None for what is not defined."""
@@ -161,6 +177,7 @@ class TensorStats:
                 for key in ("l2_norm", "min", "max", "max_abs", "mean", "std")
             },
             "first_nonfinite": list(first) if first is not None else None,
+            **({} if self._info.shards is None else {"rank": self.rank, "bad_ranks": self.bad_ranks}),
         }
 
     def __repr__(self) -> str:
@@ -169,6 +186,15 @@ class TensorStats:
             f"TensorStats({self.name!r}, shape={tuple(self.shape)}, nan_count={self.nan_count}, "
             f"inf_count={self.inf_count}, l2_norm={self.l2_norm:.6g}, min={self.min:.6g}, max={self.max:.6g}{where})"
         )
+
+
+def _unravelled(flat: int, shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The index of an element by its place in memory."""
+    if order is None:
+        return tuple(int(i) for i in np.unravel_index(flat, shape))
+    in_order = np.unravel_index(flat, [shape[d] for d in order])
+    index = dict(zip(order, in_order, strict=True))
+    return tuple(int(index[d]) for d in range(len(shape)))
 
 
 def l2_norm_of(rows: Array) -> Array:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gradstat import _norms
-from gradstat._arguments import listed, refuse_distributed, require_foreach
-from gradstat._tensors import NameOf, moved, readable
-from gradstat.stats import by_device, direct_for, resolve_for
+from gradstat._arguments import listed, require_foreach
+from gradstat._tensors import NameOf, is_distributed, moved, readable
+from gradstat.stats import by_device, direct_for, measure_parts, resolve_for
+
+if TYPE_CHECKING:
+    from gradstat._reduction import ExtraGroups
+    from gradstat._spread import Measure, Spread
 
 
 def get_total_norm(
@@ -21,6 +26,7 @@ def get_total_norm(
     foreach: bool | None = None,
     *,
     backend: str | None = None,
+    extra_groups: ExtraGroups | None = None,
 ) -> Tensor:
     """The norm of ``tensors``, taken together: the first half of `clip_grad_norm_`, for any tensors.
 
@@ -34,20 +40,21 @@ def get_total_norm(
         error_if_nonfinite: Raise if the norm is NaN or Inf. Costs a host sync.
         foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+        extra_groups: As in `check`: for what distributed tensors do not tell by themselves.
 
     Returns:
-        The norm: 0-d, on the first tensor's device, of the tensors' promoted real dtype. Zero, float32, on the
-        CPU when there are none.
+        The norm, of whole tensors if they are distributed: 0-d, on the first tensor's device, of the tensors'
+        promoted real dtype. Zero, float32, on the CPU when there are none.
 
     Raises:
         TypeError: ``tensors`` is a module, something in it is not a tensor, or a dtype has no norm.
         ValueError: A tensor cannot be measured.
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
-        NotImplementedError: A tensor is distributed.
+        NotImplementedError: A tensor is distributed, and ``norm_type`` neither 2 nor infinity.
     """
     given = listed(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
     norm_type = float(norm_type)
-    if not given:
+    if not given and extra_groups is None:
         return torch.tensor(0.0)
     if foreach:
         require_foreach(given)
@@ -55,15 +62,22 @@ def get_total_norm(
         refuse_in_compiled("get_total_norm", norm_type, error_if_nonfinite, backend)
         compiled: Tensor = torch.ops.gradstat.measure.default(given, math.inf, norm_type)[1]
         return compiled
-    direct = direct_for(given[0], _name, backend) if is_fused(given, norm_type) else None
+    direct = None
+    if extra_groups is None and is_fused(given, norm_type):
+        direct = direct_for(given[0], _name, backend)
     measured = direct.measure(given, math.inf, norm_type) if direct is not None else None
     if measured is not None:
         norm = measured[0]
     else:
         with torch.no_grad():
-            refuse_distributed(given, _name, "get_total_norm")
-            plain = readable(given, _name)
-            norm = measure(plain, norm_type, _name, backend).to(_norms.norm_dtype(plain))
+            if extra_groups is not None or is_distributed(given):
+                from gradstat._spread import Spread
+
+                spread = Spread(given, given, extra_groups)
+                norm = spread_norm(spread, norm_type, lambda local: measure_parts(local, _name, backend))
+            else:
+                norm = measure(readable(given, _name), norm_type, _name, backend)
+            norm = norm.to(_norms.norm_dtype(given))
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     return norm
@@ -83,6 +97,23 @@ def measure(plain: list[Tensor], norm_type: float, name_of: NameOf, backend: str
         return _norm_of_norms(plain, norm_type, first)
     tables = [kernels[device].check([plain[i] for i in at])[0] for device, at in groups.items()]
     return _norms.total_norm(torch.cat([moved(table, first) for table in tables]), norm_type)
+
+
+def spread_norm(spread: Spread, norm_type: float, measure_local: Measure) -> Tensor:
+    """The norm of tensors that are spread over ranks, 0-d float64, the same on all of them.
+
+    NaN if another rank could not measure its part, which is all that can be said without a sync.
+
+    Raises:
+        NotImplementedError: The order is neither 2 nor infinity.
+    """
+    if norm_type not in (2.0, math.inf):
+        raise NotImplementedError(
+            f"over several ranks gradstat has norms of order 2 and inf only, not {norm_type}; use "
+            "torch.nn.utils.clip_grad_norm_"
+        )
+    total, failed = spread.total(measure_local, norm_type == math.inf)
+    return torch.where(failed > 0, math.nan, _norms.total_norm(total, norm_type))
 
 
 def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

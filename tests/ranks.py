@@ -25,9 +25,12 @@ class Ranks:
     """A pool of processes that run functions as the ranks of a process group."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._groups = 0
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(MOST):
@@ -54,7 +57,8 @@ class Ranks:
         results, failures = [], []
         for rank in range(world):
             if not self._pipes[rank].poll(timeout + _ANSWER):
-                self.stop()
+                self._kill()
+                self._start()
                 pytest.fail(f"rank {rank} did not answer")
             succeeded, result = self._pipes[rank].recv()
             (results if succeeded else failures).append(result if succeeded else f"on rank {rank}:\n{result}")
@@ -63,9 +67,13 @@ class Ranks:
         return results
 
     def stop(self) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
-        self._folder.cleanup()
+            process.join()
 
 
 def _serve(pipe: Connection) -> None:

@@ -169,6 +169,8 @@ LAYERS = [
     {"tensor_stats", "_arguments"},
     {"_render"},
     {"stats", "report"},
+    {"_reduction"},
+    {"_spread"},
     {"check", "total_norm"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "_optimizers", "_scaling", "counters"},
