@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_
 from gradstat.report import Report
 from gradstat.stats import Part, assemble, direct_for, infos_of, measure_parts, resolve_for
+
+if TYPE_CHECKING:
+    from gradstat._reduction import ExtraGroups
 
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
@@ -63,8 +66,9 @@ class Measured(NamedTuple):
         counters: Tensor | None,
         backend: str | None,
         parameters: list[Tensor],
+        extra_groups: ExtraGroups | None,
     ) -> Measured:
-        """Reads the gradients, of which there is one at least, once, and counts the step in ``counters``.
+        """Reads the gradients, of which there is one at least without ``extra_groups``, once, and counts the step in ``counters``.
 
         Arguments as for `gradstat._norms.decide`; ``parameters`` are all of which some may have a gradient. No host
         sync. Distributed gradients are merged over their ranks, so that all decide alike.
@@ -78,24 +82,24 @@ class Measured(NamedTuple):
         ) -> Measured:
             return cls(parts, names, missing, norm, numbers, verdict, loss_scale is not None, backend, total)
 
-        first = gradients[0]
-        if loss_scale is not None and loss_scale.device != first.device:
-            loss_scale = moved(loss_scale, first.device)
-        direct = direct_for(first, name_of, backend)
+        home = gradients[0].device if gradients else torch.device("cpu")
+        if loss_scale is not None and loss_scale.device != home:
+            loss_scale = moved(loss_scale, home)
+        direct = direct_for(gradients[0], name_of, backend) if extra_groups is None else None
         short = direct.measure_step(gradients, max_norm, 2.0, loss_scale, counters) if direct is not None else None
         if short is not None:
             table, signature, norm, numbers, verdict = short
             return made([Part(table, None, infos_of(gradients, signature))], norm, numbers, verdict)
         with torch.no_grad():
             total = None
-            if is_distributed(gradients):
-                parts, total = _spread_parts(parameters, name_of, backend)
+            if extra_groups is not None or is_distributed(gradients):
+                parts, total = _spread_parts(parameters, name_of, backend, extra_groups)
                 joined = total
             else:
                 parts = measure_parts(gradients, name_of, backend)
-                joined = torch.cat([moved(part.table, first.device) for part in parts])
+                joined = torch.cat([moved(part.table, home) for part in parts])
             decision = _norms.decide(joined, max_norm, loss_scale, counters)
-            norm = decision.norm.to(_norms.norm_dtype(gradients))
+            norm = decision.norm.to(_norms.norm_dtype(gradients) if gradients else torch.float32)
             return made(parts, norm, decision.numbers, decision.verdict, total)
 
     def limit_(self, coefficient: Tensor) -> None:
@@ -184,7 +188,13 @@ class Unscaled(NamedTuple):
 
     @classmethod
     def of_(
-        cls, gradients: list[Tensor], names: Names, missing: Names, inverse_scale: Tensor, parameters: list[Tensor]
+        cls,
+        gradients: list[Tensor],
+        names: Names,
+        missing: Names,
+        inverse_scale: Tensor,
+        parameters: list[Tensor],
+        extra_groups: ExtraGroups | None,
     ) -> Unscaled:
         """Multiplies the gradients, of which there is one at least, in place. No host sync.
 
@@ -197,7 +207,7 @@ class Unscaled(NamedTuple):
 
         first = gradients[0]
         inverse_scale = moved(inverse_scale, first.device)
-        direct = direct_for(first, name_of, None)
+        direct = direct_for(first, name_of, None) if extra_groups is None else None
         short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
         total = None
         if short is not None:
@@ -207,8 +217,8 @@ class Unscaled(NamedTuple):
             with torch.no_grad():
                 targets = check_writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
-                if is_distributed(gradients):
-                    parts, total = _spread_parts(parameters, name_of, None)
+                if extra_groups is not None or is_distributed(gradients):
+                    parts, total = _spread_parts(parameters, name_of, None, extra_groups)
                 else:
                     parts = measure_parts(gradients, name_of, None)
         torch.autograd.graph.increment_version(gradients)
@@ -255,14 +265,16 @@ class Unscaled(NamedTuple):
         return PendingReport(self.parts, make, self.inverse_scale, *([] if self.total is None else [self.total]))
 
 
-def _spread_parts(parameters: list[Tensor], name_of: NameOf, backend: str | None) -> tuple[list[Part], Tensor]:
+def _spread_parts(
+    parameters: list[Tensor], name_of: NameOf, backend: str | None, extra_groups: ExtraGroups | None
+) -> tuple[list[Part], Tensor]:
     """The rows of gradients that lie on several ranks, and the row of all of them.
 
     If another rank could not measure its part the row of all holds a NaN, so that this one does not step.
     """
     from gradstat._spread import Spread
 
-    rows = Spread.of_gradients(parameters).rows(lambda local: measure_parts(local, name_of, backend))
+    rows = Spread.of_gradients(parameters, extra_groups).rows(lambda local: measure_parts(local, name_of, backend))
     total = rows.total.clone()
     total[:, _fields.INDEX["nan_count"]] += rows.failed
     return [rows.part], total

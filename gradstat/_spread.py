@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradstat._reduction import ExtraGroups, Reduction, identity_rows
+from gradstat import _fields
+from gradstat._reduction import ExtraGroups, Reduction, identity_rows, index_bits
 from gradstat._tensors import TensorInfo
 from gradstat.stats import Part, assemble
 
+_FIRST = _fields.INDEX["first_nonfinite"]
 Measure = Callable[[list[Tensor]], list[Part]]
 
 
@@ -124,6 +127,15 @@ def _in_order(parts: list[Part]) -> list[TensorInfo]:
         return infos
     positions = [position for part in parts for position in part.positions or ()]
     return [info for _, info in sorted(zip(positions, infos, strict=True), key=lambda pair: pair[0])]
+
+
+def whole_rows(tensors: list[Tensor], measure: Measure) -> Tensor:
+    """The rows of the whole tensors, ``[n, len(FIELDS)]``; all NaN if another rank could not measure its part."""
+    rows = Spread(tensors, tensors).rows(measure)
+    table = rows.part.table[:, : len(_fields.FIELDS)].clone()
+    first = table[:, _FIRST]
+    table[:, _FIRST] = torch.where(first.isfinite(), first % 2.0 ** index_bits(), first)
+    return torch.where(rows.failed > 0, math.nan, table)
 
 
 def raise_if_others_failed(failed: float) -> None:

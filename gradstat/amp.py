@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from gradstat._tensors import moved
 from gradstat.adaptive import AdaptiveClip
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
+
+if TYPE_CHECKING:
+    from gradstat._reduction import ExtraGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,14 @@ class GradScaler(TorchGradScaler):
         collapse_after: Skips in a row from which `status` says ``"collapsing"``. Finding a first scale takes a few.
         runaway_above: Scale above which `status` says ``"running away"``. float16 ends at 2**16, so at 2**32 no
             gradient of a growth interval has exceeded 2**-16: most likely nothing is computed in float16.
+        extra_groups: As in `gradstat.check`: for what distributed gradients do not tell by themselves, so that all
+            ranks find an overflow on one of them. Every rank's optimizer must have a gradient then.
     """
 
     collapse_after = 5
     runaway_above = 2.0**32
+
+    extra_groups: ExtraGroups | None = None
 
     _counters: Tensor | None = None
     _mirror: Mirror | None = None
@@ -162,7 +169,9 @@ class GradScaler(TorchGradScaler):
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
             names, missing = names_of(source, found)
-            measured = Measured.of(found.tensors, names, missing, math.inf, scale, None, None, source.parameters)
+            measured = Measured.of(
+                found.tensors, names, missing, math.inf, scale, None, None, source.parameters, self.extra_groups
+            )
             self._keep(optimizer, measured.report)
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
@@ -216,7 +225,7 @@ class GradScaler(TorchGradScaler):
         if not allow_fp16:
             refuse_half(found.tensors, lambda i: names()[i])
         _scaling.refuse_shared_gradients(self, optimizer, source)
-        unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale, source.parameters)
+        unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale, source.parameters, self.extra_groups)
         _scaling.record_unscaling(self, optimizer, found.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradstat._arguments import gradients_to_clip, listed, listed_parameters
 from gradstat._plan import PLAIN_TYPES
+from gradstat._tensors import is_distributed
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.clip_value import clip_grad_value_
 from gradstat.total_norm import get_total_norm
@@ -66,8 +67,8 @@ def patch_torch() -> TorchPatch:
 
     ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in
     ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. What was there
-    before still serves two cases: gradients that are not plain tensors (DTensor, whose norm needs all ranks, or
-    any other subclass), and functions under ``torch.compile``, which compiles torch's own into its graph. ::
+    before still serves two cases: gradients of other subclasses of Tensor than DTensor, and functions under
+    ``torch.compile``, which compiles torch's own into its graph. Norms of DTensors are DTensors, as torch's are. ::
 
         patch = gradstat.patch_torch()
         train()  # its torch.nn.utils.clip_grad_norm_(...) is gradstat's
@@ -122,8 +123,20 @@ class _Layer:
 
     def choose(self, ours: _Function, tensors: Iterable[object]) -> _Function:
         """What is to be called for ``tensors``."""
-        handed_over = self._removed or torch.compiler.is_compiling() or not set(map(type, tensors)) <= PLAIN_TYPES
-        return self.below if handed_over else ours
+        kinds = {type(tensor): tensor for tensor in tensors}
+        known = all(kind in PLAIN_TYPES or is_distributed([tensor]) for kind, tensor in kinds.items())
+        return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
+
+
+def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
+    """A norm as torch gives it: distributed tensors have a distributed one, the same on all ranks of their mesh."""
+    if not is_distributed(tensors) or is_distributed([norm]):
+        return norm
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    made: Tensor = DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return made
 
 
 # The replacements list what they are given, since a generator can be gone through only once.
@@ -132,7 +145,8 @@ class _Layer:
 def _norm_clip(layer: _Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed_parameters(parameters, stacklevel=3)
-        return layer.choose(clip_grad_norm_, gradients_to_clip(given)[0])(given, *args, **kwargs)
+        gradients = gradients_to_clip(given)[0]
+        return _as_torchs(layer.choose(clip_grad_norm_, gradients)(given, *args, **kwargs), gradients)
 
     return replacement
 
@@ -140,7 +154,9 @@ def _norm_clip(layer: _Layer) -> _Function:
 def _value_clip(layer: _Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed(parameters)
-        return layer.choose(clip_grad_value_, gradients_to_clip(given)[0])(given, *args, **kwargs)
+        gradients = gradients_to_clip(given)[0]
+        function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
+        return function(given, *args, **kwargs)
 
     return replacement
 
@@ -148,7 +164,7 @@ def _value_clip(layer: _Layer) -> _Function:
 def _total_norm(layer: _Layer) -> _Function:
     def replacement(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed(tensors, "tensors")
-        return layer.choose(get_total_norm, given)(given, *args, **kwargs)
+        return _as_torchs(layer.choose(get_total_norm, given)(given, *args, **kwargs), given)
 
     return replacement
 

@@ -12,7 +12,7 @@ from gradstat import _backends
 from gradstat._backends import Kernels
 from gradstat._fields import NAMES
 from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError
-from gradstat._tensors import NameOf, TensorInfo, moved, readable
+from gradstat._tensors import NameOf, TensorInfo, is_distributed, moved, readable
 
 # The types of device for which there are compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
@@ -45,7 +45,9 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     Returns:
         ``[n, len(gradstat.FIELDS)]`` float64 on the device of the first tensor, its columns named by
         `gradstat.FIELDS`. Tensors on other devices are measured there and their rows moved, which makes the
-        host wait if they move from a GPU to the CPU. An empty list gives an empty table on the CPU.
+        host wait if they move from a GPU to the CPU. An empty list gives an empty table on the CPU. The rows of
+        distributed tensors are those of the whole, on all ranks, which all have to call this; ``first_nonfinite`` is
+        then the index in the shard of the lowest rank that has one.
 
     Raises:
         TypeError, ValueError: A tensor cannot be measured; the message names its position.
@@ -56,6 +58,10 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     listed = tensors if isinstance(tensors, list) else list(tensors)
     if listed and torch.compiler.is_compiling():
         return _compiled_stats(listed, backend)
+    if is_distributed(listed):
+        from gradstat._spread import whole_rows
+
+        return whole_rows(listed, lambda local: measure_parts(local, _position_name, backend))
     parts = measure_parts(listed, _position_name, backend)
     return assemble([part.table for part in parts], [part.positions for part in parts])
 

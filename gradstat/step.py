@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from gradstat._tensors import moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
+
+if TYPE_CHECKING:
+    from gradstat._reduction import ExtraGroups
 
 
 class StepResult:
@@ -72,6 +75,7 @@ def guarded_step(
     closure: Callable[[], Any] | None = None,
     model: Module | None = None,
     backend: str | None = None,
+    extra_groups: ExtraGroups | None = None,
 ) -> StepResult:
     """Steps ``optimizer`` with clipped gradients, and leaves everything as it is if one is not finite.
 
@@ -96,6 +100,7 @@ def guarded_step(
         model: Lends the names of its parameters to the report. An optimizer made from ``named_parameters()`` has
             them already; any other knows groups and positions only.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+        extra_groups: As in `check`: for what distributed gradients do not tell by themselves.
 
     Returns:
         Norm, whether it was skipped, counters and the pending report; see `StepResult`.
@@ -108,7 +113,7 @@ def guarded_step(
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a closure
             together with a scaler; skipping on the host would be needed while a CUDA graph is captured.
     """
-    arguments = (optimizer, max_norm, skip_nonfinite, scaler, closure, model, backend)
+    arguments = (optimizer, max_norm, skip_nonfinite, scaler, closure, model, backend, extra_groups)
     if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
         result: StepResult = torch.compiler.disable(_guarded_step)(*arguments)
         return result
@@ -123,6 +128,7 @@ def _guarded_step(
     closure: Callable[[], Any] | None,
     model: Module | None,
     backend: str | None,
+    extra_groups: ExtraGroups | None,
 ) -> StepResult:
     _check_optimizer(optimizer)
     clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
@@ -132,7 +138,7 @@ def _guarded_step(
     scaling = None
     if scaler is not None and scaler.is_enabled():
         scaling = _Scaling.of(scaler, optimizer, skip_nonfinite, closure)
-    request = _Request(optimizer, limit, clip, skip_nonfinite, scaling, model, backend)
+    request = _Request(optimizer, limit, clip, skip_nonfinite, scaling, model, backend, extra_groups)
     if closure is None:
         if _optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
@@ -194,6 +200,7 @@ class _Request(NamedTuple):
     scaling: _Scaling | None
     model: Module | None
     backend: str | None
+    extra_groups: ExtraGroups | None
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -285,7 +292,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     if request.model is not None:
         source = named_by(request.model, source)
     found = gradients_of(source.parameters)
-    if not found.tensors:
+    if not found.tensors and request.extra_groups is None:
         if request.scaling is not None:
             raise RuntimeError(
                 "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
@@ -298,10 +305,19 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     before = None if request.scaling is None else request.scaling.found_by_unscaling(request.optimizer)
     # The kernel counts by itself what it alone decides.
     counts_itself = counts and request.skips and before is None
-    counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
+    home = found.tensors[0].device if found.tensors else torch.device("cpu")
+    counters = counters_on(request.optimizer, home).tensor if counts_itself else None
     names, missing = names_of(source, found)
     measured = Measured.of(
-        found.tensors, names, missing, request.limit, request.loss_scale, counters, request.backend, source.parameters
+        found.tensors,
+        names,
+        missing,
+        request.limit,
+        request.loss_scale,
+        counters,
+        request.backend,
+        source.parameters,
+        request.extra_groups,
     )
     if before is not None:
         for tensor in before:

@@ -251,7 +251,7 @@ def test_any_shape_stride_and_value(data: st.DataObject) -> None:
 # DTensor ----------------------------------------------------------------------------------------------------
 
 
-def test_a_distributed_tensor_is_checked_by_its_shard_and_not_clipped(tmp_path: object) -> None:
+def test_a_distributed_tensor_of_one_rank_is_checked_and_clipped(tmp_path: object) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -265,9 +265,12 @@ def test_a_distributed_tensor_is_checked_by_its_shard_and_not_clipped(tmp_path: 
         report = gradstat.check([("w", parameter)])
         assert report["w"].l2_norm == 5.0
         assert report["w"].first_nonfinite == (1,)
-        with pytest.raises(NotImplementedError, match="distributed tensor"):
-            gradstat.clip_grad_norm_([parameter], 1.0)
-        assert torch.equal(local[::2], torch.tensor([3.0, 4.0]))
+        assert report["w"].rank == 0
+        local[1] = 0.0
+        assert gradstat.clip_grad_norm_([parameter], 1.0) == 5.0
+        torch.testing.assert_close(local, torch.tensor([0.6, 0.0, 0.8]))
+        with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
+            gradstat.clip_grad_norm_([parameter], 1.0, 3.0)
     finally:
         dist.destroy_process_group()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -257,3 +259,285 @@ def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(
     ranks: Ranks, layout: str, fused: bool, scaling: bool
 ) -> None:
     ranks.run(4, stepped, layout, fused, scaling)
+
+
+# Any placements ----------------------------------------------------------------------------------------------
+
+
+def random_layouts(seed: int) -> None:
+    """Tensors placed at random on a 2x2 mesh and its parts, beside plain ones, against the whole ones."""
+    draw = random.Random(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(seed)
+    wholes, spreads = [], []
+    for _ in range(draw.randint(1, 7)):
+        shape = [draw.randint(1, 5) for _ in range(draw.randint(1, 3))]
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64])
+        tensor = torch.randn(shape).to(dtype)
+        if draw.random() < 0.2:
+            tensor.view(-1)[draw.randrange(tensor.numel())] = draw.choice([math.nan, math.inf])
+        wholes.append(tensor)
+        on = draw.choice([mesh, mesh["a"], mesh["b"], None])
+        if on is None:
+            spreads.append(tensor.clone())
+            continue
+        placements = [draw.choice([Replicate(), *(Shard(dim) for dim in range(len(shape)))]) for _ in range(on.ndim)]
+        made = distribute_tensor(tensor, on, placements)
+        if draw.random() < 0.3 and Replicate() in placements:  # a pending sum in place of a replica
+            dim = placements.index(Replicate())
+            placements[dim] = Partial()
+            local = made._local_tensor if on.get_local_rank(dim) == 0 else torch.zeros_like(made._local_tensor)
+            made = DTensor.from_local(local.clone(), on, placements, shape=tensor.shape, stride=tensor.stride())
+        spreads.append(made)
+    ours = gradstat.stats(spreads)
+    theirs = gradstat.stats(wholes)
+    column = {name: i for i, name in enumerate(gradstat.FIELDS)}
+    for name in ("nan_count", "inf_count", "zero_count", "min", "max"):
+        assert torch.equal(ours[:, column[name]], theirs[:, column[name]]), (seed, name)
+    torch.testing.assert_close(ours[:, column["sq_sum"]], theirs[:, column["sq_sum"]], rtol=1e-6, atol=0)
+    parameters = []
+    for spread in spreads:
+        parameter = nn.Parameter(torch.zeros_like(spread), requires_grad=False)
+        parameter.grad = spread
+        parameters.append(parameter)
+    report, expected = gradstat.check(parameters), gradstat.check_tensors(wholes)
+    assert report.total_norm == pytest.approx(expected.total_norm, rel=1e-6, nan_ok=True)
+    for bad, whole_bad in zip(report.nonfinite, expected.nonfinite, strict=True):
+        index = bad.first_nonfinite
+        assert index is not None
+        # The first of the lowest rank need not be the first of all: it is one of them.
+        assert not wholes[int(bad.name.removeprefix("param"))][index].isfinite()
+        assert bad.nonfinite_count == whole_bad.nonfinite_count
+    if report.ok:
+        norm = gradstat.clip_grad_norm_(parameters, 0.5)
+        assert norm.item() == pytest.approx(expected.total_norm, rel=1e-2)
+        scaled = gradstat.check(parameters).total_norm
+        assert scaled == pytest.approx(min(0.5, expected.total_norm), rel=2e-2)
+
+
+def many_random_layouts(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        random_layouts(seed)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_random_placements(ranks: Ranks, first: int) -> None:
+    ranks.run(4, many_random_layouts, first, 20)
+
+
+def named_rank_and_index() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(10, 3), mesh, [Shard(0)])
+    if dist.get_rank() in (1, 3):
+        parameter.grad._local_tensor[0, 2] = math.nan  # type: ignore[attr-defined]
+    report = gradstat.check([("w", parameter)])
+    stats = report["w"]
+    assert (stats.rank, stats.bad_ranks, report.rank_of("w")) == (1, 2, 1)
+    assert stats.first_nonfinite == (3, 2), "rank 1 begins at row 3"
+    assert stats.to_dict()["rank"] == 1
+    assert report.to_numpy()["first_nonfinite"].tolist() == [2]
+    with pytest.raises(
+        gradstat.NonFiniteGradientError, match=r"w: 2 NaN of 30 elements, first at \[3, 2\] on rank 1 \(of 2"
+    ):
+        report.raise_if_nonfinite()
+    again = pickle.loads(pickle.dumps(report))
+    assert again["w"].first_nonfinite == (3, 2)
+    assert "[3, 2] rank 1" in str(again)
+
+
+def test_a_report_names_rank_and_index(ranks: Ranks) -> None:
+    ranks.run(4, named_rank_and_index)
+
+
+def drop_in() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)])
+    with gradstat.patch_torch():
+        norm = nn.utils.clip_grad_norm_([parameter], 1.0)
+        nn.utils.clip_grads_with_norm_([parameter], 0.5, nn.utils.get_total_norm([parameter.grad]))
+    assert isinstance(norm, DTensor)
+    assert norm.placements == (Replicate(),)
+    assert norm.full_tensor() == 4.0
+    torch.testing.assert_close(whole(parameter.grad), torch.full((4,), 0.25))
+
+
+def test_the_patch_gives_norms_as_torch_does(ranks: Ranks) -> None:
+    ranks.run(2, drop_in)
+
+
+# Groups that no tensor tells ---------------------------------------------------------------------------------
+
+
+def pipeline() -> None:
+    """Two stages of two replicas; a norm over all stages, whatever each holds."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replica"))
+    stage = mesh["stage"].get_local_rank()
+    sizes = [(3, 4), (5,)] if stage == 0 else [(7,)]
+    torch.manual_seed(stage)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    torch.manual_seed(0)
+    every = [torch.randn(3, 4), torch.randn(5)]
+    torch.manual_seed(1)
+    every.append(torch.randn(7))
+    expected = torch.stack([g.norm() for g in every]).norm().item()
+    for groups in (mesh["stage"], [mesh["stage"].get_group()], [(mesh["stage"], parameters)]):
+        assert gradstat.check(parameters, extra_groups=groups).total_norm == pytest.approx(expected)
+        assert gradstat.get_total_norm(
+            [p.grad for p in parameters],
+            extra_groups=mesh["stage"],  # type: ignore[misc]
+        ).item() == pytest.approx(expected)
+    assert len(gradstat.check(parameters, extra_groups=mesh["stage"])) == len(parameters)
+    assert gradstat.clip_grad_norm_(parameters, 1.0, extra_groups=mesh["stage"]).item() == pytest.approx(expected)
+    assert gradstat.get_total_norm(
+        [p.grad for p in parameters],
+        extra_groups=mesh["stage"],  # type: ignore[misc]
+    ).item() == pytest.approx(1.0)
+    if stage == 1:
+        parameters[0].grad[3] = math.inf  # type: ignore[index]
+    report = gradstat.check(parameters, extra_groups=mesh["stage"])
+    assert not report.ok
+    assert report.inf_count == 1
+    if stage == 0:
+        assert report.nonfinite == []
+        with pytest.raises(gradstat.NonFiniteGradientError, match="all of them on other ranks"):
+            report.raise_if_nonfinite()
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    assert gradstat.guarded_step(optimizer, 1.0, extra_groups=mesh["stage"]).skipped
+    assert all((parameter == 0).all() for parameter in parameters)
+
+
+def test_stages_of_a_pipeline_have_one_norm(ranks: Ranks) -> None:
+    ranks.run(4, pipeline)
+
+
+def experts() -> None:
+    """Every rank has its own experts, one of them none, beside a part that all have."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(world)))
+    shared = nn.Parameter(torch.zeros(2))
+    shared.grad = torch.tensor([3.0, 4.0])
+    own = [nn.Parameter(torch.zeros(1)) for _ in range(rank)]
+    for expert in own:
+        expert.grad = torch.full((1,), 2.0)
+    count = sum(range(world))
+    expected = math.sqrt(25 + 4 * count)
+    parameters = [shared, *own]
+    norm = gradstat.clip_grad_norm_(parameters, 1.0, extra_groups=[(group, own)])
+    assert norm.item() == pytest.approx(expected)
+    torch.testing.assert_close(shared.grad, torch.tensor([3.0, 4.0]) / expected, rtol=1e-5, atol=0)
+    assert gradstat.check(own, extra_groups=group).total_norm == pytest.approx(
+        math.sqrt(4 * count) / expected, rel=1e-4
+    )
+    assert gradstat.clip_grad_norm_(own, 1e9, extra_groups=group).item() == pytest.approx(
+        math.sqrt(4 * count) / expected, rel=1e-4
+    )
+
+
+def test_experts_are_added_up_and_what_is_shared_counts_once(ranks: Ranks) -> None:
+    ranks.run(4, experts)
+
+
+def scaled_stages() -> None:
+    """An overflow on one stage skips the step on all of them."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    parameter = nn.Parameter(torch.ones(3))
+    for fused in (True, False):
+        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+        scaler = gradstat.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.extra_groups = group
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full((3,), math.inf if rank == 1 else 8.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(parameter, torch.ones(3))
+        assert scaler.get_scale() == 4.0
+
+
+def test_stages_scale_alike(ranks: Ranks) -> None:
+    ranks.run(2, scaled_stages)
+
+
+# What goes wrong ---------------------------------------------------------------------------------------------
+
+
+def one_rank_fails() -> str:
+    """A rank that raises for a reason of its own does not leave the others waiting."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    if dist.get_rank() == 1:
+        parameter.grad._local_tensor = torch.ones(2, dtype=torch.int64)  # type: ignore[attr-defined]
+    outcomes = []
+    for call in (
+        lambda: gradstat.check([parameter]),
+        lambda: gradstat.clip_grad_norm_([parameter], math.inf),
+        lambda: gradstat.guarded_step(optimizer, 1.0),
+        lambda: gradstat.stats([parameter.grad]),
+    ):
+        try:
+            outcomes.append(str(call()))
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    if dist.get_rank() == 0:
+        assert "RuntimeError: 1 other rank could not measure what they hold" in outcomes[0]
+        assert outcomes[1] == "tensor(nan)"
+        assert "skipped=True" in outcomes[2]
+        assert torch.equal(whole_zero := parameter._local_tensor, torch.zeros_like(whole_zero))  # type: ignore[attr-defined]
+    else:
+        assert all("TypeError" in outcome and "torch.int64" in outcome for outcome in outcomes), outcomes
+    return outcomes[0]
+
+
+def test_a_rank_that_fails_tells_the_others(ranks: Ranks) -> None:
+    ranks.run(2, one_rank_fails, timeout=20.0)
+
+
+def bad_groups() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"a mesh of 2 dimensions; pass the dimension that is meant, mesh\['name'\]"):
+        gradstat.check([parameter], extra_groups=mesh)
+    with pytest.raises(TypeError, match="extra_groups has str where a process group"):
+        gradstat.clip_grad_norm_([parameter], 1.0, extra_groups=["world"])  # type: ignore[list-item]
+    with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
+        gradstat.clip_grad_norm_([parameter], 1.0, 3.0, extra_groups=mesh["a"])
+
+
+def test_groups_that_are_none_are_refused_before_anyone_waits(ranks: Ranks) -> None:
+    ranks.run(2, bad_groups)
+
+
+def collectives(call: str) -> list[int]:
+    """How many reductions, for 3 and for 60 sharded tensors."""
+    mesh, counts = init_device_mesh("cpu", (2,)), []
+    for number in (3, 60):
+        parameters = []
+        for _ in range(number):
+            parameter = nn.Parameter(distribute_tensor(torch.zeros(6), mesh, [Shard(0)]))
+            parameter.grad = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
+            parameters.append(parameter)
+        original, seen = dist.all_reduce, []
+        dist.all_reduce = lambda *a, **k: (seen.append(1), original(*a, **k))[1]  # type: ignore[assignment]  # noqa: B023
+        try:
+            if call == "check":
+                gradstat.check(parameters)
+            elif call == "clip":
+                gradstat.clip_grad_norm_(parameters, 1.0)
+            else:
+                gradstat.guarded_step(torch.optim.AdamW(parameters, fused=True), 1.0)
+        finally:
+            dist.all_reduce = original
+        counts.append(len(seen))
+    return counts
+
+
+@pytest.mark.parametrize(("call", "expected"), [("check", 2), ("clip", 1), ("step", 2)])
+def test_the_number_of_collectives_does_not_grow(ranks: Ranks, call: str, expected: int) -> None:
+    assert ranks.run(2, collectives, call) == [[expected, expected]] * 2
