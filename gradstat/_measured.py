@@ -68,10 +68,11 @@ class Measured(NamedTuple):
         parameters: list[Tensor],
         extra_groups: ExtraGroups | None,
     ) -> Measured:
-        """Reads the gradients, of which there is one at least without ``extra_groups``, once, and counts the step in ``counters``.
+        """Reads the gradients once, and counts the step in ``counters``. No host sync.
 
-        Arguments as for `gradstat._norms.decide`; ``parameters`` are all of which some may have a gradient. No host
-        sync. Distributed gradients are merged over their ranks, so that all decide alike.
+        Arguments as for `gradstat._norms.decide`; ``parameters`` are all of which some may have a gradient, and one
+        at least has, unless there are ``extra_groups``. Distributed gradients are merged over their ranks, so that
+        all decide alike.
         """
 
         def name_of(i: int) -> str:

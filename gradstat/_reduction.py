@@ -44,8 +44,9 @@ class Merged(NamedTuple):
     """What is true of whole tensors, on the device.
 
     Attributes:
-        rows: ``[n, len(FIELDS) + 1]`` float64. ``first_nonfinite`` holds the lowest rank with a NaN or Inf, above the
-            bits of the index in its shard (`Shards.index_bits`); the last column on how many ranks there is one.
+        rows: ``[n, len(FIELDS) + 1]`` float64. ``first_nonfinite`` of a sharded tensor holds the lowest rank with a
+            NaN or Inf, above the bits of the index in its shard (`Shards.index_bits`); the last column on how many
+            ranks there is one.
         total: ``[1, len(FIELDS)]`` float64: all tensors of all ranks together, `first_nonfinite` without meaning.
         failed: 0-d float64: ranks that could not measure theirs.
     """
@@ -98,6 +99,7 @@ class Reduction:
         for row, layout in enumerate(self._layouts):
             groups = () if layout is None else layout.groups
             self._kinds.setdefault((groups, masks[row]), []).append(row)
+        self._sharded = [layout is not None and bool(layout.groups) for layout in self._layouts]
         self._groups = list(dict.fromkeys(group for groups, _ in self._kinds for group in groups))
 
     @property
@@ -139,7 +141,7 @@ class Reduction:
             table: ``[n, len(FIELDS)]`` float64.
             failed: Whether this rank could not measure its shards; the table is of no account then.
         """
-        halves = _halves(table, failed)
+        halves = _halves(table, failed, self._sharded)
         for group in self._groups:
             rows = [row for (groups, _), members in self._kinds.items() if group in groups for row in members]
             halves = _reduced(halves, group, None if len(rows) == len(table) else rows)
@@ -225,10 +227,13 @@ class _Halves(NamedTuple):
     highs: Tensor
 
 
-def _halves(table: Tensor, failed: bool) -> _Halves:
+def _halves(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Halves:
+    """A table's rows, as they travel; in those of ``sharded`` tensors the rank is put above a first index."""
     bad = table[:, _NONFINITE].sum(1, keepdim=True) > 0
-    rank = dist.get_rank() * 2.0 ** index_bits()
-    first = torch.where(bad[:, 0], table[:, _FIRST] + rank, table[:, _FIRST])
+    first = table[:, _FIRST]
+    if sharded is not None:
+        rank = dist.get_rank() * 2.0 ** index_bits()
+        first = first + rank if all(sharded) else first + rank * torch.tensor(sharded, device=table.device)
     sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
     return _Halves(sums, torch.stack([-table[:, _MIN], table[:, _MAX], -first], 1))
 

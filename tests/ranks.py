@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 MOST = 4
-_START, _ANSWER = 120.0, 90.0
+_START, _ANSWER = 120.0, 30.0
 
 
 class Ranks:
@@ -45,7 +45,7 @@ class Ranks:
                 raise RuntimeError("a rank did not start")
             pipe.recv()
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 20.0) -> list[Any]:
         """Calls a function of a test module on ranks 0 to ``world - 1``; what it returns on each.
 
         A failure on any rank fails the test, with that rank's traceback.
