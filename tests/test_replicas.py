@@ -252,7 +252,7 @@ def test_nan_of_another_payload_is_another_value(ranks: Ranks) -> None:
     assert [[drift.ranks for drift in report.drifted] for report in ranks.run(4, payloads)] == [[(1,)]] * 4
 
 
-def lacking() -> tuple[Drift, ...]:
+def lacking() -> ReplicaReport:
     model, _ = trained()
     if dist.get_rank() == 1:
         model.first.bias.grad = None
@@ -260,7 +260,7 @@ def lacking() -> tuple[Drift, ...]:
         model.last.bias.grad = torch.zeros(2, dtype=torch.float64)
     if dist.get_rank() == 2:
         flip_gradient(model, None)
-    return verify_replicas(model).drifted
+    return verify_replicas(model)
 
 
 def test_what_a_rank_lacks_is_named_and_nobody_waits(ranks: Ranks) -> None:
@@ -269,7 +269,7 @@ def test_what_a_rank_lacks_is_named_and_nobody_waits(ranks: Ranks) -> None:
         Drift("last.bias", "gradient", (1,), "shape, dtype or placement differs: float64[2] on rank 1"),
         Drift("last.weight", "gradient", (2,), "bits on rank 2 differ from those on the other 3"),
     )
-    assert ranks.run(4, lacking) == [expected] * 4
+    assert ranks.run(4, lacking) == [ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))] * 4
 
 
 def another_model() -> tuple[Drift, ...]:

@@ -27,7 +27,7 @@ from gradstat.stats import by_device
 
 _ROW = 4096
 # Products are 8 bytes for each word, so they go to scratch memory that stays in cache, a block of rows at a time.
-_ROWS_AT_ONCE = {"cpu": 8}
+_ROWS_AT_ONCE = {"cpu": 16}
 _ROWS_AT_ONCE_ELSEWHERE = 1024
 # Every level divides the number of words by 2048, so four of them are enough for 2**44.
 _LEVELS = 4

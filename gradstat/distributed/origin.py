@@ -122,6 +122,17 @@ class _Relay:
 _relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.WeakKeyDictionary()
 
 
+def _noting(watch: OriginWatch) -> Callable[[Tensor], None]:
+    # Weakly: what a parameter's hook refers to is not seen by the garbage collector, and the watch has the parameters.
+    found = weakref.ref(watch)
+
+    def note(_: Tensor) -> None:
+        if (alive := found()) is not None:
+            alive._unseen = True
+
+    return note
+
+
 class _Seen(NamedTuple):
     """Some gradients of one micro-batch, measured.
 
@@ -159,7 +170,7 @@ class OriginWatch:
         self._unseen = False  # whether gradients were accumulated that nobody has measured yet
         self._handles: list[Any] = []
         if per_micro_batch:
-            self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters]
+            self._handles = [p.register_post_accumulate_grad_hook(_noting(self)) for p in self._parameters]
             self._handles.append(ddp_model.register_forward_pre_hook(self._before_forward))
 
     def result(self) -> OriginReport:
@@ -217,9 +228,6 @@ class OriginWatch:
         if bucket.is_last():
             self._micro_batch += 1
             self._unseen = False
-
-    def _accumulated(self, _: Tensor) -> None:
-        self._unseen = True
 
     def _before_forward(self, *_: object) -> None:
         self._see_accumulated()

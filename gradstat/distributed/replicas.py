@@ -58,7 +58,7 @@ class ReplicaReport:
 
     Attributes:
         drifted: One `Drift` for each tensor that differs, sorted by kind and name.
-        compared: How many tensors were compared.
+        compared: How many tensors were compared. A rank outside of the mesh of a ``DTensor`` does not count it.
         ranks: Those that took part, global numbers.
     """
 
@@ -138,12 +138,15 @@ def verify_replicas(
         comparable = [(tensor, tensor.bits) for tensor in tensors if tensor.bits is not None and tensor.replicas]
         numbers = checksums([bits for _, bits in comparable], device_of(groups[0]))
         drifted: tuple[Drift, ...] = ()
+        compared = len(comparable)
         if not _agree(tensors, [tensor for tensor, _ in comparable], numbers, groups):
             mine = {(t.kind, t.name): _Seen(t.layout, t.replicas, None) for t in tensors}
             for (t, _), number in zip(comparable, numbers.tolist(), strict=True):
                 mine[t.kind, t.name] = _Seen(t.layout, t.replicas, number)
-            drifted = tuple(_drifts(gather_by_rank(mine, groups, _CALLER)))
-    return ReplicaReport(drifted, len(comparable), ranks)
+            seen_by = gather_by_rank(mine, groups, _CALLER)
+            drifted = tuple(_drifts(seen_by))
+            compared = len({key for seen in seen_by.values() for key, tensor in seen.items() if tensor.replicas})
+    return ReplicaReport(drifted, compared, ranks)
 
 
 class _Seen(NamedTuple):
