@@ -162,7 +162,7 @@ def accumulated(per_micro_batch: bool, options: dict[str, Any], bad: dict[int, l
             with contextlib.nullcontext() if number == 2 else model.no_sync():
                 backward(model, bad=step == 1 and dist.get_rank() in bad.get(number, []))
         report = watch.result()
-        seen.append((*told(report, "last.bias"), report.ok))
+        seen.append((*told(report, "last.bias"), report.micro_batches))
         model.zero_grad()
     return seen
 
@@ -179,12 +179,12 @@ MICRO_MODES = {
 )
 def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, list[int]], expected: Any) -> None:
     seen = ranks.run(2, accumulated, True, dict(MICRO_MODES[mode]), bad)
-    assert seen == [[(None, 0, None, True), (*expected, False)]] * 2
+    assert seen == [[(None, 0, None, 3), (*expected, 3)]] * 2
 
 
 def test_without_it_micro_batches_that_are_not_reduced_are_one(ranks: Ranks) -> None:
     seen = ranks.run(2, accumulated, False, {}, {0: [1], 1: [0]})
-    assert seen == [[(None, 0, None, True), (0, 2, 0, False)]] * 2
+    assert seen == [[(None, 0, None, 1), (0, 2, 0, 1)]] * 2
 
 
 def reduced_each_time() -> tuple[Any, ...]:

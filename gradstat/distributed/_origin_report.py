@@ -58,6 +58,11 @@ class OriginReport:
         """All ranks that were asked."""
         return self._ranks
 
+    @property
+    def micro_batches(self) -> int:
+        """How many there were: reductions, or each ``backward()`` with ``per_micro_batch``."""
+        return self._micro_batches
+
     def rank_of(self, name: str) -> int | None:
         """The rank that brought it: the lowest of those where ``name``'s gradient was bad first; None if none was.
 
