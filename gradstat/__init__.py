@@ -1,5 +1,8 @@
 """Gradient statistics for PyTorch in one pass: NaN and Inf, norms and extremes, on every step."""
 
+import importlib
+from typing import Any
+
 from gradstat import amp
 from gradstat._backends import BackendStatus, backends
 from gradstat._fields import NAMES as FIELDS
@@ -53,3 +56,9 @@ __all__ = [
     "stats",
     "step_counters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "distributed":  # needs torch.distributed, which is slow to import, and not everybody does
+        return importlib.import_module("gradstat.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -176,6 +176,7 @@ LAYERS = [
     {"adaptive", "patch", "_optimizers", "_scaling", "counters"},
     {"_measured"},
     {"step", "amp"},
+    {"distributed"},
     {"__init__"},
     {"bench"},
     {"demo"},

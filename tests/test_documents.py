@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from ranks import Ranks
 
 import gradstat
 
@@ -41,12 +42,20 @@ def test_the_first_example_of_the_readme_runs_as_printed() -> None:
     assert names["norm"] > 0  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["stepping.md", "clipping.md"])
-def test_examples_of_the_pages_run(name: str) -> None:
+def run_examples(name: str) -> None:
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
     assert examples
     for example in examples:
         exec(example, {})
+
+
+@pytest.mark.parametrize("name", ["stepping.md", "clipping.md"])
+def test_examples_of_the_pages_run(name: str) -> None:
+    run_examples(name)
+
+
+def test_examples_on_several_ranks_run(ranks: Ranks) -> None:
+    ranks.run(2, run_examples, "distributed.md")
 
 
 def test_the_accumulation_of_the_readme_runs_as_printed() -> None:

@@ -1,0 +1,77 @@
+"""What the origin of a NaN and the agreement of replicas cost beside a DDP step: ``torchrun benchmarks/ddp_step.py``.
+
+::
+
+    torchrun --nproc-per-node 2 benchmarks/ddp_step.py            # gloo on the CPU, or NCCL with a GPU for each rank
+    torchrun --nproc-per-node 2 benchmarks/ddp_step.py --model gpt-17m --rounds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
+
+from gradstat.bench.timing import interleaved, quartiles, ratios
+from gradstat.demo.model import GPT, MODEST, SMALL, Size
+from gradstat.distributed import verify_replicas, watch_origin
+
+_SIZES = {"gpt-0.9m": SMALL, "gpt-17m": MODEST}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time added to a DDP step, on rank 0.")
+    parser.add_argument("--model", choices=list(_SIZES), default="gpt-0.9m")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    torch.manual_seed(0)
+    # Every rank draws the same order of calls (it is the same on every run), so collectives meet.
+    samples = interleaved(_calls(_SIZES[options.model], device), options.rounds, device=device, device_time=False)
+    if dist.get_rank() == 0:
+        plain = samples["step"].wall
+        print(f"{options.model}, {dist.get_world_size()} ranks, {device.type}: {1e3 * quartiles(plain).median:.1f} ms")
+        for name, sample in samples.items():
+            low, median, high = (100 * (ratio - 1) for ratio in ratios(sample.wall, plain))
+            print(f"  {name:<40} {median:+6.1f} %  ({low:+.1f} to {high:+.1f})")
+    dist.destroy_process_group()
+
+
+def _calls(size: Size, device: torch.device) -> dict[str, Callable[[], object]]:
+    model = GPT(size).to(device)
+    plain, watched = DistributedDataParallel(model), DistributedDataParallel(copy.deepcopy(model))
+    watch = watch_origin(watched)
+    optimizers = {ddp: torch.optim.AdamW(ddp.parameters()) for ddp in (plain, watched)}
+    tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1), device=device)
+
+    def step(ddp: DistributedDataParallel, before_the_optimizer: Callable[[], object] = lambda: None) -> None:
+        logits = ddp(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, -2).float(), tokens[:, 1:].flatten()).backward()
+        before_the_optimizer()
+        optimizers[ddp].step()
+        optimizers[ddp].zero_grad()
+
+    return {
+        "step": lambda: step(plain),
+        "+ watch_origin, result()": lambda: step(watched, lambda: watch.result().raise_if_nonfinite()),
+        "+ verify_replicas, gradients": lambda: step(plain, lambda: verify_replicas(plain).raise_if_drifted()),
+        "+ verify_replicas, parameters too": lambda: step(
+            plain, lambda: verify_replicas(plain, what=("gradients", "parameters")).raise_if_drifted()
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main()

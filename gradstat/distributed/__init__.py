@@ -1,0 +1,24 @@
+"""What only several ranks together can tell: who brought a NaN, and whether replicas still agree.
+
+Not imported by ``import gradstat``, for it needs ``torch.distributed``; ``gradstat.distributed`` imports it when used.
+"""
+
+from gradstat.distributed._collectives import UnreachableRankError
+from gradstat.distributed._origin_report import OriginReport
+from gradstat.distributed.batches import BatchReport, RepeatedBatchError, verify_batches
+from gradstat.distributed.origin import OriginWatch, watch_origin
+from gradstat.distributed.replicas import Drift, ReplicaMismatchError, ReplicaReport, verify_replicas
+
+__all__ = [
+    "BatchReport",
+    "Drift",
+    "OriginReport",
+    "OriginWatch",
+    "RepeatedBatchError",
+    "ReplicaMismatchError",
+    "ReplicaReport",
+    "UnreachableRankError",
+    "verify_batches",
+    "verify_replicas",
+    "watch_origin",
+]

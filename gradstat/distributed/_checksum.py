@@ -1,0 +1,111 @@
+"""Checksums of the bits of tensors, on their devices: equal bits give equal checksums, others almost never.
+
+The bits are taken as words of 32 bits or fewer, each is multiplied by a 64-bit number that belongs to its place, and
+the products are added modulo 2**64. Two tensors whose words differ by d collide if ``sum(d[i] * weight[i])`` is zero
+there. No d is a multiple of 2**32, so for random weights the chance is at most 2**-33 whatever was changed: one bit,
+every sign, the order. That is why the words are not wider: two flipped sign bits of 64-bit words would cancel in every
+second case. (Multiply-shift, M. Dietzfelbinger et al., A Reliable Randomized Algorithm for the Closest-Pair Problem,
+J. Algorithms 25(1), 1997.) Rows of words give a sum each, whose halves are the words of the next level, with other
+weights, until one sum is left; each level adds a chance of the same size.
+
+``torch.hash_tensor`` would not do: it is the same for every order of the elements, converts to float64, which changes
+the payload of a NaN, and knows neither complex nor float8 numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradstat._tensors import moved
+from gradstat.stats import by_device
+
+_ROW = 4096
+# Products are 8 bytes for each word, so they go to scratch memory that stays in cache, a block of rows at a time.
+_ROWS_AT_ONCE = {"cpu": 16}
+_ROWS_AT_ONCE_ELSEWHERE = 1024
+# Every level divides the number of words by 2048, so four of them are enough for 2**44.
+_LEVELS = 4
+_OF_TENSORS, _OF_LISTS = 0, _LEVELS  # where the weights of each begin
+
+
+def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The checksum of each tensor: ``[n]`` int64 on ``device``.
+
+    Reads each tensor once, and those that are not contiguous twice. Depends on the elements' bits in row-major order
+    and on nothing else: not on strides, alignment, device or threads. Sparse tensors are coalesced. No sync, but for
+    sparse tensors on a GPU, and for numbers that have to move from a GPU to the CPU, one for each GPU.
+
+    Args:
+        tensors: Of any dtype, strided or sparse COO.
+        device: Where the result is wanted.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    groups = by_device(tensors)
+    parts = [torch.stack([_checksum(tensors[i]) for i in positions]) for positions in groups.values()]
+    joined = torch.cat([moved(part, device) for part in parts])
+    if len(groups) == 1:
+        return joined
+    order = torch.tensor([i for positions in groups.values() for i in positions])
+    return joined[moved(order.argsort(), device)]
+
+
+def combined(numbers: Tensor) -> Tensor:
+    """One checksum, 0-d int64, of ``[n]`` int64 ones, in their order."""
+    return _folded(numbers.view(torch.int32), _OF_LISTS)
+
+
+def of_text(text: str) -> int:
+    """A 64-bit checksum, signed, of a text: the same in every process, which Python's own hash is not."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    if tensor.layout is torch.sparse_coo:
+        coalesced = tensor.coalesce()
+        return combined(torch.stack([_checksum(coalesced.indices()), _checksum(coalesced.values())]))
+    return _folded(_words(tensor), _OF_TENSORS)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits, in row-major order, as the widest integers of at most 32 bits that they can be divided into."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    size = flat.numel() * flat.element_size()
+    word = torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.int8
+    # Words must not depend on where in memory a tensor begins, which may differ between ranks.
+    aligned = flat if flat.storage_offset() * flat.element_size() % word.itemsize == 0 else flat.clone()
+    return aligned.view(word)
+
+
+def _folded(words: Tensor, level: int) -> Tensor:
+    sums = _sums_of_rows(words, _weights(words.device)[level])
+    while len(sums) > 1:
+        level += 1
+        sums = _sums_of_rows(sums.view(torch.int32), _weights(words.device)[level])
+    return sums[0]
+
+
+def _sums_of_rows(words: Tensor, weights: Tensor) -> Tensor:
+    """``[max(1, ceil(n / row))]`` int64 from ``[n]`` words; the last row may be shorter, and is empty for none."""
+    count = len(words) // _ROW
+    at_once = _ROWS_AT_ONCE.get(words.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+    blocks = words[: count * _ROW].view(count, _ROW).split(at_once) if count else ()
+    scratch = torch.empty(min(count, at_once), _ROW, dtype=torch.int64, device=words.device)
+    sums = [torch.mul(block, weights, out=scratch[: len(block)]).sum(1) for block in blocks]
+    rest = words[count * _ROW :]
+    if len(rest) or not count:
+        sums.append((rest * weights[: len(rest)]).sum(0, keepdim=True))
+    return torch.cat(sums)
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
+    # PCG64's raw numbers are the same in every version of numpy and on every machine.
+    numbers = np.random.PCG64(0).random_raw(2 * _LEVELS * _ROW).astype(np.int64)
+    return torch.from_numpy(numbers).view(2 * _LEVELS, _ROW).to(device)

@@ -1,0 +1,95 @@
+"""The collectives that gradstat causes, and the error that tells when a rank did not take part in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class UnreachableRankError(RuntimeError):
+    """A collective failed: a rank died, hangs, or did not make the same call as the others.
+
+    Raised by backends that report it to the caller, as gloo does when the group's timeout is over. NCCL's watchdog
+    ends the process instead, and its log names the collective.
+    """
+
+
+def member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``group``, or the group of all ranks.
+
+    Raises:
+        ValueError: There is no process group, or this rank is not in ``group``.
+    """
+    if not dist.is_initialized():
+        raise ValueError("there is no process group; call torch.distributed.init_process_group() first")
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only its ranks may call this")
+    return found
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors have to lie for the group's collectives: the same on every rank, whatever tensors it has."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and f"{accelerator.type}:" in dist.get_backend_config(group):
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def reduce_(tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup], caller: str) -> Tensor:
+    """``tensor`` reduced in place by ``op`` over one group after the other: over all their ranks together.
+
+    One collective for each group, no sync. ``op`` has to be associative and commutative.
+
+    Raises:
+        UnreachableRankError: A rank did not take part; the message begins with ``caller``.
+    """
+    for group in groups:
+        with _explained(caller, group):
+            dist.all_reduce(tensor, op, group)
+    return tensor
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
+    """``[ranks, *tensor.shape]``: the tensors of all ranks of ``group``, in its order. One collective. Errors as above.
+
+    ``tensor`` has the same shape and dtype on all ranks.
+    """
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    with _explained(caller, group):
+        dist.all_gather(gathered, tensor, group)
+    return torch.stack(gathered)
+
+
+def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: str) -> dict[int, Any]:
+    """What every rank of the groups passed, by global rank: small Python objects, pickled; waits. Errors as above."""
+    known = {dist.get_rank(): value}
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        with _explained(caller, group):
+            dist.all_gather_object(gathered, known, group)
+        known = {rank: theirs for part in gathered for rank, theirs in part.items()}
+    return dict(sorted(known.items()))
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 3``."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+@contextmanager
+def _explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise UnreachableRankError(
+            f"{caller}: not all of {in_words(dist.get_process_group_ranks(group))} took part, as seen from rank "
+            f"{dist.get_rank()}. A rank "
+            "that died, hangs or took another branch keeps the others waiting until the group's timeout; all of them "
+            f"have to call {caller} equally often. The backend said: {error}"
+        ) from error

@@ -1,0 +1,104 @@
+"""Do ranks see different batches? With a sampler that does not shard they all train on the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradstat.distributed._checksum import checksums, combined, of_text
+from gradstat.distributed._collectives import device_of, gather, in_words, member
+
+_CALLER = "verify_batches"
+
+
+class RepeatedBatchError(RuntimeError):
+    """Several ranks have the same batch; the message names them."""
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What `verify_batches` found, the same on every rank that took part.
+
+    Attributes:
+        repeated: The ranks, global numbers, that have the same batch; one tuple for each batch seen more than once.
+        ranks: Those that took part.
+    """
+
+    repeated: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank has a batch of its own."""
+        return not self.repeated
+
+    def raise_if_repeated(self) -> None:
+        """Raises `RepeatedBatchError`, naming the ranks, on every rank, unless `ok`."""
+        if not self.ok:
+            raise RepeatedBatchError(self._account())
+
+    def __str__(self) -> str:
+        return f"gradstat: {self._account()}"
+
+    def _account(self) -> str:
+        if self.ok:
+            return f"different batches on all {len(self.ranks)} ranks"
+        same = "; ".join(f"the SAME BATCH on {in_words(ranks)}" for ranks in self.repeated)
+        return f"{same} (of {len(self.ranks)} ranks). Does the sampler know its rank and the number of ranks?"
+
+
+def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchReport:
+    """Tells ranks that were given the same batch, bit by bit, as from a sampler that does not shard.
+
+    A collective: all ranks of the group have to call it. One gathering of 8 bytes from each rank and one host sync.
+
+    Args:
+        batch: A tensor, or tensors in mappings, lists and tuples, nested. Strings, bytes, numbers and None count, too.
+        group: The ranks that should have different batches; None for all. With tensor or pipeline parallelism, the
+            data-parallel group, for the other ranks of a model share their batch.
+
+    Returns:
+        The same report on every rank.
+
+    Raises:
+        TypeError: Something in ``batch`` is none of these; the message says where.
+        ValueError: This rank is not in ``group``.
+        UnreachableRankError: A rank did not take part (where the backend reports it; see there).
+    """
+    found = member(group)
+    device = device_of(found)
+    words: list[str] = []
+    tensors: list[Tensor] = []
+    for path, leaf in _leaves(batch, "batch"):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf.detach())
+            words.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")
+        else:
+            words.append(f"{path}: {leaf!r}")
+    with torch.no_grad():
+        structure = torch.tensor([of_text("\n".join(words))], device=device)
+        number = combined(torch.cat([structure, checksums(tensors, device)]))
+        numbers = gather(number, found, _CALLER).tolist()
+    ranks = tuple(dist.get_process_group_ranks(found))
+    ranks_of: dict[int, list[int]] = {}
+    for rank, theirs in zip(ranks, numbers, strict=True):
+        ranks_of.setdefault(theirs, []).append(rank)
+    return BatchReport(tuple(tuple(same) for same in ranks_of.values() if len(same) > 1), ranks)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{i}]")
+    elif isinstance(value, (Tensor, str, bytes, int, float, complex, type(None))):
+        yield path, value
+    else:
+        raise TypeError(f"{path} is of type {type(value).__name__}; expected tensors in mappings, lists and tuples")

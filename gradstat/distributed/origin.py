@@ -1,0 +1,271 @@
+"""Who brought the NaN: local gradients measured before DDP's reduction spreads them to all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradstat import _fields
+from gradstat._tensors import moved
+from gradstat.distributed._collectives import device_of, gather, reduce_
+from gradstat.distributed._origin_report import BadGradient, OriginReport
+from gradstat.stats import stats
+
+_CALLER = "OriginWatch.result"
+_COUNTS = [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]
+# The micro-batch of a gradient that was never bad.
+_NEVER = torch.iinfo(torch.int64).max
+
+
+class _Bucket(Protocol):
+    """What is needed of a ``torch.distributed.GradBucket``."""
+
+    def buffer(self) -> Tensor: ...
+    def gradients(self) -> list[Tensor]: ...
+    def parameters(self) -> list[Tensor]: ...
+    def is_last(self) -> bool: ...
+
+
+_Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+
+def watch_origin(
+    ddp_model: DistributedDataParallel,
+    hook: _Hook | None = None,
+    state: object = None,
+    *,
+    per_micro_batch: bool = False,
+    backend: str | None = None,
+) -> OriginWatch:
+    """Watches the local gradients of a DDP model, to tell which rank brought NaN or Inf.
+
+    DDP averages gradients over all ranks, so after ``backward()`` every rank has the NaN of one. A communication hook
+    measures each bucket just before it is reduced: one more read of the gradients and one launch for each bucket, no
+    sync and no collective. `OriginWatch.result` asks all ranks. ::
+
+        watch = watch_origin(ddp_model)
+        for inputs, targets in batches:
+            loss_of(ddp_model(inputs), targets).backward()
+            watch.result().raise_if_nonfinite()  # on all ranks; the same error on all of them
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Works with ``static_graph``, ``gradient_as_bucket_view``, ``find_unused_parameters`` and buckets built anew.
+    Every rank has to watch the same model.
+
+    Args:
+        ddp_model: Without a communication hook; DDP takes one, for life.
+        hook: The communication hook to wrap, as ``register_comm_hook`` takes it; None for torch's ``allreduce_hook``,
+            which is what DDP does by itself.
+        state: What ``hook`` is called with.
+        per_micro_batch: With gradient accumulation under ``no_sync()`` nothing is reduced before the last micro-batch,
+            and a bucket holds the sum of all of them: which one was bad cannot be seen there. If true, gradients are
+            also measured after each ``backward()`` that reduced nothing, when the next ``forward`` begins or
+            `OriginWatch.result` is called. That is one more read of the gradients and one launch for each such
+            micro-batch, and a call into Python for each parameter in every ``backward()``.
+        backend: As in `gradstat.check`.
+
+    Returns:
+        A handle with ``result()`` and ``remove()``, after which the model may be watched again, with the same hook.
+
+    Raises:
+        TypeError: ``ddp_model`` is not a ``DistributedDataParallel``.
+        RuntimeError: The model is watched already, or it has a communication hook.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(
+            f"expected a DistributedDataParallel, got {type(ddp_model).__name__}; only DDP shows gradients before it "
+            "reduces them"
+        )
+    relay = _relays.get(ddp_model)
+    if relay is None:
+        relay = _Relay(ddp_model, hook, state)
+        _relays[ddp_model] = relay
+    elif relay.watch is not None:
+        raise RuntimeError("this model is watched already; call remove() on the handle of the first watch_origin()")
+    elif hook is not None and hook is not relay.hook:
+        raise RuntimeError("DDP keeps its first communication hook for life; this model was first watched with another")
+    relay.watch = OriginWatch(ddp_model, relay, per_micro_batch, backend)
+    return relay.watch
+
+
+class _Relay:
+    """The one communication hook that DDP gets: lets whoever watches look at a bucket, and hands it on."""
+
+    def __init__(self, ddp_model: DistributedDataParallel, hook: _Hook | None, state: object) -> None:
+        if getattr(ddp_model, "_comm_hooks", None):  # DDP would note the second one before it refuses it
+            raise RuntimeError(
+                "this model has a communication hook, and DDP takes only one, for life; do not register it but pass it "
+                "here: watch_origin(ddp_model, hook, state)"
+            )
+        self.hook = hook
+        self.watch: OriginWatch | None = None
+        # Without a hook DDP reduces over its own group, which allreduce_hook has to be told.
+        reduce: _Hook = allreduce_hook if hook is None else hook
+        its_state = ddp_model.process_group if hook is None else state
+
+        def relayed(_: object, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and not as strings
+            if self.watch is not None:
+                self.watch._see(bucket)
+            return reduce(its_state, bucket)
+
+        ddp_model.register_comm_hook(None, relayed)
+
+
+_relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.WeakKeyDictionary()
+
+
+def _noting(watch: OriginWatch) -> Callable[[Tensor], None]:
+    # Weakly: what a parameter's hook refers to is not seen by the garbage collector, and the watch has the parameters.
+    found = weakref.ref(watch)
+
+    def note(_: Tensor) -> None:
+        if (alive := found()) is not None:
+            alive._unseen = True
+
+    return note
+
+
+class _Seen(NamedTuple):
+    """Some gradients of one micro-batch, measured.
+
+    Attributes:
+        micro_batch: Its number.
+        positions: Of their parameters.
+        table: Their rows, on their device.
+    """
+
+    micro_batch: int
+    positions: list[int]
+    table: Tensor
+
+
+@final
+class OriginWatch:
+    """What was seen of local gradients since the last `result`: tables on the device, one row for each gradient.
+
+    Made by `watch_origin`. Micro-batches count from 0, one for each reduction; with ``per_micro_batch`` one for each
+    ``backward()``. Call `result` once a step; in between only rows are kept, and no gradient.
+    """
+
+    def __init__(
+        self, ddp_model: DistributedDataParallel, relay: _Relay, per_micro_batch: bool, backend: str | None
+    ) -> None:
+        named = [(name, p) for name, p in ddp_model.module.named_parameters() if p.requires_grad]
+        self._names = tuple(name for name, _ in named)
+        self._parameters = [parameter for _, parameter in named]
+        self._position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        self._group = ddp_model.process_group
+        self._relay = relay
+        self._backend = backend
+        self._seen: list[_Seen] = []
+        self._micro_batch = 0
+        self._unseen = False  # whether gradients were accumulated that nobody has measured yet
+        self._handles: list[Any] = []
+        if per_micro_batch:
+            self._handles = [p.register_post_accumulate_grad_hook(_noting(self)) for p in self._parameters]
+            self._handles.append(ddp_model.register_forward_pre_hook(self._before_forward))
+
+    def result(self) -> OriginReport:
+        """Which rank brought what, since the last call. Starts over for the next step.
+
+        A collective: all ranks call it. While all gradients are finite it is one reduction of 8 bytes for each
+        parameter and one sync; if some are not, the counts of NaN and Inf in those are gathered, with two more syncs.
+
+        Returns:
+            The same report on every rank.
+
+        Raises:
+            RuntimeError: On some rank nothing was seen since the last call. Raised on all of them.
+            UnreachableRankError: A rank did not take part (where the backend reports it; see there).
+        """
+        self._see_accumulated()
+        seen, count = self._seen, self._micro_batch
+        self.reset()
+        earliest, rows = self._earliest(seen)
+        bad = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        brought: list[BadGradient] = []
+        if bad:
+            own = torch.zeros(len(bad), len(_COUNTS), dtype=torch.float64)
+            place = {position: k for k, position in enumerate(bad)}
+            for (micro_batch, position), row in rows():
+                if position in place and micro_batch == earliest[position]:
+                    own[place[position]] = row
+            counts = gather(own.to(device_of(self._group)), self._group, _CALLER).tolist()
+            for k, position in enumerate(bad):
+                on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, counts, strict=True) if any(c[k])}
+                numel = self._parameters[position].numel()
+                brought.append(BadGradient(self._names[position], numel, earliest[position], on))
+        return OriginReport(self._names, brought, ranks, count)
+
+    def reset(self) -> None:
+        """Forgets what was seen since the last `result`, for a step that is given up."""
+        self._seen, self._micro_batch, self._unseen = [], 0, False
+
+    def remove(self) -> None:
+        """Ends the watch. The hook stays with DDP, which keeps hooks for life, and only hands buckets on."""
+        if self._relay.watch is self:
+            self._relay.watch = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.reset()
+
+    # What is seen ----------------------------------------------------------------------------------------
+
+    def _see(self, bucket: _Bucket) -> None:
+        """Measures a bucket that is about to be reduced."""
+        buffer = bucket.buffer()
+        self._measure([buffer] if buffer.is_sparse else bucket.gradients(), bucket.parameters())
+        if bucket.is_last():
+            self._micro_batch += 1
+            self._unseen = False
+
+    def _before_forward(self, *_: object) -> None:
+        self._see_accumulated()
+
+    def _see_accumulated(self) -> None:
+        """Measures gradients that were accumulated without being reduced."""
+        if self._unseen:
+            having = [p for p in self._parameters if p.grad is not None]
+            self._measure([p.grad for p in having if p.grad is not None], having)
+            self._micro_batch += 1
+            self._unseen = False
+
+    def _measure(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+        positions = [self._position[id(parameter)] for parameter in parameters]
+        self._seen.append(_Seen(self._micro_batch, positions, stats(gradients, backend=self._backend)))
+
+    # What is made of it ----------------------------------------------------------------------------------
+
+    def _earliest(self, seen: list[_Seen]) -> tuple[list[int], Callable[[], Any]]:
+        """For each parameter the first micro-batch in which any rank's gradient was bad; and this rank's counts.
+
+        The counts are brought to the host when asked for: ``((micro_batch, position), [NaN, Inf])``.
+        """
+        device = device_of(self._group)
+        places = [(one.micro_batch, position) for one in seen for position in one.positions]
+        # Behind the parameters: how much this rank has seen, so that all know if one has seen nothing.
+        first = torch.full((len(self._names) + 1,), _NEVER, dtype=torch.int64, device=device)
+        first[-1] = len(places)
+        counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64)
+        if places:
+            counts = torch.cat([moved(one.table[:, _COUNTS], device) for one in seen])
+            micro_batches, positions = torch.tensor(places, device=device).unbind(1)
+            when = torch.where(counts.sum(1) > 0, micro_batches, _NEVER)
+            first.scatter_reduce_(0, positions, when, "amin")
+        *earliest, least_seen = reduce_(first, dist.ReduceOp.MIN, [self._group], _CALLER).tolist()
+        if not least_seen:
+            raise RuntimeError(
+                "on some rank no gradient was reduced since the last result(); call it on all ranks after backward(), "
+                "once a step, and not after remove()"
+            )
+        return earliest, lambda: zip(places, counts.cpu(), strict=True)

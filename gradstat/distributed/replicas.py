@@ -1,0 +1,255 @@
+"""Do replicas agree? Bit-exact comparison of what has to be equal on all ranks, by checksums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradstat.distributed._checksum import checksums, combined, of_text
+from gradstat.distributed._collectives import device_of, gather_by_rank, in_words, member, reduce_
+from gradstat.distributed._replicated import MISSING, Replicated, replicated
+
+_CALLER = "verify_replicas"
+_NAMED_IN_ERROR = 5
+_NAMED_IN_TEXT = 20
+
+
+class Drift(NamedTuple):
+    """A tensor that is not the same on all ranks that should have it.
+
+    Attributes:
+        name: Its name.
+        kind: ``"gradient"``, ``"parameter"``, ``"buffer"`` or ``"state"``.
+        ranks: Those that differ from the majority, global numbers; all of them if there is no majority.
+        how: What is wrong, in words.
+    """
+
+    name: str
+    kind: str
+    ranks: tuple[int, ...]
+    how: str
+
+
+class ReplicaMismatchError(RuntimeError):
+    """Replicas differ; the message names tensors and ranks.
+
+    Attributes:
+        report: The whole `ReplicaReport`.
+    """
+
+    def __init__(self, message: str, report: ReplicaReport | None = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.report)
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What `verify_replicas` found, the same on every rank that took part.
+
+    Attributes:
+        drifted: One `Drift` for each tensor that differs, sorted by kind and name.
+        compared: How many tensors were compared. A rank outside of the mesh of a ``DTensor`` does not count it.
+        ranks: Those that took part, global numbers.
+    """
+
+    drifted: tuple[Drift, ...]
+    compared: int
+    ranks: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything compared has the same bits."""
+        return not self.drifted
+
+    def raise_if_drifted(self) -> None:
+        """Raises `ReplicaMismatchError`, naming tensors and ranks, on every rank, unless `ok`."""
+        if not self.ok:
+            raise ReplicaMismatchError(self._account(_NAMED_IN_ERROR), self)
+
+    def __str__(self) -> str:
+        if self.ok and not self.compared:
+            return "gradstat: nothing was compared, for no tensor is on several ranks"
+        if self.ok:
+            return f"gradstat: {_tensors(self.compared)}, the same bits on all replicas ({len(self.ranks)} ranks)"
+        return f"gradstat: {self._account(_NAMED_IN_TEXT)}"
+
+    def _account(self, limit: int) -> str:
+        shown, more = self.drifted[:limit], len(self.drifted) - limit
+        return "\n".join(
+            [
+                f"{_tensors(len(self.drifted))} DRIFTED between {len(self.ranks)} ranks, of {self.compared} compared:",
+                *(f"  {drift.kind} {drift.name}: {drift.how}" for drift in shown),
+                *([f"  and {more} more"] if more > 0 else []),
+            ]
+        )
+
+
+def verify_replicas(
+    target: Any,
+    *,
+    group: dist.ProcessGroup | None = None,
+    what: Sequence[str] = ("gradients",),
+    mesh: DeviceMesh | None = None,
+) -> ReplicaReport:
+    """Compares what has to be equal on all ranks, bit by bit, and names tensors and ranks that drifted.
+
+    Finds silent data corruption and replicas that went apart on the step where it happens: gradients after DDP reduced
+    them, parameters and buffers, optimizer state. Bits are compared: 0.0 and -0.0 differ, as do two NaN of different
+    payload. Values are turned into 64-bit checksums where they lie, with one read of the tensors and a few launches for
+    each; two tensors that differ escape with a chance of about 2**-32.
+
+    A collective: all ranks of the group have to call it. Agreement costs one reduction of 32 bytes and one host sync,
+    however many tensors there are; distributed tensors add a reduction for each mesh dimension they are replicated on,
+    one for the verdict, and a sync. Only if something differs are names and checksums gathered, as objects, to tell
+    which ranks it is. Whatever a rank lacks, all of them take the same branch.
+
+    Plain tensors are compared over the group. A ``DTensor``'s local shard is compared over the dimensions of its own
+    mesh on which it is replicated (``Replicate``), and never over those it is sharded on.
+
+    Args:
+        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
+        group: The ranks that hold replicas; None for all.
+        what: Any of ``"gradients"``, ``"parameters"``, ``"buffers"`` (of a module) and ``"state"`` (the tensors in an
+            optimizer's state).
+        mesh: In place of ``group``: all ranks of this device mesh, the data-parallel part of a larger one for example.
+
+    Returns:
+        The same report on every rank.
+
+    Raises:
+        TypeError: ``target`` is none of these or has not what is asked for, or a tensor's bits cannot be compared.
+        ValueError: ``what`` is not known, both ``group`` and ``mesh`` are given, this rank is in neither, or a
+            ``DTensor``'s mesh reaches beyond them.
+        UnreachableRankError: A rank did not take part (where the backend reports it; see there).
+    """
+    groups, ranks = _participants(group, mesh)
+    tensors = replicated(target, what, ranks)
+    with torch.no_grad():
+        comparable = [(tensor, tensor.bits) for tensor in tensors if tensor.bits is not None and tensor.replicas]
+        numbers = checksums([bits for _, bits in comparable], device_of(groups[0]))
+        drifted: tuple[Drift, ...] = ()
+        compared = len(comparable)
+        if not _agree(tensors, [tensor for tensor, _ in comparable], numbers, groups):
+            mine = {(t.kind, t.name): _Seen(t.layout, t.replicas, None) for t in tensors}
+            for (t, _), number in zip(comparable, numbers.tolist(), strict=True):
+                mine[t.kind, t.name] = _Seen(t.layout, t.replicas, number)
+            seen_by = gather_by_rank(mine, groups, _CALLER)
+            drifted = tuple(_drifts(seen_by))
+            compared = len({key for seen in seen_by.values() for key, tensor in seen.items() if tensor.replicas})
+    return ReplicaReport(drifted, compared, ranks)
+
+
+class _Seen(NamedTuple):
+    """What a rank tells the others about a tensor when something differs."""
+
+    layout: str
+    replicas: tuple[int, ...]
+    checksum: int | None
+
+
+def _participants(
+    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[list[dist.ProcessGroup], tuple[int, ...]]:
+    """Groups whose reductions, one after the other, reach all ranks that take part; and those ranks."""
+    if mesh is None:
+        found = member(group)
+        return [found], tuple(dist.get_process_group_ranks(found))
+    if group is not None:
+        raise ValueError("pass a group or a mesh, not both")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh; only its ranks may call this")
+    groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+    return groups, tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _agree(
+    tensors: list[Replicated], compared: list[Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
+) -> bool:
+    """Whether all ranks have the same tensors with the same bits. The answer is the same on every rank.
+
+    Args:
+        tensors: All of them.
+        compared: Those that have replicas.
+        numbers: Their checksums, int64, on the device of the collectives.
+        groups: As `reduce_` takes them.
+    """
+    # First what is compared over all ranks: the list of tensors, so that what follows is done by all or by none, and
+    # the plain tensors. Two numbers, whatever a rank has or lacks.
+    listed = of_text("\n".join(f"{tensor.kind} {tensor.name} {tensor.layout}" for tensor in tensors))
+    plain = [i for i, tensor in enumerate(compared) if tensor.over is None]
+    both = torch.stack([torch.tensor(listed, device=numbers.device), combined(_chosen(numbers, plain))])
+    if not bool(_equal(both, groups).item()):
+        return False
+    by_dimension: dict[tuple[DeviceMesh, int], list[int]] = {}
+    for i, tensor in enumerate(compared):
+        if tensor.over is not None:
+            mesh, dimensions = tensor.over
+            for dimension in dimensions:
+                by_dimension.setdefault((mesh, dimension), []).append(i)
+    if not any(tensor.distributed for tensor in tensors):
+        return True
+    # Equal along every dimension is equal everywhere, so no group over several dimensions is needed.
+    verdicts = [
+        _equal(combined(_chosen(numbers, chosen)).reshape(1), [mesh.get_group(dimension)])
+        for (mesh, dimension), chosen in by_dimension.items()
+    ]
+    worst = torch.stack(verdicts).all() if verdicts else torch.ones((), dtype=torch.bool, device=numbers.device)
+    return bool(reduce_(worst.to(torch.int64), dist.ReduceOp.MIN, groups, _CALLER).item())
+
+
+def _chosen(numbers: Tensor, positions: list[int]) -> Tensor:
+    return numbers.index_select(0, torch.tensor(positions, dtype=torch.int64, device=numbers.device))
+
+
+def _equal(numbers: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Whether ``numbers``, int64, are the same on all ranks of the groups, 0-d bool; no sync."""
+    # ~x is -1 - x, so its maximum tells the minimum of x, in the same reduction.
+    largest, smallest = reduce_(torch.stack([numbers, ~numbers]), dist.ReduceOp.MAX, groups, _CALLER)
+    return torch.all(largest == ~smallest)
+
+
+def _drifts(seen_by: Mapping[int, Mapping[tuple[str, str], _Seen]]) -> Iterator[Drift]:
+    """What differs, from what every rank saw: first who lacks a tensor, then shapes and the like, then bits."""
+    for kind, name in sorted({key for seen in seen_by.values() for key in seen}):
+        seen = {rank: each[kind, name] for rank, each in seen_by.items() if (kind, name) in each}
+        lacking = tuple(r for r in seen_by if r not in seen or seen[r].layout == MISSING)
+        having = {rank: each for rank, each in seen.items() if rank not in lacking}
+        if lacking and having:
+            yield Drift(kind=kind, name=name, ranks=lacking, how=f"missing on {in_words(lacking)}")
+        if apart := _minority({rank: each.layout for rank, each in having.items()}):
+            layouts = "; ".join(f"{having[rank].layout} on rank {rank}" for rank in apart)
+            yield Drift(kind=kind, name=name, ranks=apart, how=f"shape, dtype or placement differs: {layouts}")
+            continue
+        for replicas in sorted({each.replicas for each in having.values()}):
+            checksum_of = {rank: having[rank].checksum for rank in replicas if rank in having}
+            if apart := _minority(checksum_of):
+                yield Drift(kind=kind, name=name, ranks=apart, how=_difference(apart, replicas))
+
+
+def _minority(value_of: Mapping[int, object]) -> tuple[int, ...]:
+    """The ranks whose value is not the most frequent one; all of them if several are; none if all are equal."""
+    (first, most), *others = Counter(value_of.values()).most_common() or [(None, 0)]
+    if not others:
+        return ()
+    tied = others[0][1] == most
+    return tuple(rank for rank, value in value_of.items() if tied or value != first)
+
+
+def _difference(apart: tuple[int, ...], replicas: tuple[int, ...]) -> str:
+    if len(apart) == len(replicas):
+        return f"bits differ between {in_words(apart)}, with no majority"
+    return f"bits on {in_words(apart)} differ from those on the other {len(replicas) - len(apart)}"
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"

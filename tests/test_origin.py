@@ -1,0 +1,366 @@
+"""Which rank brought NaN or Inf, told from gradients measured before DDP's reduction spreads them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gradstat
+from gradstat.distributed import OriginReport, UnreachableRankError, watch_origin
+
+
+class Net(nn.Module):
+    """Two layers, a third that may stay unused, and a way to make gradients bad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 2)
+        self.spare = nn.Linear(8, 2)
+        self.reentrant = False
+
+    def forward(self, x: Tensor, use_spare: bool = True) -> Tensor:
+        hidden = checkpoint(self.first, x, use_reentrant=True) if self.reentrant else self.first(x)
+        out: Tensor = self.last(hidden)
+        return out + self.spare(hidden) if use_spare else out
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    # Small buckets, so that there are several, and they are built anew after the first iteration.
+    return DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **options)
+
+
+def backward(model: DistributedDataParallel, bad: bool, use_spare: bool = True, value: float = float("nan")) -> None:
+    """A bad micro-batch has one element of last.bias' gradient not finite, and nothing else."""
+    x = torch.randn(3, 4, requires_grad=True)
+    out = model(x, use_spare)
+    loss = out.square().mean()
+    if bad:
+        handle = model.module.last.bias.register_hook(lambda g: torch.cat([g[:1], g.new_full((1,), value)]))
+        loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+
+
+def told(report: OriginReport, name: str) -> tuple[int | None, int, int | None]:
+    return report.rank_of(name), report.ranks_bad(name), report.micro_batch_of(name)
+
+
+# The modes of DDP --------------------------------------------------------------------------------------------
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static_graph": {"static_graph": True},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static_graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
+}
+HOOKS = {"none": None, "allreduce": allreduce_hook, "fp16": fp16_compress_hook}
+
+
+def steps(options: dict[str, Any], hook: Any, per_micro_batch: bool) -> list[tuple[Any, ...]]:
+    """Four steps, of which rank 1 spoils the first (before buckets are built anew) and the third."""
+    model = wrapped(**options)
+    state = None if hook is None else dist.group.WORLD
+    watch = watch_origin(model, hook, state, per_micro_batch=per_micro_batch)
+    seen = []
+    for step in range(4):
+        backward(model, bad=dist.get_rank() == 1 and step % 2 == 0, use_spare=not options.get("find_unused_parameters"))
+        report = watch.result()
+        spread = not gradstat.check(model).ok
+        seen.append((report.ok, report.nonfinite, told(report, "last.bias"), spread))
+        model.zero_grad()
+    watch.remove()
+    return seen
+
+
+GOOD = (True, (), (None, 0, None), False)
+
+
+@pytest.mark.parametrize("per_micro_batch", [False, True], ids=["", "per micro-batch"])
+@pytest.mark.parametrize("hook", list(HOOKS))
+@pytest.mark.parametrize("mode", list(MODES))
+def test_the_rank_is_named_in_every_mode(ranks: Ranks, mode: str, hook: str, per_micro_batch: bool) -> None:
+    """And the NaN had reached every rank by then, so that nothing else could tell."""
+    bad = (False, ("last.bias",), (1, 1, 0), True)
+    expected = [bad, GOOD, bad, GOOD]
+    assert ranks.run(2, steps, MODES[mode], HOOKS[hook], per_micro_batch) == [expected] * 2
+
+
+def averaged() -> bool:
+    """Gradients of a watched model and of one that is not, which are the same on average."""
+    plain = wrapped()
+    watched = DistributedDataParallel(copy.deepcopy(plain.module), bucket_cap_mb=0.0001)
+    watch_origin(watched)
+    x = torch.randn(3, 4) + dist.get_rank()
+    for _ in range(2):
+        for model in (plain, watched):
+            model(x).square().mean().backward()
+    pairs = zip(plain.parameters(), watched.parameters(), strict=True)
+    return all(torch.equal(p.grad, w.grad) for p, w in pairs)  # type: ignore[arg-type]
+
+
+def test_gradients_are_averaged_as_without_a_watch(ranks: Ranks) -> None:
+    assert ranks.run(2, averaged) == [True] * 2
+
+
+def sparse() -> tuple[Any, ...]:
+    model = DistributedDataParallel(nn.Embedding(6, 3, sparse=True))
+    watch = watch_origin(model)
+    out = model(torch.tensor([1, 4]))
+    (out * (float("inf") if dist.get_rank() == 0 else 1.0)).sum().backward()
+    return told(watch.result(), "weight")
+
+
+def test_sparse_gradients(ranks: Ranks) -> None:
+    assert ranks.run(2, sparse) == [(0, 1, 0)] * 2
+
+
+def in_a_group() -> tuple[Any, ...]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = wrapped(process_group=groups[dist.get_rank() % 2])
+    watch = watch_origin(model)
+    backward(model, bad=dist.get_rank() == 3)
+    report = watch.result()
+    return report.ranks, told(report, "last.bias")
+
+
+def test_ranks_are_global_numbers(ranks: Ranks) -> None:
+    even, odd = ((0, 2), (None, 0, None)), ((1, 3), (3, 1, 0))
+    assert ranks.run(4, in_a_group) == [even, odd, even, odd]
+
+
+# Micro-batches -----------------------------------------------------------------------------------------------
+
+
+def accumulated(per_micro_batch: bool, options: dict[str, Any], bad: dict[int, list[int]]) -> list[tuple[Any, ...]]:
+    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch."""
+    reentrant = options.pop("reentrant", False)
+    model = wrapped(**options)
+    model.module.reentrant = reentrant
+    watch = watch_origin(model, per_micro_batch=per_micro_batch)
+    if options.get("static_graph"):  # then torch cannot do without a reduction in its first backward()
+        backward(model, bad=False)
+        watch.result()
+        model.zero_grad()
+    seen = []
+    for step in range(2):
+        for number in range(3):
+            with contextlib.nullcontext() if number == 2 else model.no_sync():
+                backward(model, bad=step == 1 and dist.get_rank() in bad.get(number, []))
+        report = watch.result()
+        seen.append((*told(report, "last.bias"), report.micro_batches))
+        model.zero_grad()
+    return seen
+
+
+MICRO_MODES = {
+    **{name: MODES[name] for name in ("plain", "static_graph", "bucket views")},
+    "reentrant": {"reentrant": 1},
+}
+
+
+@pytest.mark.parametrize("mode", list(MICRO_MODES))
+@pytest.mark.parametrize(
+    ("bad", "expected"), [({1: [1]}, (1, 1, 1)), ({0: [1], 1: [0]}, (1, 1, 0)), ({2: [0, 1]}, (0, 2, 2))]
+)
+def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, list[int]], expected: Any) -> None:
+    seen = ranks.run(2, accumulated, True, dict(MICRO_MODES[mode]), bad)
+    assert seen == [[(None, 0, None, 3), (*expected, 3)]] * 2
+
+
+def test_without_it_micro_batches_that_are_not_reduced_are_one(ranks: Ranks) -> None:
+    seen = ranks.run(2, accumulated, False, {}, {0: [1], 1: [0]})
+    assert seen == [[(None, 0, None, 1), (0, 2, 0, 1)]] * 2
+
+
+def reduced_each_time() -> tuple[Any, ...]:
+    model = wrapped()
+    watch = watch_origin(model)
+    for number in range(3):
+        backward(model, bad=number == 1 and dist.get_rank() == 1)
+    report = watch.result()
+    return told(report, "last.bias"), str(report)
+
+
+def test_every_reduction_is_a_micro_batch(ranks: Ranks) -> None:
+    """After the second, the gradient is bad on both ranks; who brought it stays known."""
+    text = (
+        "gradstat: NaN or Inf in 1 of 6 gradients before they were reduced\n"
+        "brought by rank 1 alone (of 2) in micro-batch 1 of 3 (counted from 0): 1 gradient\n"
+        "  last.bias: 1 NaN of 2 elements"
+    )
+    assert ranks.run(2, reduced_each_time) == [((1, 1, 1), text)] * 2
+
+
+# What is said ------------------------------------------------------------------------------------------------
+
+
+def spoken(bad: list[int]) -> tuple[str, str, str]:
+    model = wrapped()
+    watch = watch_origin(model)
+    x = torch.randn(3, 4) * (float("inf") if dist.get_rank() in bad else 1.0)
+    model(x).sum().backward()
+    report = watch.result()
+    assert [report.rank_of(name) for name in report.nonfinite] == bad[:1] * len(report.nonfinite)
+    with pytest.raises(KeyError, match="no parameter named 'nobody' is reduced by this model"):
+        report.rank_of("nobody")
+    error = ""
+    try:
+        report.raise_if_nonfinite()
+    except gradstat.NonFiniteGradientError as raised:
+        error = str(raised)
+    return str(report), error, repr(report)
+
+
+def test_all_is_well(ranks: Ranks) -> None:
+    text = "gradstat: 6 gradients, finite on all 2 ranks before the reduction"
+    assert ranks.run(2, spoken, []) == [(text, "", "OriginReport(6 gradients of 2 ranks, ok)")] * 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "who"),
+    [
+        ([1], "rank 1 alone (of 4)"),
+        ([1, 3], "ranks 1, 3 (of 4)"),
+        ([0, 1, 2, 3], "ALL 4 ranks (so not by one rank's data: parameters, learning rate or loss scale?)"),
+    ],
+)
+def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: list[int], who: str) -> None:
+    answers = ranks.run(4, spoken, bad)
+    assert len(set(answers)) == 1
+    text, error, short = answers[0]
+    lines = error.splitlines()
+    assert text.splitlines() == ["gradstat: " + lines[0], *lines[1:]]
+    assert lines[0] == "NaN or Inf in 3 of 6 gradients before they were reduced"
+    assert lines[1] == f"brought by {who}: 3 gradients"
+    where = f" on rank {bad[0]}" if len(bad) > 1 else ""
+    assert [line.split(":")[0] for line in lines[2:]] == ["  first.weight", "  last.weight", "  spare.weight"]
+    assert all("of 32 elements" in line or "of 16 elements" in line for line in lines[2:])
+    assert all(line.endswith(f"elements{where}") for line in lines[2:])
+    assert short == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
+
+
+# The watch itself ----------------------------------------------------------------------------------------------
+
+
+def one_hook_only() -> None:
+    hooked = wrapped()
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(
+        RuntimeError, match=r"has a communication hook.*pass it here: watch_origin\(ddp_model, hook, st"
+    ):
+        watch_origin(hooked)
+    backward(hooked, bad=False)  # and it still works
+
+    model = wrapped()
+    watch = watch_origin(model, per_micro_batch=True)
+    with pytest.raises(RuntimeError, match="watched already; call remove"):
+        watch_origin(model)
+    watch.remove()
+    backward(model, bad=True)
+    with pytest.raises(RuntimeError, match=r"on some rank no gradient was reduced since the last result\(\)"):
+        watch.result()
+    with pytest.raises(RuntimeError, match="keeps its first communication hook for life"):
+        watch_origin(model, fp16_compress_hook)
+    model.zero_grad()
+    again = watch_origin(model)
+    watch.remove()  # a second time, which does not end the new watch
+    backward(model, bad=dist.get_rank() == 1)
+    assert again.result().rank_of("last.bias") == 1
+
+    with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Net"):
+        watch_origin(Net())  # type: ignore[arg-type]
+
+
+def test_ddp_takes_one_hook_for_life(ranks: Ranks) -> None:
+    ranks.run(2, one_hook_only)
+
+
+def given_up() -> tuple[Any, ...]:
+    model = wrapped()
+    watch = watch_origin(model)
+    backward(model, bad=True)
+    watch.reset()
+    model.zero_grad()
+    backward(model, bad=dist.get_rank() == 1)
+    return told(watch.result(), "last.bias")
+
+
+def test_a_step_that_is_given_up_is_forgotten(ranks: Ranks) -> None:
+    assert ranks.run(2, given_up) == [(1, 1, 0)] * 2
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
+
+
+def counted() -> tuple[list[str], list[str]]:
+    model = wrapped()
+    watch = watch_origin(model, fp16_compress_hook)
+    calls: list[str] = []
+
+    def noted(name: str, original: Any) -> Any:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return note
+
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        for bad in (False, True):
+            backward(model, bad=bad)
+            for name in COLLECTIVES:
+                patch.setattr(dist, name, noted(name, getattr(dist, name)))
+            calls.clear()
+            watch.result()
+            seen.append(calls.copy())
+            patch.undo()
+    return seen[0], seen[1]
+
+
+def test_finite_gradients_cost_one_reduction(ranks: Ranks) -> None:
+    assert ranks.run(2, counted) == [(["all_reduce"], ["all_reduce", "all_gather"])] * 2
+
+
+def dropped() -> bool:
+    model = wrapped()
+    watch = watch_origin(model, per_micro_batch=True)
+    backward(model, bad=False)
+    alive = weakref.ref(model.module.first.weight)
+    del model, watch
+    gc.collect()
+    return alive() is None
+
+
+def test_a_model_is_not_kept_alive_by_its_watch(ranks: Ranks) -> None:
+    assert ranks.run(2, dropped) == [True] * 2
+
+
+def alone() -> str:
+    model = wrapped()
+    watch = watch_origin(model)
+    backward(model, bad=False)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(UnreachableRankError) as raised:
+        watch.result()
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_ask_is_an_error(ranks: Ranks) -> None:
+    message, _ = ranks.run(2, alone, timeout=5.0)
+    assert message.startswith("OriginWatch.result: not all of ranks 0, 1 took part, as seen from rank 0.")
