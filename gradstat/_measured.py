@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields, _norms
+from gradstat._parts import Part, assemble
 from gradstat._plan import Names
 from gradstat._tensors import NameOf, TensorInfo, check_writable, is_distributed, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_
 from gradstat.report import Report
-from gradstat.stats import Part, assemble, direct_for, infos_of, measure_parts, resolve_for
+from gradstat.stats import direct_for, infos_of, measure_parts, resolve_for
 
 if TYPE_CHECKING:
     from gradstat._reduction import ExtraGroups

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
+from gradstat._collectives import explained
 from gradstat._tensors import Shards, TensorInfo
 
 Group: TypeAlias = ProcessGroup | DeviceMesh
@@ -263,11 +264,12 @@ def _stacked(parts: list[_Halves], table: Tensor) -> _Halves:
 def _reduced(halves: _Halves, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Halves:
     """The rows merged over the ranks of a group; the others as they were."""
     sums, highs = (h.contiguous() if rows is None else h[rows] for h in halves)
-    works = [dist.all_reduce(sums, dist.ReduceOp.SUM, group=group, async_op=True)]
-    if extremes:
-        works.append(dist.all_reduce(highs, dist.ReduceOp.MAX, group=group, async_op=True))
-    for work in works:
-        work.wait()  # with NCCL the stream waits, not the host
+    with explained("gradstat", group):
+        works = [dist.all_reduce(sums, dist.ReduceOp.SUM, group=group, async_op=True)]
+        if extremes:
+            works.append(dist.all_reduce(highs, dist.ReduceOp.MAX, group=group, async_op=True))
+        for work in works:
+            work.wait()  # with NCCL the stream waits, not the host
     if rows is None:
         return _Halves(sums, highs)
     halves.sums[rows], halves.highs[rows] = sums, highs

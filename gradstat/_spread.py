@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradstat import _fields
+from gradstat._collectives import device_of
+from gradstat._parts import Part, assemble
 from gradstat._reduction import ExtraGroups, Reduction, identity_rows, index_bits
 from gradstat._tensors import TensorInfo
-from gradstat.stats import Part, assemble
 
 _FIRST = _fields.INDEX["first_nonfinite"]
 Measure = Callable[[list[Tensor]], list[Part]]
@@ -117,8 +118,7 @@ class Spread:
         for tensor in (*self._tensors, *self._owners):
             if not tensor.is_meta:
                 return tensor.device
-        nccl = dist.get_backend() == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        return device_of(dist.group.WORLD)  # type: ignore[arg-type]
 
 
 def _in_order(parts: list[Part]) -> list[TensorInfo]:

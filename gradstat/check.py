@@ -10,10 +10,11 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._arrival import Arrival
+from gradstat._parts import Part
 from gradstat._plan import gradients_of, names_of, source_of
 from gradstat._tensors import TensorInfo, is_distributed
 from gradstat.report import Report
-from gradstat.stats import Part, measure_directly, measure_generally, measure_parts
+from gradstat.stats import measure_directly, measure_generally, measure_parts
 
 if TYPE_CHECKING:
     from gradstat._reduction import ExtraGroups

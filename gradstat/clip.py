@@ -18,8 +18,9 @@ from gradstat._arguments import (
 )
 from gradstat._backends import Kernels
 from gradstat._native import DeviceModule
+from gradstat._parts import Part
 from gradstat._tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, readable
-from gradstat.stats import Part, by_device, direct_for, measure_directly, measure_generally, resolve_for
+from gradstat.stats import by_device, direct_for, measure_directly, measure_generally, resolve_for
 from gradstat.total_norm import is_fused, measure, raise_if_nonfinite, refuse_in_compiled, spread_norm
 
 if TYPE_CHECKING:

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradstat import _backends
 from gradstat._backends import Kernels
-from gradstat._fields import NAMES
 from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError
-from gradstat._tensors import NameOf, TensorInfo, is_distributed, moved, readable
+from gradstat._parts import Part, assemble
+from gradstat._tensors import NameOf, TensorInfo, is_distributed, readable
 
 # The types of device for which there are compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
 _INFO_CACHE_SIZE = 64
 _infos_by_signature: dict[tuple[int, int], tuple[TensorInfo, ...]] = {}
-
-
-class Part(NamedTuple):
-    """The rows of the tensors of one device.
-
-    Attributes:
-        table: ``[n, len(FIELDS)]`` float64 on that device.
-        positions: Which of the tensors given the rows belong to; None for all of them, in order.
-        infos: Shape, dtype and device of each row's tensor.
-    """
-
-    table: Tensor
-    positions: list[int] | None
-    infos: Sequence[TensorInfo]
 
 
 def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
@@ -64,18 +50,6 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         return whole_rows(listed, lambda local: measure_parts(local, _position_name, backend))
     parts = measure_parts(listed, _position_name, backend)
     return assemble([part.table for part in parts], [part.positions for part in parts])
-
-
-def assemble(tables: list[Tensor], positions: list[list[int] | None]) -> Tensor:
-    """One table from the parts of a call, in the order of its tensors, on the first part's device."""
-    if not tables:
-        return torch.empty(0, len(NAMES), dtype=torch.float64)
-    if len(tables) == 1:
-        return tables[0]
-    device = tables[0].device
-    joined = torch.cat([moved(table, device) for table in tables])
-    order = torch.tensor([p for part in positions for p in part or ()])
-    return joined[order.argsort().to(device, non_blocking=True)]
 
 
 def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> list[Part]:

@@ -163,14 +163,12 @@ def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
 
 LAYERS = [
     {"_fields", "_version"},
-    {"_norms", "_tensors", "_arrival", "reference", "kernels"},
+    {"_norms", "_tensors", "_arrival", "_collectives", "reference", "kernels"},
     {"_native"},
     {"_backends", "_plan"},
-    {"tensor_stats", "_arguments"},
-    {"_render"},
+    {"tensor_stats", "_arguments", "_parts", "_reduction"},
+    {"_render", "_spread"},
     {"stats", "report"},
-    {"_reduction"},
-    {"_spread"},
     {"check", "total_norm"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "_optimizers", "_scaling", "counters"},

@@ -17,7 +17,7 @@ from test_conformance import assert_rows_match
 from torch import nn
 
 import gradstat
-from gradstat.stats import assemble
+from gradstat._parts import assemble
 
 
 def trained(model: nn.Module, features: int = 6) -> nn.Module:

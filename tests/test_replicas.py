@@ -526,12 +526,16 @@ def test_what_cannot_be_told_apart_is_refused(ranks: Ranks) -> None:
 ABSENT = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
+import gradstat
 from gradstat.distributed import UnreachableRankError, verify_replicas
-rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+rank, store, how, call = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group(
     "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=3)
 )
 model = torch.nn.Linear(2, 2)
+parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+parameter.grad = parameter.detach().clone()
 dist.barrier()
 if rank == 1:
     if how == "dead":
@@ -539,7 +543,12 @@ if rank == 1:
     time.sleep(8)
     os._exit(0)
 try:
-    verify_replicas(model, what="parameters")
+    if call == "verify_replicas":
+        verify_replicas(model, what="parameters")
+    elif call == "check":
+        gradstat.check([parameter])
+    else:
+        gradstat.clip_grad_norm_([parameter], 1.0)
 except UnreachableRankError as error:
     print(error)
     sys.stdout.flush()
@@ -547,12 +556,15 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["dead", "stalled"])
-def test_a_rank_that_is_not_there_is_an_error_and_no_hang(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [("dead", "verify_replicas"), ("stalled", "verify_replicas"), ("dead", "clip_grad_norm_"), ("stalled", "check")],
+)
+def test_a_rank_that_is_not_there_is_an_error_and_no_hang(tmp_path: Path, how: str, call: str) -> None:
     root = Path(__file__).resolve().parent.parent
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", ABSENT, str(rank), str(tmp_path / "store"), how],
+            [sys.executable, "-c", ABSENT, str(rank), str(tmp_path / "store"), how, call],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -561,6 +573,7 @@ def test_a_rank_that_is_not_there_is_an_error_and_no_hang(tmp_path: Path, how: s
         for rank in range(2)
     ]
     answers = [process.communicate(timeout=90) for process in started]
-    assert "verify_replicas: not all of ranks 0, 1 took part, as seen from rank 0" in answers[0][0], answers
-    assert "all of them have to call verify_replicas equally often. The backend said: " in answers[0][0]
+    caller = "verify_replicas" if call == "verify_replicas" else "gradstat"
+    assert f"{caller}: not all of ranks 0, 1 took part, as seen from rank 0" in answers[0][0], answers
+    assert f"all of them have to call {caller} equally often. The backend said: " in answers[0][0]
     assert issubclass(UnreachableRankError, RuntimeError)

@@ -14,12 +14,13 @@ from torch import Tensor
 from gradstat import _norms
 from gradstat._arguments import collect, listed_parameters, refuse_distributed
 from gradstat._backends import Kernels
+from gradstat._parts import assemble
 from gradstat._tensors import NameOf, check_writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_everywhere_
-from gradstat.stats import assemble, direct_for, measure_parts
+from gradstat.stats import direct_for, measure_parts
 
 DEFAULT_WINDOW = 1000
 

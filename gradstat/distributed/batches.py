@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradstat._collectives import device_of, gather, in_words, member
 from gradstat.distributed._checksum import checksums, combined, of_text
-from gradstat.distributed._collectives import device_of, gather, in_words, member
 
 _CALLER = "verify_batches"
 

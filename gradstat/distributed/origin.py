@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat import _fields
+from gradstat._collectives import device_of, gather, reduce_
 from gradstat._tensors import moved
-from gradstat.distributed._collectives import device_of, gather, reduce_
 from gradstat.distributed._origin_report import BadGradient, OriginReport
 from gradstat.stats import stats
 

@@ -50,7 +50,7 @@ def reduce_(tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup], caller
         UnreachableRankError: A rank did not take part; the message begins with ``caller``.
     """
     for group in groups:
-        with _explained(caller, group):
+        with explained(caller, group):
             dist.all_reduce(tensor, op, group)
     return tensor
 
@@ -61,7 +61,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
     ``tensor`` has the same shape and dtype on all ranks.
     """
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    with _explained(caller, group):
+    with explained(caller, group):
         dist.all_gather(gathered, tensor, group)
     return torch.stack(gathered)
 
@@ -71,7 +71,7 @@ def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: s
     known = {dist.get_rank(): value}
     for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        with _explained(caller, group):
+        with explained(caller, group):
             dist.all_gather_object(gathered, known, group)
         known = {rank: theirs for part in gathered for rank, theirs in part.items()}
     return dict(sorted(known.items()))
@@ -83,7 +83,8 @@ def in_words(ranks: Sequence[int]) -> str:
 
 
 @contextmanager
-def _explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
+def explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Turns what a backend raises in a collective of ``group`` into an `UnreachableRankError`."""
     try:
         yield
     except RuntimeError as error:
