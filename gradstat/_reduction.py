@@ -31,7 +31,8 @@ Group: TypeAlias = ProcessGroup | DeviceMesh
 ExtraGroups: TypeAlias = Group | Iterable[Group | tuple[Group, Iterable[Tensor]]]
 
 _FIELDS = len(_fields.FIELDS)
-_SUMMED = [i for i, field in enumerate(_fields.FIELDS) if field.merge == "sum"]
+# The summed columns come first, and so are a view (tests/test_fields.py holds that).
+_SUMMED = slice(0, sum(field.merge == "sum" for field in _fields.FIELDS))
 _MIN, _MAX, _FIRST = (_fields.INDEX[name] for name in ("min", "max", "first_nonfinite"))
 _NONFINITE = slice(_fields.INDEX["nan_count"], _fields.INDEX["inf_count"] + 1)
 # Of a float64, which counts exactly up to 2**53.
@@ -74,33 +75,28 @@ class Reduction:
     def __init__(
         self, tensors: Sequence[Tensor], extra: ExtraGroups | None = None, owners: Sequence[Tensor] | None = None
     ) -> None:
+        masks, self._extra = _masks(tensors if owners is None else owners, extra)
         self._layouts: list[_Layout | None] = []
-        # Neighbours mostly are of one kind, and to compare is cheaper than to hash.
-        last: tuple[DeviceMesh, tuple[Any, ...]] | None = None
-        layout: _Layout | None = None
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                spec = tensor._spec
-                if last is None or spec.mesh is not last[0] or spec.placements != last[1]:
-                    last = (spec.mesh, spec.placements)
-                    layout = _Layout.of(*last)
-                self._layouts.append(layout)
-            else:
-                self._layouts.append(None)
-        self._extra = []
-        masks = [0] * len(tensors)
-        for bit, (group, members) in enumerate(_listed(extra)):
-            self._extra.append(group)
-            wanted = None if members is None else set(map(id, members))
-            for row, owner in enumerate(owners or tensors):
-                if wanted is None or id(owner) in wanted:
-                    masks[row] |= 1 << bit
         # Rows that belong to the same groups.
         self._kinds: dict[_Kind, list[int]] = {}
-        for row, layout in enumerate(self._layouts):
-            groups = () if layout is None else layout.groups
-            self._kinds.setdefault((groups, masks[row]), []).append(row)
-        self._sharded = [layout is not None and bool(layout.groups) for layout in self._layouts]
+        # Neighbours mostly are alike, and to compare is cheaper than to hash.
+        mesh: DeviceMesh | None = None
+        placements: tuple[Any, ...] = ()
+        layout: _Layout | None = None
+        kind: list[int] | None = None
+        for row, tensor in enumerate(tensors):
+            if isinstance(tensor, DTensor):
+                spec = tensor._spec
+                if spec.mesh is not mesh or spec.placements != placements:
+                    mesh, placements = spec.mesh, spec.placements
+                    layout, kind = _Layout.of(mesh, placements), None
+            elif mesh is not None:
+                mesh, layout, kind = None, None, None
+            self._layouts.append(layout)
+            if kind is None or masks:
+                groups = () if layout is None else layout.groups
+                kind = self._kinds.setdefault((groups, masks[row] if masks else 0), [])
+            kind.append(row)
         self._groups = list(dict.fromkeys(group for groups, _ in self._kinds for group in groups))
 
     @property
@@ -142,7 +138,7 @@ class Reduction:
             table: ``[n, len(FIELDS)]`` float64.
             failed: Whether this rank could not measure its shards; the table is of no account then.
         """
-        halves = _halves(table, failed, self._sharded)
+        halves = _halves(table, failed, [layout is not None and bool(layout.groups) for layout in self._layouts])
         for group in self._groups:
             rows = [row for (groups, _), members in self._kinds.items() if group in groups for row in members]
             halves = _reduced(halves, group, None if len(rows) == len(table) else rows)
@@ -156,12 +152,25 @@ class Reduction:
         Without ``extremes`` minima, maxima and first indices stay those of this rank, and there is one reduction
         for a group instead of two.
         """
+        if not extremes and not self._extra and len(self._kinds) == 1 and len(table):
+            return self._total_of_sums(table, failed)
         halves = _halves(table, failed)
         halves = _stacked([_merged(halves, rows) for rows in self._kinds.values()], table)
         for group in self._groups:
             rows = [i for i, (groups, _) in enumerate(self._kinds) if group in groups]
             halves = _reduced(halves, group, None if len(rows) == len(self._kinds) else rows, extremes)
         return self._totals(halves, table, failed, extremes)
+
+    def _total_of_sums(self, table: Tensor, failed: bool) -> tuple[Tensor, Tensor]:
+        """`total` for tensors all of one kind: what most models have, in as few operations as it takes."""
+        total = identity_rows(1, table)
+        sums = table.new_full((_SUMMED.stop + 1,), float(failed))
+        torch.sum(table[:, _SUMMED], 0, out=sums[_SUMMED])
+        for group in self._groups:
+            with explained("gradstat", group):
+                dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+        total[0, _SUMMED] = sums[_SUMMED]
+        return total, sums[-1]
 
     def _totals(self, kinds: _Halves, table: Tensor, failed: bool, extremes: bool = True) -> tuple[Tensor, Tensor]:
         """All kinds together, over the extra groups too, and how many failures were told."""
@@ -278,13 +287,27 @@ def _reduced(halves: _Halves, group: ProcessGroup, rows: list[int] | None, extre
 
 def identity_rows(count: int, like: Tensor) -> Tensor:
     """Rows of tensors without elements: ``[count, len(FIELDS)]`` on the device of ``like``."""
-    row = torch.tensor([[field.identity for field in _fields.FIELDS]], dtype=torch.float64, device=like.device)
-    return row.repeat(count, 1)
+    rows = torch.zeros(count, _FIELDS, dtype=torch.float64, device=like.device)
+    for column in (_MIN, _MAX, _FIRST):
+        rows[:, column] = _fields.FIELDS[column].identity
+    return rows
 
 
 def index_bits() -> int:
     """How many bits of a float64 are left for an index when a rank stands above them."""
     return _EXACT_BITS - max(dist.get_world_size() - 1, 1).bit_length()
+
+
+def _masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
+    """The extra groups, and for each owner a bit for each of them it is spread over; no masks if there are none."""
+    listed = _listed(extra)
+    masks = [0] * len(owners) if listed else []
+    for bit, (_, members) in enumerate(listed):
+        wanted = None if members is None else set(map(id, members))
+        for row, owner in enumerate(owners):
+            if wanted is None or id(owner) in wanted:
+                masks[row] |= 1 << bit
+    return masks, [group for group, _ in listed]
 
 
 def _listed(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tensor] | None]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._collectives import device_of
 from gradstat._parts import Part, assemble
+from gradstat._plan import gradients_of
 from gradstat._reduction import ExtraGroups, Reduction, identity_rows, index_bits
 from gradstat._tensors import TensorInfo
 
@@ -53,14 +54,20 @@ class Spread:
         extra: ExtraGroups | None = None,
     ) -> None:
         self._owners = owners
-        stand_ins = [t if t is not None else o for t, o in zip(tensors, self._owners, strict=True)]
-        self._here = [i for i, tensor in enumerate(tensors) if tensor is not None]
         self._tensors = [tensor for tensor in tensors if tensor is not None]
-        self._reduction = Reduction(stand_ins, extra, self._owners)
+        self._here: Sequence[int] = range(len(tensors))
+        stand_ins: Sequence[Tensor] = self._tensors
+        if len(self._tensors) < len(tensors):
+            self._here = [i for i, tensor in enumerate(tensors) if tensor is not None]
+            stand_ins = [t if t is not None else o for t, o in zip(tensors, owners, strict=True)]
+        self._reduction = Reduction(stand_ins, extra, owners)
 
     @classmethod
-    def of_gradients(cls, parameters: Sequence[Tensor], extra: ExtraGroups | None = None) -> Spread:
+    def of_gradients(cls, parameters: list[Tensor], extra: ExtraGroups | None = None) -> Spread:
         """The gradients of the parameters that take part in training."""
+        found = gradients_of(parameters)
+        if found.positions is None:
+            return cls(found.tensors, parameters, extra)
         owners = [p for p in parameters if p.requires_grad or p.grad is not None]
         return cls([owner.grad for owner in owners], owners, extra)
 
@@ -83,7 +90,7 @@ class Spread:
         merged = self._reduction.merge(table, error is not None)
         if error is not None:
             raise error
-        rows = merged.rows if len(self._here) == len(self._owners) else merged.rows[self._here]
+        rows = merged.rows if len(self._here) == len(self._owners) else merged.rows[list(self._here)]
         part = Part(rows, None, self._reduction.infos(self._tensors, self._here, infos))
         return SpreadRows(part, merged.total, merged.failed)
 

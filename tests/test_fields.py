@@ -78,3 +78,9 @@ def test_norms_of_a_table_say_nan_before_inf(norm_type: float) -> None:
 def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
     """`Report.ok` reads both as one slice."""
     assert _fields.INDEX["inf_count"] == _fields.INDEX["nan_count"] + 1
+
+
+def test_summed_columns_come_first() -> None:
+    """gradstat/_reduction.py takes them as a view."""
+    merges = [field.merge for field in _fields.FIELDS]
+    assert "sum" not in merges[merges.count("sum") :]

@@ -1,0 +1,100 @@
+"""Clips and checks of many distributed gradients, torch's beside gradstat's: ``torchrun benchmarks/dtensor_clip.py``.
+
+::
+
+    torchrun --nproc-per-node 2 benchmarks/dtensor_clip.py --record    # gloo on the CPU, or NCCL with GPUs
+
+Small shards, so that what shows is the calls themselves and their collectives, which are counted. Norms have to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+
+import tables
+import torch
+import torch.distributed as dist
+from rows import Row, append, row
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import gradstat
+from gradstat.bench.steps import WrongAnswerError
+from gradstat.bench.timing import Quartiles, interleaved, quartiles
+
+GROUP = "distributed gradients"
+COUNTS = (300, 3000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Clips and checks of distributed gradients, on rank 0.")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    options = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    made = [r for count in COUNTS for r in _measured(count, device, options.rounds)]
+    if dist.get_rank() == 0:
+        print(tables.plainly(made))
+        if options.record:
+            print(f"recorded in {append(made, 'full')}")
+    dist.destroy_process_group()
+
+
+def _measured(count: int, device: torch.device, rounds: int) -> list[Row]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    parameters = []
+    for _ in range(count):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(16, 8, device=device), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(torch.randn(16, 8, device=device), mesh, [Shard(0)])
+        parameters.append(parameter)
+    one = torch.zeros(9, dtype=torch.float64, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "gradstat clip": lambda: gradstat.clip_grad_norm_(parameters, 1e9),
+        "torch clip": lambda: nn.utils.clip_grad_norm_(parameters, 1e9),
+        "gradstat.check": lambda: gradstat.check(parameters).ok,
+        "limit: one all-reduce of 72 bytes": lambda: dist.all_reduce(one),
+    }
+    ours, theirs = calls["gradstat clip"](), calls["torch clip"]()
+    assert isinstance(ours, torch.Tensor)
+    assert isinstance(theirs, DTensor)
+    if not math.isclose(float(ours), float(theirs.full_tensor()), rel_tol=1e-4):
+        raise WrongAnswerError(f"gradstat says {ours}, torch {theirs}")
+    case = f"{count:,} tensors of 16x8, {dist.get_world_size()} ranks"
+    # Every rank draws the same order of calls, so collectives meet; all begin together.
+    samples = interleaved(calls, rounds, device=device, device_time=False, before=lambda _: dist.barrier())
+    made = []
+    for name, sample in samples.items():
+        micro = Quartiles(*(1e6 * s for s in quartiles(sample.wall)))
+        made.append(row(GROUP, case, name, "wall time", "us", micro, device, tensors=count))
+    for name in ("gradstat clip", "gradstat.check"):
+        made.append(row(GROUP, case, name, "collectives", "", float(_collectives(calls[name])), device, tensors=count))
+    return made
+
+
+def _collectives(call: Callable[[], object]) -> int:
+    original, seen = dist.all_reduce, []
+
+    def counted(*arguments: object, **options: object) -> object:
+        seen.append(1)
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    dist.all_reduce = counted  # type: ignore[assignment]
+    try:
+        call()
+    finally:
+        dist.all_reduce = original
+    return len(seen)
+
+
+if __name__ == "__main__":
+    main()
