@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import tables
 import torch
@@ -42,7 +43,8 @@ def main() -> None:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group("nccl" if gpu else "gloo")
-    made = [r for count in COUNTS for r in _measured(count, device, options.rounds)]
+    measured = [r for count in COUNTS for r in _measured(count, device, options.rounds)]
+    made = [replace(r, threads=r.threads * dist.get_world_size()) for r in measured]
     if dist.get_rank() == 0:
         print(tables.plainly(made))
         if options.record:

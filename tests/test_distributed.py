@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -546,3 +547,60 @@ def collectives(call: str) -> list[int]:
 @pytest.mark.parametrize(("call", "expected"), [("check", 2), ("clip", 1), ("step", 2)])
 def test_the_number_of_collectives_does_not_grow(ranks: Ranks, call: str, expected: int) -> None:
     assert ranks.run(2, collectives, call) == [[expected, expected]] * 2
+
+
+# Ways to train -----------------------------------------------------------------------------------------------
+
+
+def mixed_precision() -> None:
+    """Whatever dtypes gradients are computed and reduced in: the norm is that of the gradients there are."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    spread = _fsdp(model(), init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    spread(batch(dist.get_rank())).float().square().mean().backward()
+    expected = gradstat.check_tensors([whole(p.grad) for p in spread.parameters()])  # type: ignore[arg-type]
+    report = gradstat.check(spread)
+    assert report.total_norm == pytest.approx(expected.total_norm, rel=1e-6)
+    assert gradstat.clip_grad_norm_(spread.parameters(), 0.01).item() == pytest.approx(expected.total_norm, rel=1e-5)
+
+
+def accumulated() -> None:
+    """FSDP2 has no gradients before the micro-batch that reduces; then all of them."""
+    spread: Any = _fsdp(model(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    micro_batches = gradstat.MicroBatches(spread)
+    spread.set_requires_gradient_sync(False)
+    spread(batch(dist.get_rank())).square().mean().backward()
+    micro_batches.check()
+    report = gradstat.check(spread)
+    assert len(report) == 0
+    assert len(report.missing) == len(list(spread.parameters()))
+    spread.set_requires_gradient_sync(True)
+    spread(batch(dist.get_rank() + 7)).square().mean().backward()
+    micro_batches.check()
+    single = model()
+    for number in [n for rank in range(dist.get_world_size()) for n in (rank, rank + 7)]:
+        (single(batch(number)).square().mean() / dist.get_world_size()).backward()
+    same_report(gradstat.check(spread), gradstat.check(single))
+    assert micro_batches.result().final.total_norm == pytest.approx(gradstat.check(single).total_norm, rel=1e-5)
+
+
+def the_older_fsdp() -> None:
+    """Its shards are plain tensors, which do not tell: its group has to be named."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is being replaced, and says so
+        spread = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+        spread(batch(dist.get_rank())).square().mean().backward()
+    single = model()
+    for rank in range(dist.get_world_size()):
+        (single(batch(rank)).square().mean() / dist.get_world_size()).backward()
+    expected = gradstat.check(single).total_norm
+    group = spread.process_group
+    assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(expected, rel=1e-5)
+    assert gradstat.clip_grad_norm_(spread.parameters(), 0.5 * expected, extra_groups=group).item() == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(0.5 * expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("way", [mixed_precision, accumulated, the_older_fsdp])
+def test_ways_to_train(ranks: Ranks, way: Callable[[], None]) -> None:
+    ranks.run(2, way)
