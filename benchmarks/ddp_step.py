@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from launched import process_group, show
+from rows import row
 from torch.nn.parallel import DistributedDataParallel
 
-from gradstat.bench.timing import interleaved, quartiles, ratios
+from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
 from gradstat.demo.model import GPT, MODEST, SMALL, Size
 from gradstat.distributed import verify_replicas, watch_origin
 
+GROUP = "DDP steps"
 _SIZES = {"gpt-0.9m": SMALL, "gpt-17m": MODEST}
 
 
@@ -29,24 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time added to a DDP step, on rank 0.")
     parser.add_argument("--model", choices=list(_SIZES), default="gpt-0.9m")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
     options = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group("nccl" if gpu else "gloo")
-    torch.manual_seed(0)
-    # Every rank draws the same order of calls (it is the same on every run), so collectives meet.
-    samples = interleaved(_calls(_SIZES[options.model], device), options.rounds, device=device, device_time=False)
-    if dist.get_rank() == 0:
-        plain = samples["step"].wall
-        print(f"{options.model}, {dist.get_world_size()} ranks, {device.type}: {1e3 * quartiles(plain).median:.1f} ms")
+    with process_group() as device:
+        torch.manual_seed(0)
+        # Every rank draws the same order of calls (it is the same on every run), so collectives meet.
+        samples = interleaved(_calls(_SIZES[options.model], device), options.rounds, device=device, device_time=False)
+        case = f"{options.model}, {dist.get_world_size()} ranks"
+        plain, made = samples["step"].wall, []
         for name, sample in samples.items():
-            low, median, high = (100 * (ratio - 1) for ratio in ratios(sample.wall, plain))
-            print(f"  {name:<40} {median:+6.1f} %  ({low:+.1f} to {high:+.1f})")
-    dist.destroy_process_group()
+            micro = Quartiles(*(1e6 * s for s in quartiles(sample.wall)))
+            made.append(row(GROUP, case, name, "wall time", "us", micro, device))
+            made.append(row(GROUP, case, name, "time ratio", "", ratios(sample.wall, plain), device))
+        show(made, options.record)
 
 
 def _calls(size: Size, device: torch.device) -> dict[str, Callable[[], object]]:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable
-from dataclasses import replace
 
-import tables
 import torch
 import torch.distributed as dist
-from rows import Row, append, row
+from launched import process_group, show
+from rows import Row, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -36,20 +34,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
     options = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group("nccl" if gpu else "gloo")
-    measured = [r for count in COUNTS for r in _measured(count, device, options.rounds)]
-    made = [replace(r, threads=r.threads * dist.get_world_size()) for r in measured]
-    if dist.get_rank() == 0:
-        print(tables.plainly(made))
-        if options.record:
-            print(f"recorded in {append(made, 'full')}")
-    dist.destroy_process_group()
+    with process_group() as device:
+        show([made for count in COUNTS for made in _measured(count, device, options.rounds)], options.record)
 
 
 def _measured(count: int, device: torch.device, rounds: int) -> list[Row]:

@@ -169,6 +169,18 @@ def _record_outcomes(outcomes: dict[str, tuple[bool, float]]) -> None:
     )
 
 
+def ranks() -> bool:
+    """Distributed gradients over NCCL, with as many ranks as there are GPUs"""
+    import torch
+
+    count = str(torch.cuda.device_count())
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    scripts = ("benchmarks/dtensor_clip.py", "benchmarks/ddp_step.py")
+    passed = [_run(*launcher, script, "--record", PYTHONPATH=path) for script in scripts]
+    return all(passed)
+
+
 def variants() -> bool:
     """The ladder of kernel variants"""
     return _run(sys.executable, "benchmarks/gpu_variants.py")
@@ -179,6 +191,7 @@ STEPS: dict[str, Callable[[], bool]] = {
     "test": test,
     "sanitize": sanitize,
     "measure": measure,
+    "ranks": ranks,
     "variants": variants,
 }
 

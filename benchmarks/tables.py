@@ -241,6 +241,10 @@ def plainly(rows: Sequence[Row]) -> str:
                 lines.append(
                     [case * (number == 0), row.provider, in_time(row.value) + rate, f"{row.value / first:.2f}"]
                 )
+            elif row.metric == "time ratio":
+                lines.append(
+                    [case * (number == 0), row.provider, f"{100 * (row.value - 1):+.1f} %, round by round", ""]
+                )
             else:
                 value = in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f} {row.metric}"
                 lines.append([case * (number == 0), row.provider, value, ""])

@@ -110,8 +110,10 @@ def guarded_step(
         ValueError: ``max_norm`` is NaN; a gradient cannot be measured; ``skip_nonfinite`` is False with a loss
             scaler, which cannot work without skipping; a gradient that is to be unscaled in place is float16.
         RuntimeError: Other code has set ``grad_scale`` or ``found_inf`` on the optimizer; it has stepped since the
-            last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a closure
-            together with a scaler; skipping on the host would be needed while a CUDA graph is captured.
+            last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a gradient
+            came after ``scaler.unscale_`` or lost its scale with another optimizer's (by `gradstat.amp`'s scaler or
+            another guarded step); a closure together with a scaler; skipping on the host would be needed while a
+            CUDA graph is captured.
     """
     arguments = (optimizer, max_norm, skip_nonfinite, scaler, closure, model, backend, extra_groups)
     if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
@@ -302,7 +304,14 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         if counts:
             _count(request, measured)
         return [], measured
-    before = None if request.scaling is None else request.scaling.found_by_unscaling(request.optimizer)
+    before = None
+    if request.scaling is not None:
+        scaler = request.scaling.scaler
+        before = request.scaling.found_by_unscaling(request.optimizer)
+        if before is None:
+            _scaling.refuse_shared_gradients(scaler, request.optimizer, source)
+        else:
+            _scaling.refuse_added_gradients(scaler, request.optimizer, source, found)
     # The kernel counts by itself what it alone decides.
     counts_itself = counts and request.skips and before is None
     home = found.tensors[0].device if found.tensors else torch.device("cpu")

@@ -842,6 +842,26 @@ def test_a_scaler_that_has_stepped_or_found_nothing_is_refused(ready: tuple[nn.M
         gradstat.guarded_step(optimizer, scaler=scaler)
 
 
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
+def test_gradients_with_and_without_their_scale_are_not_mixed(kind: str) -> None:
+    model, scaler = network(), GradScaler("cpu")
+    optimizer = OPTIMIZERS[kind][0](model.named_parameters())
+    scaler.scale(loss_of(model, 0)).backward()
+    late = list(model.parameters())[2]
+    gradient, late.grad = late.grad, None
+    scaler.unscale_(optimizer)
+    late.grad = gradient
+    with pytest.raises(RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\)"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    gradstat.guarded_step(optimizer, scaler=scaler)
+    other = OPTIMIZERS[kind][0](model[2].parameters())
+    with pytest.raises(RuntimeError, match=r"'group0\.0' is also in another optimizer"):
+        gradstat.guarded_step(other, scaler=scaler)
+
+
 def test_half_gradients_are_not_unscaled_in_place() -> None:
     parameter = nn.Parameter(torch.ones(3).half())
     parameter.grad = torch.ones(3).half()
