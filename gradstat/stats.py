@@ -44,11 +44,13 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     listed = tensors if isinstance(tensors, list) else list(tensors)
     if listed and torch.compiler.is_compiling():
         return _compiled_stats(listed, backend)
-    if is_distributed(listed):
+    parts = measure_directly(listed, _position_name, backend)
+    if parts is None and is_distributed(listed):
         from gradstat._spread import whole_rows
 
         return whole_rows(listed, lambda local: measure_parts(local, _position_name, backend))
-    parts = measure_parts(listed, _position_name, backend)
+    if parts is None:
+        parts = measure_generally(listed, _position_name, backend)
     return assemble([part.table for part in parts], [part.positions for part in parts])
 
 
