@@ -305,7 +305,7 @@ def _section(name: str, rows: list[Row]) -> list[str]:
     if name.startswith("growth in tensors"):
         caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
         return [f"Tensors of 64 float32 elements, as they become more, {caches}:\n", growth(rows), slopes(rows)]
-    return [f"{name.capitalize()}:\n"] * bool(name) + [plainly(rows)]
+    return [f"{name[:1].upper()}{name[1:]}:\n"] * bool(name) + [plainly(rows)]
 
 
 def summary(rows: Iterable[Row]) -> str:
