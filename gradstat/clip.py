@@ -248,7 +248,8 @@ def _clip_spread(
         return parts if parts is not None else measure_generally(local, name_of, backend)
 
     total = spread_norm(spread, norm_type, measure_local)
-    norm = total.to(_norms.norm_dtype(gradients) if gradients else torch.float32)
+    measured = targets or gradients  # the same dtypes, and plain tensors are quicker to ask
+    norm = total.to(_norms.norm_dtype(measured) if measured else torch.float32)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     if targets:
