@@ -83,11 +83,11 @@ def has_foreach(device: torch.device) -> bool:
     return bool(_device_has_foreach_support(device))
 
 
-def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf, function: str = "clip_grad_norm_") -> None:
-    """Raises NotImplementedError if one of ``tensors`` is a DTensor; torch's ``function`` is the remedy."""
+def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf) -> None:
+    """Raises NotImplementedError if one of ``tensors`` is a DTensor, which an adaptive clip does not clip by itself."""
     for i, tensor in enumerate(tensors):
         if hasattr(tensor, "_local_tensor"):
             raise NotImplementedError(
-                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that gradstat "
-                f"does not do yet; use torch.nn.utils.{function}"
+                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that an adaptive "
+                "clip does not do by itself; use gradstat.clip_grad_norm_"
             )

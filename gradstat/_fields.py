@@ -80,6 +80,9 @@ NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
 INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}
 """Column number by field name."""
 
+NONFINITE: slice = slice(INDEX["nan_count"], INDEX["inf_count"] + 1)
+"""The two columns that count elements that are not finite, neighbours (tests/test_fields.py holds that)."""
+
 DEGREES: tuple[int, ...] = tuple(field.degree for field in FIELDS)
 """The degree of each column."""
 

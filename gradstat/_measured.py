@@ -15,7 +15,7 @@ from gradstat._plan import Names
 from gradstat._tensors import NameOf, TensorInfo, check_writable, is_distributed, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
-from gradstat.clip import scale_everywhere_
+from gradstat.clip import scale_everywhere_, scale_gradients_
 from gradstat.report import Report
 from gradstat.stats import direct_for, infos_of, measure_parts, resolve_for
 
@@ -93,13 +93,8 @@ class Measured(NamedTuple):
             table, signature, norm, numbers, verdict = short
             return made([Part(table, None, infos_of(gradients, signature))], norm, numbers, verdict)
         with torch.no_grad():
-            total = None
-            if extra_groups is not None or is_distributed(gradients):
-                parts, total = _spread_parts(parameters, name_of, backend, extra_groups)
-                joined = total
-            else:
-                parts = measure_parts(gradients, name_of, backend)
-                joined = torch.cat([moved(part.table, home) for part in parts])
+            parts, total = _parts_of(gradients, parameters, name_of, backend, extra_groups)
+            joined = torch.cat([moved(part.table, home) for part in parts]) if total is None else total
             decision = _norms.decide(joined, max_norm, loss_scale, counters)
             norm = decision.norm.to(_norms.norm_dtype(gradients) if gradients else torch.float32)
             return made(parts, norm, decision.numbers, decision.verdict, total)
@@ -113,7 +108,7 @@ class Measured(NamedTuple):
         """Lets a clip that decides tensor by tensor clip the gradients, and unscales them, in place."""
         if self.is_scaled:
             refuse_half(gradients, lambda i: self.names()[i])
-        table = assemble([part.table for part in self.parts], [part.positions for part in self.parts])
+        table = assemble(self.parts)
         kernels = resolve_for(self.backend, gradients[0].device.type, lambda i: self.names()[i], 0)
         inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
         clip.scale_(parameters, gradients, table, kernels, inverse_scale)
@@ -145,11 +140,7 @@ class Measured(NamedTuple):
 
         if self.is_scaled:
             refuse_half(gradients, name_of)
-        direct = direct_for(gradients[0], name_of, self.backend)
-        if direct is None or not direct.scale_(gradients, self.numbers):
-            with torch.no_grad():
-                targets = check_writable(gradients, name_of)
-                scale_everywhere_(targets, self.numbers[0], name_of, self.backend)
+        scale_gradients_(gradients, self.numbers, name_of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
     @property
@@ -219,10 +210,7 @@ class Unscaled(NamedTuple):
             with torch.no_grad():
                 targets = check_writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
-                if extra_groups is not None or is_distributed(gradients):
-                    parts, total = _spread_parts(parameters, name_of, None, extra_groups)
-                else:
-                    parts = measure_parts(gradients, name_of, None)
+                parts, total = _parts_of(gradients, parameters, name_of, None, extra_groups)
         torch.autograd.graph.increment_version(gradients)
         return cls(parts, names, missing, inverse_scale, total)
 
@@ -238,7 +226,7 @@ class Unscaled(NamedTuple):
             return self.names()[i]
 
         with torch.no_grad():
-            table = assemble([part.table for part in self.parts], [part.positions for part in self.parts])
+            table = assemble(self.parts)
             total = _norms.total_norm(table if self.total is None else self.total, 2.0)
             if isinstance(max_norm, TensorClip):
                 kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
@@ -250,9 +238,7 @@ class Unscaled(NamedTuple):
                     assert not isinstance(max_norm, AdaptiveClip)
                     coefficient = _norms.clip_coefficient(total, float(max_norm))
                     coefficient = torch.where(total.isfinite(), coefficient, 1.0)
-                direct = direct_for(gradients[0], name_of, None)
-                if direct is None or not direct.scale_(gradients, coefficient):
-                    scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, None)
+                scale_gradients_(gradients, coefficient, name_of, None)
             torch.autograd.graph.increment_version(gradients)
             return total.to(_norms.norm_dtype(gradients))
 
@@ -267,13 +253,19 @@ class Unscaled(NamedTuple):
         return PendingReport(self.parts, make, self.inverse_scale, *([] if self.total is None else [self.total]))
 
 
-def _spread_parts(
-    parameters: list[Tensor], name_of: NameOf, backend: str | None, extra_groups: ExtraGroups | None
-) -> tuple[list[Part], Tensor]:
-    """The rows of gradients that lie on several ranks, and the row of all of them.
+def _parts_of(
+    gradients: list[Tensor],
+    parameters: list[Tensor],
+    name_of: NameOf,
+    backend: str | None,
+    extra_groups: ExtraGroups | None,
+) -> tuple[list[Part], Tensor | None]:
+    """The rows of gradients, and, if they lie on several ranks, the row of all of them.
 
     If another rank could not measure its part the row of all holds a NaN, so that this one does not step.
     """
+    if extra_groups is None and not is_distributed(gradients):
+        return measure_parts(gradients, name_of, backend), None
     from gradstat._spread import Spread
 
     rows = Spread.of_gradients(parameters, extra_groups).rows(lambda local: measure_parts(local, name_of, backend))

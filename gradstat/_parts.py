@@ -26,13 +26,13 @@ class Part(NamedTuple):
     infos: Sequence[TensorInfo]
 
 
-def assemble(tables: list[Tensor], positions: list[list[int] | None]) -> Tensor:
+def assemble(parts: Sequence[Part]) -> Tensor:
     """One table from the parts of a call, in the order of its tensors, on the first part's device."""
-    if not tables:
+    if not parts:
         return torch.empty(0, len(NAMES), dtype=torch.float64)
-    if len(tables) == 1:
-        return tables[0]
-    device = tables[0].device
-    joined = torch.cat([moved(table, device) for table in tables])
-    order = torch.tensor([p for part in positions for p in part or ()])
+    if len(parts) == 1:
+        return parts[0].table
+    device = parts[0].table.device
+    joined = torch.cat([moved(part.table, device) for part in parts])
+    order = torch.tensor([position for part in parts for position in part.positions or ()])
     return joined[order.argsort().to(device, non_blocking=True)]

@@ -34,7 +34,6 @@ _FIELDS = len(_fields.FIELDS)
 # The summed columns come first, and so are a view (tests/test_fields.py holds that).
 _SUMMED = slice(0, sum(field.merge == "sum" for field in _fields.FIELDS))
 _MIN, _MAX, _FIRST = (_fields.INDEX[name] for name in ("min", "max", "first_nonfinite"))
-_NONFINITE = slice(_fields.INDEX["nan_count"], _fields.INDEX["inf_count"] + 1)
 # Of a float64, which counts exactly up to 2**53.
 _EXACT_BITS = 53
 # Groups of shards, and a bit for each extra group.
@@ -239,7 +238,7 @@ class _Halves(NamedTuple):
 
 def _halves(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Halves:
     """A table's rows, as they travel; in those of ``sharded`` tensors the rank is put above a first index."""
-    bad = table[:, _NONFINITE].sum(1, keepdim=True) > 0
+    bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
     first = table[:, _FIRST]
     if sharded is not None:
         rank = dist.get_rank() * 2.0 ** index_bits()

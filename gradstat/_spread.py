@@ -113,7 +113,7 @@ class Spread:
         if error is not None or not parts:
             like = torch.empty(0, dtype=torch.float64, device=self._device())
             return identity_rows(len(self._owners), like), [], error
-        table = assemble([part.table for part in parts], [part.positions for part in parts])
+        table = assemble(parts)
         infos = _in_order(parts)
         if len(self._here) < len(self._owners):
             every = identity_rows(len(self._owners), table)

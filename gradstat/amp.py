@@ -176,12 +176,9 @@ class GradScaler(TorchGradScaler):
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
         returned: float | None = None
-        if not obeys or _optimizers.first_momentum_is_at_risk(optimizer):
-            if not found_inf.item():
-                with _optimizers.told(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
-                    returned = optimizer.step(*args, **kwargs)
-        else:
-            with _optimizers.told(optimizer, found_inf, divisor):
+        decides_itself = obeys and not _optimizers.first_momentum_is_at_risk(optimizer)
+        if decides_itself or not found_inf.item():
+            with _optimizers.told(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
                 returned = optimizer.step(*args, **kwargs)
         _scaling.record_step(self, optimizer, found_inf)
         return returned

@@ -137,15 +137,12 @@ def clip_grads_with_norm_(
         return
     with torch.no_grad():
         coefficient = _norms.clip_coefficient(norm, max_norm)
-        first = moved(coefficient, gradients[0].device)
         if torch.compiler.is_compiling():
             if backend is not None:
                 raise NotImplementedError("inside torch.compile, clip_grads_with_norm_ takes no backend")
-            torch.ops.gradstat.scale_.default(gradients, first)
+            torch.ops.gradstat.scale_.default(gradients, moved(coefficient, gradients[0].device))
             return
-        direct = direct_for(gradients[0], name_of, backend)
-        if direct is None or not direct.scale_(gradients, first):
-            scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, backend)
+        scale_gradients_(gradients, coefficient, name_of, backend)
     _note_change(gradients)
 
 
@@ -253,11 +250,20 @@ def _clip_spread(
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     if targets:
-        coefficient = _norms.clip_coefficient(total, max_norm)
-        direct = direct_for(targets[0], name_of, backend)
-        if direct is None or not direct.scale_(targets, coefficient):
-            scale_everywhere_(targets, coefficient, name_of, backend)
+        scale_gradients_(targets, _norms.clip_coefficient(total, max_norm), name_of, backend)
     return norm
+
+
+def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
+    """Multiplies gradients in place by the first number of ``coefficient``, unless it is 1. No host sync.
+
+    Raises:
+        RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
+    """
+    direct = direct_for(gradients[0], name_of, backend)
+    if direct is None or not direct.scale_(gradients, moved(coefficient, gradients[0].device)):
+        with torch.no_grad():
+            scale_everywhere_(check_writable(gradients, name_of), coefficient.reshape(-1)[0], name_of, backend)
 
 
 def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:

@@ -19,7 +19,6 @@ from gradstat._tensors import TensorInfo
 from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
 # The two columns are neighbours (tests/test_fields.py holds that), so they are a view and not a copy.
-_NONFINITE_COUNTS = slice(_fields.INDEX["nan_count"], _fields.INDEX["inf_count"] + 1)
 
 # What `Report.worst` can order by.
 _ORDERINGS = (
@@ -117,8 +116,8 @@ class Report:
     def ok(self) -> bool:
         """Whether every element of every tensor is finite."""
         if self._total_row is not None:
-            return not np.count_nonzero(self._total_row[_NONFINITE_COUNTS])
-        return not np.count_nonzero(self._table[:, _NONFINITE_COUNTS])
+            return not np.count_nonzero(self._total_row[_fields.NONFINITE])
+        return not np.count_nonzero(self._table[:, _fields.NONFINITE])
 
     @property
     def loss_scale(self) -> float | None:

@@ -51,7 +51,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         return whole_rows(listed, lambda local: measure_parts(local, _position_name, backend))
     if parts is None:
         parts = measure_generally(listed, _position_name, backend)
-    return assemble([part.table for part in parts], [part.positions for part in parts])
+    return assemble(parts)
 
 
 def measure_parts(tensors: list[Any], name_of: NameOf, backend: str | None) -> list[Part]:

@@ -19,7 +19,7 @@ from gradstat._tensors import NameOf, check_writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
-from gradstat.clip import scale_everywhere_
+from gradstat.clip import scale_gradients_
 from gradstat.stats import direct_for, measure_parts
 
 DEFAULT_WINDOW = 1000
@@ -176,9 +176,7 @@ class NormClip(AdaptiveClip):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         norm = _norms.total_norm(measure(gradients, name_of, backend), 2.0)
         coefficient = self.coefficient(norm)
-        direct = direct_for(gradients[0], name_of, backend)
-        if direct is None or not direct.scale_(gradients, coefficient):
-            scale_everywhere_(check_writable(gradients, name_of), coefficient, name_of, backend)
+        scale_gradients_(gradients, coefficient, name_of, backend)
         return norm
 
 
@@ -220,7 +218,7 @@ def measure(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Te
     refuse_distributed(gradients, name_of)
     check_writable(gradients, name_of)
     parts = measure_parts(gradients, name_of, backend)
-    return assemble([part.table for part in parts], [part.positions for part in parts])
+    return assemble(parts)
 
 
 def limited(norm: Tensor, limit: Tensor | float) -> Tensor:
