@@ -1,0 +1,76 @@
+"""`Finding`: one thing that a rule noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Severity = Literal["info", "warning", "error"]
+SEVERITIES: tuple[str, ...] = get_args(Severity)
+"""From the least to the most severe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a rule noticed.
+
+    Attributes:
+        rule: Name of the rule, ``"nonfinite-gradient"`` for example.
+        severity: ``"info"``, ``"warning"`` or ``"error"``.
+        step: The step in which it began, counted from 0; noticed then or later.
+        name: What it is about: a parameter, a module or a series such as ``"loss"``.
+        evidence: The numbers it rests on, by name; JSON-able.
+        causes: What may be behind it, the likeliest first.
+        advice: What to try, the cheapest first.
+        text: What was seen, in one sentence.
+        about: Of which kind ``name`` is, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
+    """
+
+    rule: str
+    severity: Severity
+    step: int
+    name: str
+    evidence: Mapping[str, Any]
+    causes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    text: str = ""
+    about: str = "series"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values."""
+        return {
+            "rule": self.rule,
+            "severity": self.severity,
+            "step": self.step,
+            "name": self.name,
+            "evidence": dict(self.evidence),
+            "causes": list(self.causes),
+            "advice": list(self.advice),
+            "text": self.text,
+            "about": self.about,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: ``severity`` is not one of the three. KeyError, TypeError: A value is missing or of a wrong type.
+        """
+        if values["severity"] not in SEVERITIES:
+            raise ValueError(f"severity is {values['severity']!r}; expected one of {', '.join(SEVERITIES)}")
+        return cls(
+            str(values["rule"]),
+            values["severity"],
+            int(values["step"]),
+            str(values["name"]),
+            dict(values["evidence"]),
+            tuple(map(str, values["causes"])),
+            tuple(map(str, values["advice"])),
+            str(values["text"]),
+            str(values["about"]),
+        )
+
+    def __str__(self) -> str:
+        return f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}"

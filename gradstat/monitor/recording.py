@@ -1,0 +1,63 @@
+"""`Recording`: what a monitor knows of a run's last steps, as arrays on the host. What is saved, viewed and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat.monitor.findings import Finding
+
+COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
+"""What is kept of a tensor in a step, all over its finite elements but the last three."""
+
+
+@dataclass
+class Series:
+    """Tensors of one kind, over the steps in which they were measured.
+
+    Attributes:
+        names: ``[n]`` parameters or modules, in the order of the model.
+        numel: ``[n]`` int64, elements of each; of one whose size varies, as last seen.
+        steps: ``[m]`` int64, rising: in which steps they were measured; some kinds are only now and then.
+        values: ``[m, n, len(COLUMNS)]`` float32; NaN throughout where a tensor was not there (a gradient that is None).
+    """
+
+    names: tuple[str, ...]
+    numel: npt.NDArray[np.int64]
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+
+    def column(self, name: str) -> npt.NDArray[np.float32]:
+        """``[m, n]``: one of `COLUMNS`, or ``"max_abs"``, the largest magnitude."""
+        if name == "max_abs":
+            largest: npt.NDArray[np.float32] = np.maximum(np.abs(self.column("min")), np.abs(self.column("max")))
+            return largest
+        column: npt.NDArray[np.float32] = self.values[:, :, COLUMNS.index(name)]
+        return column
+
+
+@dataclass
+class Recording:
+    """The last steps of a run.
+
+    Attributes:
+        steps: ``[k]`` int64, rising, counted from 0 at the start of the run.
+        scalars: By name, ``[k]`` float64, NaN where there was none: ``"norm"`` (total norm of the gradients, NaN or Inf
+            if an element is), ``"finite_norm"``, ``"nonfinite"`` (elements), ``"missing"`` (gradients that are None),
+            and if given ``"loss"``, ``"lr"``, ``"loss_scale"``.
+        tables: By kind: ``"gradient"``, ``"parameter"``, ``"update"``, ``"activation"``, ``"batch"``, and the states of
+            the optimizer by their names in it, ``"exp_avg"`` and so on.
+        findings: What rules noticed, in the order in which they did.
+        backward_order: Parameters in the order in which their gradients were complete; empty if not known.
+        meta: JSON-able words about the run: versions, device, model, when and why it was saved.
+    """
+
+    steps: npt.NDArray[np.int64]
+    scalars: dict[str, npt.NDArray[np.float64]]
+    tables: dict[str, Series]
+    findings: tuple[Finding, ...] = ()
+    backward_order: tuple[str, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
