@@ -175,6 +175,7 @@ LAYERS = [
     {"_measured"},
     {"step", "amp"},
     {"distributed"},
+    {"monitor"},
     {"__init__"},
     {"bench"},
     {"demo"},

@@ -56,7 +56,8 @@ class Finding:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: ``severity`` is not one of the three. KeyError, TypeError: A value is missing or of a wrong type.
+            ValueError: ``severity`` is not one of the three.
+            KeyError, TypeError: A value is missing or of a wrong type.
         """
         if values["severity"] not in SEVERITIES:
             raise ValueError(f"severity is {values['severity']!r}; expected one of {', '.join(SEVERITIES)}")

@@ -1,4 +1,4 @@
-"""`Recording`: what a monitor knows of a run's last steps, as arrays on the host. What is saved, viewed and compared."""
+"""`Recording`: what a monitor knows of a run's last steps, as arrays: what is saved, viewed and compared."""
 
 from __future__ import annotations
 
