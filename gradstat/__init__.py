@@ -14,6 +14,7 @@ from gradstat.check import PendingReport, check, check_async, check_tensors
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.clip_value import clip_grad_value_
 from gradstat.counters import StepCounters, StepCounts, step_counters
+from gradstat.monitor import Monitor
 from gradstat.patch import patch_torch
 from gradstat.report import NonFiniteGradientError, Report
 from gradstat.stats import stats
@@ -32,6 +33,7 @@ __all__ = [
     "ClipSummary",
     "FixedClip",
     "MicroBatches",
+    "Monitor",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",

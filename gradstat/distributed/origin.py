@@ -186,9 +186,19 @@ class OriginWatch:
             RuntimeError: On some rank nothing was seen since the last call. Raised on all of them.
             UnreachableRankError: A rank did not take part (where the backend reports it; see there).
         """
+        return self.take()()
+
+    def take(self) -> Callable[[], OriginReport]:
+        """What was seen since the last call, to be asked about later, or never. Starts over for the next step.
+
+        No collective and no sync; the function returned is what `result` is, and raises what it raises.
+        """
         self._see_accumulated()
         seen, count = self._seen, self._micro_batch
         self.reset()
+        return lambda: self._report(seen, count)
+
+    def _report(self, seen: list[_Seen], count: int) -> OriginReport:
         earliest, rows = self._earliest(seen)
         bad = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
         ranks = tuple(dist.get_process_group_ranks(self._group))

@@ -1,6 +1,23 @@
 """From statistics of every step to an answer: what went wrong, since when, where it started, what to try."""
 
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.monitor import Monitor
+from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
 from gradstat.monitor.recording import Recording, Series
+from gradstat.monitor.rules import RULES, Rule, default_rules, rule
+from gradstat.monitor.watching import DEFAULT_WATCH
 
-__all__ = ["Finding", "Recording", "Series"]
+__all__ = [
+    "DEFAULT_WATCH",
+    "POLICIES",
+    "RULES",
+    "AnomalyError",
+    "AnomalyWarning",
+    "Finding",
+    "Monitor",
+    "Recording",
+    "Rule",
+    "Series",
+    "default_rules",
+    "rule",
+]

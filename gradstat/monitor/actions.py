@@ -1,0 +1,126 @@
+"""What policies do to a run: steps skipped on the device, and states kept to go back to."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradstat import _optimizers
+
+
+class Skipping:
+    """Keeps an optimizer from stepping on gradients that are not finite.
+
+    A fused optimizer is told on the device, as a loss scaler does it, without a sync. Every other one loses its
+    gradients for the step, which one host sync decides.
+
+    Raises:
+        TypeError: There is no optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
+        self._optimizer = optimizer
+        self._armed = False
+        me = weakref.ref(self)
+
+        def after(*_: object) -> None:
+            alive = me()
+            if alive is not None:
+                alive.disarm()
+
+        self._handle = optimizer.register_step_post_hook(after)
+
+    def arm(self, flag: Tensor | None, scaler: Any) -> None:
+        """Prepares the coming step.
+
+        Args:
+            flag: 1 if a gradient is not finite, else 0: 0-d float32 on the device; None if there are no gradients.
+            scaler: A loss scaler that is on skips by itself.
+        """
+        self.disarm()
+        if flag is None or (scaler is not None and scaler.is_enabled()):
+            return
+        obeys = _optimizers.obeys_verdict(self._optimizer)
+        if obeys and not _optimizers.first_momentum_is_at_risk(self._optimizer):
+            _optimizers.refuse_foreign_verdict(self._optimizer)
+            self._optimizer.found_inf = flag  # type: ignore[attr-defined]
+            self._armed = True
+        elif flag.item():
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def disarm(self) -> None:
+        """Takes the verdict away, if it is still there."""
+        if self._armed:
+            self._optimizer.__dict__.pop("found_inf", None)
+            self._armed = False
+
+    def remove(self) -> None:
+        self.disarm()
+        self._handle.remove()
+
+
+class Snapshots:
+    """The state of model, optimizer and scaler at the last step known to be healthy, in the host's memory.
+
+    Args:
+        model, optimizer, scaler: What goes back together.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> None:
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._good: tuple[int, dict[str, Any]] | None = None
+        self._next: tuple[int, dict[str, Any]] | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step whose beginning would be gone back to; None if there is none yet."""
+        return None if self._good is None else self._good[0]
+
+    def take(self, step: int) -> None:
+        """Copies the state as it is in ``step``, before the optimizer's; it counts once the step proves healthy."""
+        state = {"model": _copied(self._model.state_dict())}
+        if self._optimizer is not None:
+            state["optimizer"] = _copied(self._optimizer.state_dict())
+        if self._scaler is not None:
+            state["scaler"] = dict(self._scaler.state_dict())
+        self._next = (step, state)
+
+    def confirm(self, step: int) -> None:
+        """Says that ``step`` was healthy."""
+        if self._next is not None and self._next[0] <= step:
+            self._good, self._next = self._next, None
+
+    def go_back(self) -> int | None:
+        """Restores the last good state; returns its step, or None if there is none."""
+        self._next = None
+        if self._good is None:
+            return None
+        step, state = self._good
+        self._model.load_state_dict(state["model"])
+        if self._optimizer is not None:
+            # Loading moves states to their parameters; copies, so that this snapshot may serve again.
+            self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        return step
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return copy.deepcopy(value)

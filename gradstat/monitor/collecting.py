@@ -1,0 +1,290 @@
+"""Gathers what there is to know about a step while it is there, and sends it on its way to the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradstat import _scaling
+from gradstat._plan import gradients_of, source_of
+from gradstat._tensors import is_distributed
+from gradstat.monitor import watching
+from gradstat.monitor.measuring import Numbers, Segment, measured
+from gradstat.monitor.rows import Observation
+
+
+class Pending(NamedTuple):
+    """A step that was measured and not read yet.
+
+    Attributes:
+        step: Its number.
+        numbers: On their way. The first has the gradients as its first segment, and ``"scalars"`` as its second if
+            there are scalars on the device.
+        scalars: What is known on the host already.
+        is_scaled: Whether the gradients carry the loss scale.
+        origin: Asks all ranks who brought NaN, if that is watched.
+        seen_at_once: What needed no measuring.
+    """
+
+    step: int
+    numbers: list[Numbers]
+    scalars: dict[str, float]
+    is_scaled: bool
+    origin: Callable[[], Any] | None
+    seen_at_once: list[Observation]
+
+
+class Collector:
+    """Knows the model and what is to be looked at when. Arguments as for `gradstat.Monitor`.
+
+    Attributes:
+        backward_order: Parameters in the order in which their gradients were complete in the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scaler: Any,
+        watch: Mapping[str, int],
+        classes: int | None,
+        ignore_index: int,
+        backend: str | None,
+        flagged: bool,
+    ) -> None:
+        """``flagged``: whether the device has to tell if gradients are finite (see `Numbers`)."""
+        self._flagged = flagged
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._watch, self._backend = watch, backend
+        self._classes, self._ignore_index = classes, ignore_index
+        self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
+        source = source_of(model)
+        self.backward_order: tuple[str, ...] = ()
+        self._learning: watching.BackwardOrder | None = watching.BackwardOrder(
+            list(zip(source.names(), source.parameters, strict=True))
+        )
+        self._buffers = watching.Buffers(model)
+        self._outputs = watching.Outputs(model) if watch["outputs"] else None
+        self._activations = watching.Activations(model, backend) if watch["activations"] else None
+        self._origin = _watch_origin(model, backend) if watch["origin"] else None
+        self._batch: list[tuple[str, str, Tensor]] = []
+        self._before: list[Tensor] | None = None
+        self._switch_hooks(0)
+
+    def collect(self, step: int, loss: Tensor | float | None, lr: float | Tensor | None) -> Pending:
+        """Measures all that is due in a step. No host sync."""
+        source = source_of(self._model)
+        gradients = gradients_of(source.parameters)
+        names = source.names()
+        tensors = gradients.tensors
+        segments = [Segment("gradient", names if type(names) is tuple else tuple(names), gradients.positions,
+                            len(tensors))]  # fmt: skip
+        scalars: dict[str, float] = {}
+        if gradients.missing is not None:
+            scalars["missing"] = float(len(gradients.missing))
+        on_device = self._scalars(loss, lr, scalars)
+        if on_device:
+            segments.append(Segment("scalars", tuple(name for name, _ in on_device), None, len(on_device)))
+            tensors = [*tensors, *(tensor for _, tensor in on_device)]
+        others: list[Numbers] = []
+        observations: list[Observation] = []
+        if self._batch or self._before is not None or self._is_any_due(step):
+            tensors = [*tensors]
+            for segment, more in self._due(step, source.parameters, segments[0].names, observations):
+                segments.append(segment)
+                tensors += more
+            others = self._rows_of_activations()
+        numbers = measured(segments, tensors, source.parameters, self._backend, self._flagged) + others
+        is_scaled = self._scaler is not None and "loss_scale" in segments[1].names and not self._is_unscaled()
+        origin = None if self._origin is None else self._origin.take()
+        if self._learning is not None:
+            self.backward_order, self._learning = self._learning.end(), None
+        self._switch_hooks(step + 1)
+        return Pending(step, numbers, scalars, is_scaled, origin, observations)
+
+    def _is_any_due(self, step: int) -> bool:
+        return any(step % period == 0 for period in self._sampled)
+
+    def resume(self, step: int) -> None:
+        """Says that the next step is ``step``, of a run that goes on, whose backward order is known."""
+        if self._learning is not None:
+            self._learning.remove()
+            self._learning = None
+        self._switch_hooks(step)
+
+    def is_due(self, kind: str, step: int) -> bool:
+        """Whether something is looked at in a step."""
+        period = self._watch[kind]
+        return bool(period) and step % period == 0
+
+    # What the step brings --------------------------------------------------------------------------------
+
+    def _scalars(
+        self, loss: Tensor | float | None, lr: float | Tensor | None, known: dict[str, float]
+    ) -> list[tuple[str, Tensor]]:
+        """Loss, learning rate and loss scale: into ``known`` if they are on the host, else the tensors returned."""
+        on_device: list[tuple[str, Tensor]] = []
+        if lr is None and self._optimizer is not None:
+            lr = self._optimizer.param_groups[0]["lr"]
+        for name, value in (("loss", loss), ("lr", lr)):
+            if isinstance(value, Tensor):
+                if value.numel() != 1 or not value.dtype.is_floating_point:
+                    raise ValueError(
+                        f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating "
+                        f"number, such as {name}.mean()"
+                    )
+                on_device.append((name, value.detach()))
+            elif value is not None:
+                if not isinstance(value, (int, float)):
+                    raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor of one number, or a number")
+                known[name] = float(value)
+        scale = None if self._scaler is None else getattr(self._scaler, "_scale", None)
+        if scale is not None:
+            on_device.append(("loss_scale", scale))
+        return on_device
+
+    def _is_unscaled(self) -> bool:
+        if self._optimizer is None or not isinstance(self._scaler, torch.amp.GradScaler):
+            return False
+        try:
+            return _scaling.is_unscaled(self._scaler, self._optimizer)
+        except RuntimeError:  # stepped already, so unscaled before that
+            return True
+
+    def see_batch(self, step: int, batch: Any) -> list[Observation]:
+        """Takes note of a batch; the tensors are measured with the step, labels on the CPU at once."""
+        observations: list[Observation] = []
+        self._batch = []
+        for path, tensor in watching.leaves_of(batch):
+            if not tensor.numel() or tensor.is_meta:
+                continue
+            if watching.measurable(tensor):
+                self._batch.append(("batch", path, tensor.detach()))
+                share = watching.constant_features(tensor) if self.is_due("parameters", step) else None
+                if share is not None:
+                    self._batch.append(("constant", path, share))
+            elif self._classes is not None and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+                low, high = torch.aminmax(torch.where(tensor == self._ignore_index, 0, tensor))
+                if tensor.device.type == "cpu":
+                    observations += self.judged_label(step, path, float(low), float(high))
+                else:
+                    self._batch.append(("label", path, torch.stack([low, high]).to(torch.float64)))
+        if self.is_due("batches", step):
+            from gradstat.distributed import verify_batches
+
+            observations.append(Observation("batches", step, verify_batches(batch)))
+        return observations
+
+    def judged_label(self, step: int, path: str, low: float, high: float) -> list[Observation]:
+        """An observation if labels are not among the classes."""
+        if self._classes is None or (low >= 0 and high < self._classes):
+            return []
+        seen = {"name": path, "low": int(low), "high": int(high), "classes": self._classes}
+        return [Observation("label", step, seen)]
+
+    def forget_batch(self) -> None:
+        """Lets go of the batch."""
+        self._batch = []
+
+    # What is looked at now and then ----------------------------------------------------------------------
+
+    def _due(
+        self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
+    ) -> Iterator[tuple[Segment, list[Tensor]]]:
+        if self._batch:
+            for kind in ("batch", "constant", "label"):
+                of_kind = [(path, tensor) for what, path, tensor in self._batch if what == kind]
+                if of_kind:
+                    paths = tuple(path for path, _ in of_kind)
+                    yield Segment(kind, paths, None, len(paths)), [tensor for _, tensor in of_kind]
+            self._batch = []
+        if self._before is not None:
+            before, self._before = self._before, None
+            if len(before) == len(parameters):  # else the model has changed
+                with torch.no_grad():
+                    now = [parameter.detach() for parameter in parameters]
+                    yield Segment("update", names, None, len(now)), list(torch._foreach_sub(now, before))
+        if self.is_due("updates", step):
+            with torch.no_grad():
+                self._before = [parameter.detach().clone() for parameter in parameters]
+        if self._outputs is not None and self.is_due("outputs", step):
+            segment, share = self._outputs.take()
+            if share:
+                yield segment, share
+        if self.is_due("replicas", step):
+            from gradstat.distributed import verify_replicas
+
+            observations.append(Observation("replicas", step, verify_replicas(self._model, what=("parameters",))))
+        yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
+        if self._optimizer is not None and self.is_due("optimizer", step):
+            observations.append(Observation("coverage", step, watching.coverage(self._optimizer, parameters, names)))
+
+    def states(
+        self, parameters: list[Tensor], names: tuple[str, ...], wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[Segment, list[Tensor]]]:
+        """Parameters, buffers and states of the optimizer, as far as they are wanted."""
+        if wanted("parameters") and parameters:
+            yield Segment("parameter", names, None, len(parameters)), parameters
+        if wanted("buffers"):
+            segment, buffers = self._buffers.take(names)
+            if buffers:
+                yield segment, buffers
+        if wanted("optimizer") and self._optimizer is not None:
+            yield from watching.states_of(self._optimizer, parameters, names)
+
+    def look_closer(self, has: Callable[[str], bool]) -> list[Numbers]:
+        """Everything that has a state, measured now, less the kinds that ``has`` says are known; nothing over ranks."""
+        source = source_of(self._model)
+        if is_distributed(source.parameters):
+            return []  # a rank alone cannot, and the others do not know
+        segments, tensors = [], []
+        names = source.names()
+        listed = names if type(names) is tuple else tuple(names)
+        for segment, some in self.states(source.parameters, listed, lambda kind: bool(self._watch[kind])):
+            if not has(segment.kind):
+                segments.append(segment)
+                tensors += some
+        return measured(segments, tensors, None, self._backend) if segments else []
+
+    def _rows_of_activations(self) -> list[Numbers]:
+        if self._activations is None:
+            return []
+        segment, parts = self._activations.take()
+        return [Numbers([segment], parts)] if parts else []
+
+    def _switch_hooks(self, step: int) -> None:
+        if self._outputs is not None:
+            self._outputs.on = self.is_due("outputs", step)
+        if self._activations is not None:
+            self._activations.on = self.is_due("activations", step)
+
+    def remove(self) -> None:
+        """Takes all hooks away and lets go of all tensors."""
+        for watch in (self._learning, self._outputs, self._activations, self._origin):
+            if watch is not None:
+                watch.remove()
+        self._learning, self._batch, self._before = None, [], None
+        self._outputs = self._activations = self._origin = None
+
+
+def _watch_origin(model: nn.Module, backend: str | None) -> Any:
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"watch={{'origin': 1}} needs a DistributedDataParallel model, got {type(model).__name__}; only DDP shows "
+            "gradients before it reduces them"
+        )
+    from gradstat.distributed import watch_origin
+
+    return watch_origin(model, backend=backend)
+
+
+def eps_of(optimizer: Optimizer | None) -> float:
+    """What the optimizer adds to the root of its second moment."""
+    eps = 0.0 if optimizer is None else optimizer.param_groups[0].get("eps", 0.0)
+    return float(eps) if isinstance(eps, (int, float)) and math.isfinite(eps) else 0.0

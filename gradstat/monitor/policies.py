@@ -1,0 +1,127 @@
+"""What is done about a finding: the policies, by severity or by rule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradstat.monitor.findings import SEVERITIES, Finding
+
+if TYPE_CHECKING:
+    from gradstat.monitor.monitor import Monitor
+
+POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
+"""Names of policies; docs/monitor.md says what each does."""
+
+Policy = str | Callable[["Monitor", Finding], object]
+Policies = Policy | Sequence[Policy] | Mapping[str, Policy | Sequence[Policy]] | None
+
+# The same rule warns once in so many steps.
+_WARN_EVERY = 100
+
+
+class AnomalyWarning(UserWarning):
+    """A finding of a monitor."""
+
+
+class AnomalyError(RuntimeError):
+    """A finding that the policy ``"raise"`` applies to.
+
+    Attributes:
+        finding: Which.
+    """
+
+    def __init__(self, message: str, finding: Finding | None = None) -> None:
+        super().__init__(message)
+        self.finding = finding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.finding)
+
+
+class PolicyTable:
+    """Which policies apply to a finding.
+
+    Args:
+        given: A policy or several, for errors (warnings then warn); or a mapping from severities and names of rules to
+            them. The name of a rule goes before its severity. What is not given: ``"warn"`` for errors and warnings,
+            ``"record"`` for infos, and besides ``"stop"`` for ``lost-loss``.
+        rules: Names there are.
+
+    Raises:
+        ValueError: A policy, severity or rule is not known; the message lists them.
+        TypeError: ``given`` is none of these.
+    """
+
+    def __init__(self, given: Policies, rules: Sequence[str]) -> None:
+        self._by: dict[str, tuple[Policy, ...]] = {
+            "error": ("warn",),
+            "warning": ("warn",),
+            "info": ("record",),
+            "lost-loss": ("warn", "stop"),
+        }
+        if isinstance(given, Mapping):
+            for key, policies in given.items():
+                if key not in SEVERITIES and key not in rules:
+                    raise ValueError(
+                        f"on_anomaly[{key!r}]: expected a severity ({', '.join(SEVERITIES)}) or the name of a rule "
+                        f"({', '.join(rules)})"
+                    )
+                self._by[key] = _listed(policies)
+        elif given is not None:
+            self._by["error"] = _listed(given)
+            if "raise" in self._by["error"]:
+                del self._by["lost-loss"]
+
+    def of(self, finding: Finding) -> tuple[Policy, ...]:
+        """Those for a finding."""
+        return self._by.get(finding.rule) or self._by[finding.severity]
+
+    def uses(self, policy: str) -> bool:
+        """Whether a policy applies to anything at all."""
+        return any(policy in policies for policies in self._by.values())
+
+
+def _listed(given: Any) -> tuple[Policy, ...]:
+    listed = (given,) if isinstance(given, str) or callable(given) else tuple(given)
+    for policy in listed:
+        if isinstance(policy, str):
+            if policy not in POLICIES:
+                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}, or a callable")
+        elif not callable(policy):
+            raise TypeError(f"a policy is one of {', '.join(POLICIES)} or a callable, got {type(policy).__name__}")
+    return listed
+
+
+class Warner:
+    """Warns about findings, of each rule once in a hundred steps."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._held: dict[str, int] = {}
+
+    def warn(self, finding: Finding, now: int) -> None:
+        """Warns at step ``now``, or counts the finding as held back."""
+        last = self._last.get(finding.rule)
+        if last is not None and now - last < _WARN_EVERY:
+            self._held[finding.rule] = self._held.get(finding.rule, 0) + 1
+            return
+        self._last[finding.rule] = now
+        held = self._held.pop(finding.rule, 0)
+        more = f" ({held} more since the last warning)" if held else ""
+        advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
+        warnings.warn(f"gradstat: {finding}{more}.{advice}", AnomalyWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """The stack level of the first frame outside of gradstat, as ``warnings.warn`` counts from `Warner.warn`."""
+    import sys
+
+    level, frame = 1, sys._getframe(1)
+    while str(frame.f_globals.get("__name__", "")).startswith("gradstat."):
+        level += 1
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return level

@@ -1,0 +1,259 @@
+"""What rules look at: rows of new steps as arrays, with everything derived from them computed when first read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradstat import _fields
+from gradstat._tensors import TensorInfo
+from gradstat.monitor.recording import COLUMNS
+from gradstat.tensor_stats import l2_norm_of
+
+_EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class _Known(NamedTuple):
+    """Of a `TensorInfo` what a layout keeps."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Layout(NamedTuple):
+    """Which tensors the rows of a kind belong to.
+
+    Attributes:
+        names: ``[n]`` in the order of the model.
+        shapes: Of each; None where it was never seen.
+        dtypes: Of each; None likewise.
+        numel: ``[n]`` int64.
+        values: ``[n]`` float64: elements, complex ones twice.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size | None, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    numel: npt.NDArray[np.int64]
+    values: Floats
+
+    def info(self, i: int) -> _Known | None:
+        """Shape and dtype of the i-th; None where it was never seen."""
+        shape, dtype = self.shapes[i], self.dtypes[i]
+        return None if shape is None or dtype is None else _Known(shape, dtype)
+
+    @classmethod
+    def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | _Known | None]) -> Layout:
+        shapes = tuple(None if info is None else info.shape for info in infos)
+        dtypes = tuple(None if info is None else info.dtype for info in infos)
+        numel = np.array([0 if shape is None else shape.numel() for shape in shapes], dtype=np.int64)
+        parts = np.array([2.0 if dtype is not None and dtype.is_complex else 1.0 for dtype in dtypes])
+        return cls(tuple(names), shapes, dtypes, numel, numel * parts)
+
+
+class Rows:
+    """The rows of one kind of tensors over some steps.
+
+    Attributes:
+        layout: Which tensors.
+        steps: ``[m]`` int64, rising.
+        raw: ``[m, n, len(FIELDS)]`` float64; NaN throughout where a tensor was not there.
+
+    All values below are ``[m, n]`` float64 over finite elements, as in `gradstat.TensorStats`, NaN where there is none.
+    """
+
+    def __init__(self, layout: Layout, steps: npt.NDArray[np.int64], raw: Floats) -> None:
+        self.layout = layout
+        self.steps = steps
+        self.raw = raw
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``[n]`` names."""
+        return self.layout.names
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def field(self, name: str) -> Floats:
+        """A column as it was measured."""
+        column: Floats = self.raw[:, :, _fields.INDEX[name]]
+        return column
+
+    @functools.cached_property
+    def present(self) -> Bools:
+        """Which were there at all."""
+        there: Bools = ~np.isnan(self.raw[:, :, 0])
+        return there
+
+    @functools.cached_property
+    def nonfinite(self) -> Floats:
+        """NaN and Inf elements together; 0 where the tensor was not there."""
+        counts: Floats = np.nan_to_num(self.raw[:, :, _fields.NONFINITE].sum(2))
+        return counts
+
+    @functools.cached_property
+    def _finite_values(self) -> Floats:
+        if self.all_finite:
+            return self.layout.values
+        parts = self.layout.values / np.maximum(self.layout.numel, 1)
+        values: Floats = (self.layout.numel - self.nonfinite) * parts
+        return values
+
+    @functools.cached_property
+    def l2_norm(self) -> Floats:
+        """Norm."""
+        if not np.any(self.raw[:, :, _EXTREMES]):
+            return np.sqrt(self.field("sq_sum"))  # the other two are for elements at the ends of float64
+        return l2_norm_of(np.moveaxis(self.raw, 2, 0))
+
+    @functools.cached_property
+    def rms(self) -> Floats:
+        """Root mean square."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.l2_norm / np.sqrt(self._finite_values)
+
+    @functools.cached_property
+    def mean(self) -> Floats:
+        """Mean."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.field("sum") / self._finite_values
+
+    @functools.cached_property
+    def std(self) -> Floats:
+        """Population standard deviation; how good it is says `gradstat.TensorStats.std`."""
+        mean = np.abs(self.mean)
+        with np.errstate(invalid="ignore"):
+            return np.sqrt(np.maximum(self.rms - mean, 0.0)) * np.sqrt(self.rms + mean)
+
+    @functools.cached_property
+    def max_abs(self) -> Floats:
+        """Largest magnitude."""
+        largest = np.maximum(np.abs(self.field("min")), np.abs(self.field("max")))
+        return np.where(np.isfinite(largest), largest, np.nan)
+
+    @functools.cached_property
+    def zero_fraction(self) -> Floats:
+        """Share of elements that are zero."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.field("zero_count") / self.layout.numel
+
+    @functools.cached_property
+    def all_finite(self) -> bool:
+        """Whether all tensors were there, with elements, and all of these finite: the ordinary case, in one look."""
+        return bool((self.raw[:, :, _fields.NONFINITE] == 0).all()) and bool((self.layout.numel > 0).all())
+
+    def compact(self) -> npt.NDArray[np.float32]:
+        """What is kept for long: ``[m, n, len(KEPT)]`` float32, from which `expanded` makes what a `Series` has."""
+        kept = np.empty((*self.raw.shape[:2], len(KEPT)), dtype=np.float32)
+        low, high = self.field("min"), self.field("max")
+        if not self.all_finite:
+            low, high = (np.where(np.isfinite(extreme), extreme, np.nan) for extreme in (low, high))
+        columns = (self.l2_norm, self.mean, low, high, self.zero_fraction)
+        with np.errstate(over="ignore"):
+            for i, column in enumerate(columns):
+                kept[:, :, i] = column
+        kept[:, :, len(columns) :] = self.raw[:, :, _fields.NONFINITE]
+        # Beyond float32 the largest float32 stands for what is larger: infinity would say something else.
+        if np.isinf(kept).any():
+            limit = np.finfo(np.float32).max
+            np.clip(kept, -limit, limit, out=kept)
+        return kept
+
+
+KEPT = ("l2_norm", "mean", "min", "max", "zero_fraction", "nan_count", "inf_count")
+"""What `Rows.compact` keeps; with the standard deviation, which follows from it, `gradstat.monitor.COLUMNS`."""
+
+
+def expanded(kept: npt.NDArray[np.float32], numel: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """``[m, n, len(COLUMNS)]`` from what was kept of tensors of ``numel`` elements, each taken for one value."""
+    out = np.empty((*kept.shape[:2], len(COLUMNS)), dtype=np.float32)
+    by_name = {name: kept[:, :, i].astype(np.float64) for i, name in enumerate(KEPT)}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rms = by_name["l2_norm"] / np.sqrt(numel - by_name["nan_count"] - by_name["inf_count"])
+        mean = np.abs(by_name["mean"])
+        by_name["std"] = np.sqrt(np.maximum(rms - mean, 0.0)) * np.sqrt(rms + mean)
+    for i, name in enumerate(COLUMNS):
+        out[:, :, i] = by_name[name]
+    return out
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Something seen that is not a row.
+
+    Attributes:
+        kind: What of, ``"replicas"`` for example.
+        step: When.
+        value: What.
+    """
+
+    kind: str
+    step: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about the run besides numbers.
+
+    Attributes:
+        backward_order: Parameters in the order in which their gradients were complete; empty if not known.
+        is_scaled: Whether there is a loss scaler, so that overflows now and then are how it works.
+        max_norm: What the total norm is clipped to, if the monitor was told.
+        optimizer_eps: What the optimizer adds to the root of its second moment, 0 if nothing.
+    """
+
+    backward_order: tuple[str, ...] = ()
+    is_scaled: bool = False
+    max_norm: float | None = None
+    optimizer_eps: float = 0.0
+
+    @functools.cached_property
+    def backward_position(self) -> Mapping[str, int]:
+        """Position of each parameter in `backward_order`."""
+        return {name: i for i, name in enumerate(self.backward_order)}
+
+    def first_in_backward(self, names: Sequence[str]) -> str:
+        """Of parameters in the order of the model, the one whose gradient was complete first."""
+        known = [name for name in names if name in self.backward_position]
+        return min(known, key=self.backward_position.__getitem__) if known else names[-1]
+
+
+@dataclass(frozen=True)
+class Window:
+    """New steps, as rules get them.
+
+    Attributes:
+        steps: ``[k]`` int64.
+        scalars: By name ``[k]`` float64, as in `gradstat.monitor.Recording.scalars`.
+        tables: By kind, the rows of those of these steps in which they were measured; likewise named.
+        facts: What else is known.
+        observations: What was seen besides, in order.
+        latest: By kind, the newest rows before or in these steps, one step; a kind that was never seen is not there.
+    """
+
+    steps: npt.NDArray[np.int64]
+    scalars: Mapping[str, Floats]
+    tables: Mapping[str, Rows]
+    facts: Facts = field(default_factory=Facts)
+    observations: Sequence[Observation] = ()
+    latest: Mapping[str, Rows] = field(default_factory=dict)
+
+    def scalar(self, name: str) -> Floats | None:
+        """The values of a scalar in these steps, or None if it has none in them."""
+        values = self.scalars.get(name)
+        return None if values is None or (np.isnan(values).all() and name != "loss") else values
+
+    def rows(self, kind: str) -> Rows | None:
+        """The rows of a kind, or None if it was not measured in these steps."""
+        rows = self.tables.get(kind)
+        return rows if rows is not None and len(rows) and rows.names else None

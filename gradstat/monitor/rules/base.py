@@ -1,0 +1,219 @@
+"""What a rule is, and how users add their own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat.monitor.findings import SEVERITIES, Finding, Severity
+from gradstat.monitor.rows import Bools, Window
+
+Band = tuple[float, float]
+"""A closed interval of a scalar in which a rule has nothing to say."""
+
+
+class Rule:
+    """Looks at new steps and tells what is wrong. A subclass sets the attributes and writes `review`.
+
+    Rules are reviewed every few steps at once, over arrays, so that a healthy step costs next to nothing; a step in
+    which a scalar leaves the rule's `bands`, or in which something is not finite, is reviewed at once.
+
+    Attributes:
+        name: What it is called in findings.
+        severity: Of its findings, unless a finding says otherwise.
+        causes, advice: What goes into its findings: likely causes and what to try, first things first.
+    """
+
+    name: ClassVar[str] = ""
+    severity: ClassVar[Severity] = "warning"
+    causes: ClassVar[tuple[str, ...]] = ()
+    advice: ClassVar[tuple[str, ...]] = ()
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        """What is wrong in the steps of ``window``, which are looked at once, in order."""
+        raise NotImplementedError
+
+    def bands(self) -> Mapping[str, Band]:
+        """By scalar, the values that need no look before the next review."""
+        return {}
+
+    def found(
+        self,
+        step: int,
+        name: str,
+        text: str,
+        about: str = "series",
+        severity: Severity | None = None,
+        causes: Sequence[str] | None = None,
+        advice: Sequence[str] | None = None,
+        **evidence: Any,
+    ) -> Finding:
+        """A finding of this rule; see `Finding`."""
+        return Finding(
+            self.name,
+            severity or self.severity,
+            int(step),
+            name,
+            {key: _plain(value) for key, value in evidence.items()},
+            tuple(self.causes if causes is None else causes),
+            tuple(self.advice if advice is None else advice),
+            text,
+            about,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, in plain values."""
+        return {key: _plain(value) for key, value in vars(self).items() if key.startswith("_")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        for key, value in state.items():
+            if key in vars(self):
+                own = getattr(self, key)
+                restored: Any = copy.deepcopy(value)
+                if isinstance(own, PerName):
+                    restored = PerName(own.initial)
+                    restored.load(value)
+                elif isinstance(own, Episodes):
+                    restored = Episodes(own.quiet)
+                    restored.seen = {str(name): int(step) for name, step in value.items()}
+                setattr(self, key, restored)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
+        return f"{type(self).__name__}({settings})"
+
+
+def _plain(value: Any) -> Any:
+    """Numpy's numbers and arrays as Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, PerName):
+        return value.saved()
+    if isinstance(value, Episodes):
+        return dict(value.seen)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+class PerName:
+    """One number for each tensor, kept from window to window while tensors come and go.
+
+    Args:
+        initial: What a tensor begins with.
+    """
+
+    def __init__(self, initial: float) -> None:
+        self.initial = initial
+        self._names: tuple[str, ...] = ()
+        self._values: npt.NDArray[np.float64] = np.empty(0)
+
+    def of(self, names: tuple[str, ...]) -> npt.NDArray[np.float64]:
+        """``[n]`` float64 in the order of ``names``; change it in place."""
+        if names is not self._names and names != self._names:
+            known = dict(zip(self._names, self._values.tolist(), strict=True))
+            self._values = np.array([known.get(name, self.initial) for name in names])
+        self._names = names
+        return self._values
+
+    def saved(self) -> dict[str, float]:
+        return dict(zip(self._names, self._values.tolist(), strict=True))
+
+    def load(self, saved: Mapping[str, float]) -> None:
+        self._names, self._values = tuple(saved), np.array(list(saved.values()), dtype=np.float64)
+
+
+class Episodes:
+    """Tells the beginning of something from its going on, so that it is reported once.
+
+    Args:
+        quiet: After so many steps without it, it may be reported again.
+    """
+
+    def __init__(self, quiet: int = 100) -> None:
+        self.quiet = quiet
+        self.seen: dict[str, int] = {}
+
+    def begins(self, name: str, step: int) -> bool:
+        """Notes that it is there in ``step``; whether that is a new episode."""
+        last = self.seen.get(name)
+        self.seen[name] = int(step)
+        return last is None or step - last > self.quiet
+
+
+def runs(condition: Bools, before: npt.NDArray[np.float64]) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
+    """For how many looks in a row a condition holds.
+
+    Args:
+        condition: ``[m, n]`` for each look and tensor.
+        before: ``[n]`` lengths of the runs so far; changed in place.
+
+    Yields:
+        For each look its number and the lengths then; nothing at all if no condition holds, and none did.
+    """
+    if not condition.any():
+        before[:] = 0
+        return
+    for i, holds in enumerate(condition):
+        before += 1
+        before *= holds
+        yield i, before
+
+
+Review = Callable[[Window], Iterable[Finding]]
+
+
+def rule(
+    name: str, *, severity: Severity = "warning", causes: Sequence[str] = (), advice: Sequence[str] = ()
+) -> Callable[[Callable[[Rule, Window], Iterable[Finding]]], type[Rule]]:
+    """Makes a rule of a function ``(rule, window) -> findings``::
+
+        @gradstat.monitor.rule("loss-negative", advice=["look at the sign of the loss"])
+        def loss_negative(rule, window):
+            loss = window.scalar("loss")
+            if loss is not None and (loss < 0).any():
+                first = (loss < 0).argmax()
+                yield rule.found(window.steps[first], "loss", f"the loss is {loss[first]:.3g}", loss=loss[first])
+
+        monitor = gradstat.Monitor(model, rules=[*gradstat.monitor.default_rules(), loss_negative()])
+
+    Args:
+        name: As in `Finding.rule`.
+        severity, causes, advice: As for `Rule`.
+
+    Returns:
+        A subclass of `Rule` that takes no arguments.
+
+    Raises:
+        ValueError: ``severity`` is not one of the three, or ``name`` is empty.
+    """
+    if severity not in SEVERITIES:
+        raise ValueError(f"severity is {severity!r}; expected one of {', '.join(SEVERITIES)}")
+    if not name:
+        raise ValueError("a rule needs a name, which its findings carry")
+
+    def made(function: Callable[[Rule, Window], Iterable[Finding]]) -> type[Rule]:
+        def review(self: Rule, window: Window) -> Iterable[Finding]:
+            return function(self, window) or ()
+
+        functools.update_wrapper(review, function)
+        attributes = {
+            "name": name,
+            "severity": severity,
+            "causes": tuple(causes),
+            "advice": tuple(advice),
+            "review": review,
+            "__doc__": function.__doc__,
+            "__module__": function.__module__,
+        }
+        return type(function.__name__, (Rule,), attributes)
+
+    return made

@@ -1,0 +1,212 @@
+"""Rules about batches and about what several ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from gradstat import _fields
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Window
+from gradstat.monitor.rules.base import Episodes, Rule
+
+_MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
+
+
+class NonfiniteBatch(Rule):
+    """NaN or Inf in a batch that was shown to the monitor."""
+
+    name = "nonfinite-batch"
+    severity = "error"
+    causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
+    advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(quiet=1)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("batch")
+        if rows is None or not rows.nonfinite.any():
+            return
+        for look in np.flatnonzero(rows.nonfinite.any(1)):
+            step = int(rows.steps[look])
+            for i in np.flatnonzero(rows.nonfinite[look]):
+                if not self._episodes.begins(rows.names[i], step):
+                    continue
+                nan, inf, shape = int(rows.raw[look, i, 0]), int(rows.raw[look, i, 1]), rows.layout.shapes[i]
+                flat = rows.raw[look, i, _fields.INDEX["first_nonfinite"]]
+                first = None if shape is None else [int(n) for n in np.unravel_index(int(flat), shape)]
+                yield self.found(
+                    step,
+                    rows.names[i],
+                    f"{rows.names[i]} has {nan:,} NaN and {inf:,} Inf, the first at {first}",
+                    about="batch",
+                    nan_count=nan,
+                    inf_count=inf,
+                    first=first,
+                )
+
+
+class BatchRange(Rule):
+    """Inputs far outside of what they were: not normalised, another unit, damaged.
+
+    Args:
+        factor: Largest magnitude beside the largest of the looks before.
+        looks: At least so many before.
+    """
+
+    name = "batch-range"
+    causes = ("inputs that were not normalised, or twice", "another data set, unit or encoding; a damaged file")
+    advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
+
+    def __init__(self, factor: float = 100.0, looks: int = 20) -> None:
+        self.factor, self.looks = factor, looks
+        self._largest: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+        self._episodes = Episodes()
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("batch")
+        if rows is None:
+            return
+        for look, step in enumerate(rows.steps.tolist()):
+            for i, name in enumerate(rows.names):
+                value = float(rows.max_abs[look, i])
+                if not np.isfinite(value):
+                    continue
+                before, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
+                if seen >= self.looks and 0 < before * self.factor < value and self._episodes.begins(name, step):
+                    yield self.found(
+                        step, name, f"the largest magnitude in {name} is {value:.3g}; before it was {before:.3g}",
+                        about="batch", largest=value, before=before,
+                    )  # fmt: skip
+                else:
+                    self._largest[name] = max(before, value)
+                self._seen[name] = seen + 1
+
+
+class ConstantFeature(Rule):
+    """Features that are the same in every sample of a batch.
+
+    Args:
+        share: Of features.
+        looks: For so many looks in a row.
+    """
+
+    name = "constant-feature"
+    causes = ("columns that were filled with a default, or lost in preprocessing", "one sample repeated many times")
+    advice = ("look at these features in the data loader's output", "leave constant columns out")
+
+    def __init__(self, share: float = 0.9, looks: int = 3) -> None:
+        self.share, self.looks = share, looks
+        self._run: dict[str, int] = {}
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("constant")
+        if rows is None:
+            return
+        for look, step in enumerate(rows.steps.tolist()):
+            for i, name in enumerate(rows.names):
+                share = float(rows.mean[look, i])
+                self._run[name] = self._run.get(name, 0) + 1 if share > self.share else 0
+                if self._run[name] == self.looks and self._episodes.begins(name, step):
+                    yield self.found(
+                        step, name, f"{share:.0%} of the features of {name} are the same in every sample",
+                        about="batch", share=share,
+                    )  # fmt: skip
+
+
+class LabelRange(Rule):
+    """Integer labels that are not among the classes."""
+
+    name = "label-out-of-range"
+    severity = "error"
+    causes = (
+        "labels that count from 1, or a number of classes that is too small",
+        "a padding value other than the loss's ignore_index",
+    )
+    advice = ("compare labels with the number of outputs before training", "pass the right ignore_index to the loss")
+
+    def __init__(self) -> None:
+        self._episodes = Episodes()
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observations:
+            if seen.kind == "label" and self._episodes.begins(seen.value["name"], seen.step):
+                low, high, classes = seen.value["low"], seen.value["high"], seen.value["classes"]
+                allowed = f"0 to {classes - 1}" if classes else "not negative"
+                yield self.found(
+                    seen.step,
+                    seen.value["name"],
+                    f"the labels {seen.value['name']} run from {low} to {high}; expected {allowed}",
+                    about="batch",
+                    **seen.value,
+                )
+
+
+class RepeatedBatch(Rule):
+    """Ranks that train on the same batch; looks at ``watch={"batches": n}``."""
+
+    name = "repeated-batch"
+    severity = "error"
+    causes = ("a sampler that does not know its rank: no DistributedSampler, or one without set_epoch",)
+    advice = ("DistributedSampler(dataset), and a generator seeded by rank for what is drawn at random",)
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observations:
+            if seen.kind == "batches" and not seen.value.ok and self._episodes.begins("", seen.step):
+                repeated = [list(ranks) for ranks in seen.value.repeated]
+                yield self.found(seen.step, "batch", str(seen.value), about="batch", ranks=repeated)
+
+
+class ReplicaMismatch(Rule):
+    """Replicas that have come apart; looks at ``watch={"replicas": n}``."""
+
+    name = "replica-mismatch"
+    severity = "error"
+    causes = (
+        "a rank that skipped or took a step alone: a decision on the host that not all ranks made",
+        "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
+        "memory that was overwritten on one rank",
+    )
+    advice = ("broadcast parameters from a good rank, or go back to a checkpoint", "decide skips on reduced numbers")
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observations:
+            if seen.kind == "replicas" and not seen.value.ok and self._episodes.begins("", seen.step):
+                first = seen.value.drifted[0].name
+                text = str(seen.value).removeprefix("gradstat: ")
+                yield self.found(seen.step, first, text, about="parameter")
+
+
+class BadRank(Rule):
+    """The rank that brought NaN or Inf into reduced gradients; looks at ``watch={"origin": 1}``."""
+
+    name = "bad-rank"
+    severity = "error"
+    causes = ("a bad batch or bad memory on that rank: gradients of the others were finite before the reduction",)
+    advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(quiet=1)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observations:
+            if seen.kind == "origin" and not seen.value.ok and self._episodes.begins("", seen.step):
+                report = seen.value
+                names = list(report.nonfinite)
+                yield self.found(
+                    seen.step,
+                    window.facts.first_in_backward(names),
+                    str(report).removeprefix("gradstat: "),
+                    about="gradient",
+                    ranks=sorted({report.rank_of(name) for name in names}),
+                )

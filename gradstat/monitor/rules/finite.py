@@ -1,0 +1,308 @@
+"""Rules about NaN and Inf: in gradients, losses, parameters, buffers, states of the optimizer and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from gradstat import _fields
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Rows, Window
+from gradstat.monitor.rules.base import Episodes, Rule
+
+_FIRST = _fields.INDEX["first_nonfinite"]
+
+
+def _counts(rows: Rows, look: int, position: int) -> dict[str, Any]:
+    row = rows.raw[look, position]
+    counted: dict[str, Any] = {
+        "nan_count": int(row[0]),
+        "inf_count": int(row[1]),
+        "numel": int(rows.layout.numel[position]),
+    }
+    shape = rows.layout.shapes[position]
+    # Rows of distributed tensors have the rank in the same number, which only a report takes apart.
+    if shape is not None and row[_FIRST] < shape.numel():
+        counted["first"] = [int(i) for i in np.unravel_index(int(row[_FIRST]), shape)]
+    return counted
+
+
+def _in_words(counted: dict[str, Any]) -> str:
+    kinds = [f"{counted[key]:,} {kind}" for key, kind in (("nan_count", "NaN"), ("inf_count", "Inf")) if counted[key]]
+    where = f", the first at {counted['first']}" if "first" in counted else ""
+    return f"{' and '.join(kinds)} in {counted['numel']:,} elements{where}"
+
+
+class NonfiniteGradient(Rule):
+    """NaN or Inf in a gradient; names the parameter whose gradient went bad first in the backward pass.
+
+    With a loss scaler an overflow now and then is how the scale is found, so a step that is not finite is only noted
+    (`LossScale` tells when it is more than that).
+    """
+
+    name = "nonfinite-gradient"
+    severity = "error"
+    causes = (
+        "an operation whose derivative is not finite: sqrt or norm at 0, log or division near 0, pow",
+        "an overflow in the forward pass that reached the loss: exp, float16 beyond 65,504",
+        "a batch, a weight or a saved activation that is not finite",
+        "a learning rate so high that the last updates blew up",
+    )
+    advice = (
+        "monitor.replay(step_fn) names the operation and its source line",
+        "guard the operation: add eps inside sqrt and log, clamp before exp, divide by x.norm().clamp_min(eps)",
+        "skip such steps: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
+    )
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(quiet=1)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("gradient")
+        if rows is None or not rows.nonfinite.any():
+            return
+        for look in np.flatnonzero(rows.nonfinite.any(1)):
+            step = int(rows.steps[look])
+            if not self._episodes.begins("", step):
+                continue
+            bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
+            name = window.facts.first_in_backward(bad)
+            counted = _counts(rows, int(look), rows.names.index(name))
+            others = f"; {len(bad)} of {len(rows.names)} gradients are not finite" if len(bad) > 1 else ", in it alone"
+            scaled = window.facts.is_scaled
+            yield self.found(
+                step,
+                name,
+                f"the gradient of {name} has {_in_words(counted)}{others}"
+                + " (under a loss scale: an overflow now and then is normal)" * scaled,
+                about="gradient",
+                severity="info" if scaled else None,
+                parameters=bad[:20],
+                parameters_bad=len(bad),
+                **counted,
+            )
+
+
+class NonfiniteLoss(Rule):
+    """A loss that is NaN or Inf."""
+
+    name = "nonfinite-loss"
+    severity = "error"
+    causes = (
+        "log of 0, division by 0 or an overflow in the loss or in the model before it",
+        "a batch with NaN or Inf, or one in which everything is masked out, so that a mean is 0 / 0",
+        "parameters that are not finite since an earlier step",
+    )
+    advice = (
+        "look whether a parameter or the batch was bad first: they come first in diagnose()",
+        "monitor.replay(step_fn) names the operation that made it",
+        "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
+    )
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(quiet=1)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        bad = window.scalars.get("loss_nonfinite")
+        if bad is None:
+            return
+        for look in np.flatnonzero(bad > 0):
+            step = int(window.steps[look])
+            if self._episodes.begins("", step):
+                kind = "NaN" if bad[look] == 1 else "infinite"
+                yield self.found(step, "loss", f"the loss is {kind}", value=kind)
+
+
+class LostLoss(Rule):
+    """A loss that is not finite several times in a row: nothing will bring it back.
+
+    Args:
+        in_a_row: How many times. Three, as a single bad batch gives one.
+    """
+
+    name = "lost-loss"
+    severity = "error"
+    causes = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
+    advice = (
+        "stop and go back to a checkpoint from before the first bad step; lower the learning rate, or skip the batches",
+        "let it not come to this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite",
+    )
+
+    def __init__(self, in_a_row: int = 3) -> None:
+        self.in_a_row = in_a_row
+        self._run = 0
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        bad = window.scalars.get("loss_nonfinite")
+        if bad is None:
+            return
+        for step, value in zip(window.steps.tolist(), bad.tolist(), strict=True):
+            self._run = self._run + 1 if value > 0 else 0
+            if self._run == self.in_a_row:
+                yield self.found(
+                    step - self.in_a_row + 1,
+                    "loss",
+                    f"the loss has not been finite for {self.in_a_row} steps in a row",
+                    in_a_row=self.in_a_row,
+                )
+
+
+class _NonfiniteTensor(Rule):
+    """NaN or Inf in tensors of one kind, or of several."""
+
+    severity = "error"
+    what = ""
+
+    def __init__(self) -> None:
+        self._episodes = Episodes()
+
+    def kinds(self, window: Window) -> Iterable[str]:
+        raise NotImplementedError
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in self.kinds(window):
+            rows = window.rows(kind)
+            if rows is None or not rows.nonfinite.any():
+                continue
+            for look in np.flatnonzero(rows.nonfinite.any(1)):
+                bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
+                step = int(rows.steps[look])
+                if not self._episodes.begins(kind, step):
+                    continue
+                counted = _counts(rows, int(look), rows.names.index(bad[0]))
+                more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""
+                yield self.found(
+                    step,
+                    bad[0],
+                    f"the {self.what.format(kind=kind)} {bad[0]} has {_in_words(counted)}{more}",
+                    about=kind,
+                    all=bad[:20],
+                    all_bad=len(bad),
+                    **counted,
+                )
+
+
+class NonfiniteParameter(_NonfiniteTensor):
+    """NaN or Inf in a parameter."""
+
+    name = "nonfinite-parameter"
+    what = "parameter"
+    causes = (
+        "a step of the optimizer on gradients that were not finite",
+        "memory that was overwritten, or a checkpoint that was bad when it was loaded",
+    )
+    advice = (
+        "go back to a checkpoint from before this step, or on_anomaly='rollback'",
+        "skip steps with bad gradients: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
+    )
+
+    def kinds(self, window: Window) -> Iterable[str]:
+        return ("parameter",)
+
+
+class NonfiniteBuffer(_NonfiniteTensor):
+    """NaN or Inf in a buffer, such as the running variance of a batch norm.
+
+    Training may go on as if nothing were wrong, and every evaluation is NaN.
+    """
+
+    name = "nonfinite-buffer"
+    what = "buffer"
+    causes = ("a forward pass with a bad batch updated running statistics", "memory that was overwritten")
+    advice = (
+        "reset the running statistics (module.reset_running_stats()) and let some batches pass, or load a checkpoint",
+        "check batches before the forward pass: monitor.batch(batch)",
+    )
+
+    def kinds(self, window: Window) -> Iterable[str]:
+        return ("buffer",)
+
+
+class NonfiniteActivation(_NonfiniteTensor):
+    """NaN or Inf in the output of a module; the module nearest to the input is named."""
+
+    name = "nonfinite-activation"
+    what = "output of module"
+    causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
+    advice = (
+        "look at this module's inputs and weights; monitor.replay(step_fn) names the operation",
+        "in float16, run it in float32: torch.autocast(..., enabled=False)",
+    )
+
+    def kinds(self, window: Window) -> Iterable[str]:
+        return ("activation",)
+
+
+class NonfiniteOptimizerState(_NonfiniteTensor):
+    """NaN or Inf in the state of an optimizer: all later updates of that parameter are NaN."""
+
+    name = "nonfinite-optimizer-state"
+    what = "optimizer's {kind} of"
+    causes = (
+        "a step on gradients that were not finite",
+        "memory that was overwritten, or a bad checkpoint of the optimizer",
+    )
+    advice = (
+        "clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint",
+        "skip steps with bad gradients: gradstat.guarded_step",
+    )
+
+    def kinds(self, window: Window) -> Iterable[str]:
+        other = {"gradient", "parameter", "buffer", "activation", "update", "batch", "label", "constant", "output"}
+        return [kind for kind in window.tables if kind not in other]
+
+
+class SporadicNonfinite(Rule):
+    """Gradients that are not finite now and then, each time in other places, with healthy steps in between.
+
+    A fault of the program strikes in the same place; one of the hardware, or a race, does not. Silent data corruption
+    shows like this (P. H. Hochschild and others, Cores that don't count, HotOS 2021).
+
+    Args:
+        times: From how many separate incidents with different first parameters on.
+        within: In how many steps.
+    """
+
+    name = "sporadic-nonfinite"
+    severity = "error"
+    causes = (
+        "a faulty GPU or memory: bit flips strike anywhere",
+        "a race: memory written while it is read, a stream without synchronisation, an extension with a bug",
+    )
+    advice = (
+        "run the same steps from a checkpoint on another device, and memory and GPU diagnostics on this one",
+        "monitor.replay(step_fn): if the replay is clean, the step itself is not at fault",
+        "switch off custom kernels and torch.compile one by one",
+    )
+
+    def __init__(self, times: int = 3, within: int = 1000) -> None:
+        self.times, self.within = times, within
+        self._incidents: list[list[int | str]] = []
+        self._last_bad = -2
+        self._told = -within - 1
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("gradient")
+        if rows is None or window.facts.is_scaled or not rows.nonfinite.any():
+            return
+        for look in np.flatnonzero(rows.nonfinite.any(1)):
+            step = int(rows.steps[look])
+            going_on, self._last_bad = step == self._last_bad + 1, step
+            if going_on:
+                continue
+            bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
+            self._incidents.append([step, window.facts.first_in_backward(bad)])
+            self._incidents = [incident for incident in self._incidents if step - int(incident[0]) < self.within]
+            places = {str(name) for _, name in self._incidents}
+            if len(places) >= self.times and step - self._told > self.within:
+                self._told = step
+                yield self.found(
+                    int(self._incidents[0][0]),
+                    str(self._incidents[0][1]),
+                    f"{len(self._incidents)} separate steps with NaN or Inf, each beginning elsewhere: "
+                    + ", ".join(f"{name} at step {when}" for when, name in self._incidents[-5:]),
+                    about="gradient",
+                    incidents=[list(incident) for incident in self._incidents],
+                )

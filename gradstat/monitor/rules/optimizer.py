@@ -1,0 +1,124 @@
+"""Rules about the states of optimizers; they look at ``watch={"optimizer": n}``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Window
+from gradstat.monitor.rules.base import Episodes, PerName, Rule
+
+_MOMENTA = ("exp_avg", "momentum_buffer")
+_SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+
+
+class MomentumDrift(Rule):
+    """Momentum that grows and grows.
+
+    Args:
+        factor: Above so many times its settled norm, the median of the looks before.
+        growth: And by more than this share from look to look.
+        looks: For so many looks in a row.
+        settled_after: Looks it takes to settle.
+    """
+
+    name = "momentum-drift"
+    causes = (
+        "gradients that point the same way and grow: the run is about to diverge",
+        "a momentum or beta1 too close to 1 for this learning rate",
+        "a state that was overwritten or restored wrongly",
+    )
+    advice = ("lower the learning rate now; clip gradients", "compare the state with that of the last checkpoint")
+
+    def __init__(
+        self, factor: float = 1.5, growth: float = 0.15, looks: int = 5, settled_after: int = 5, jump: float = 100.0
+    ) -> None:
+        """``jump``: so many times the settled norm is too much at once, without growing."""
+        self.factor, self.growth, self.looks, self.settled_after = factor, growth, looks, settled_after
+        self.jump = jump
+        self._norms: dict[str, list[list[float]]] = {}
+        self._names: dict[str, list[str]] = {}
+        self._growing = PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in _MOMENTA:
+            rows = window.rows(kind)
+            if rows is None:
+                continue
+            names = [f"{kind} {name}" for name in rows.names]
+            if self._names.get(kind) != names:
+                self._names[kind], self._norms[kind] = names, []
+            before = self._norms[kind]
+            growing = self._growing.of(tuple(names))
+            for look, step in enumerate(rows.steps.tolist()):
+                norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
+                if len(before) >= self.settled_after:
+                    settled = np.median(before, axis=0)
+                    rises = norms > (1 + self.growth) * np.array(before[-1])
+                    growing[:] = np.where(rises, growing + 1, 0)
+                    drifts = (growing >= self.looks) & (norms > self.factor * settled)
+                    leaps = norms > self.jump * settled
+                    for i in np.flatnonzero((drifts | leaps) & (settled > 0)):
+                        if self._episodes.begins(names[i], step):
+                            yield self.found(
+                                step,
+                                rows.names[i],
+                                f"the optimizer's {kind} of {rows.names[i]} has grown to {norms[i] / settled[i]:.3g} "
+                                f"times its settled norm of {settled[i]:.3g}",
+                                about=kind,
+                                norm=norms[i],
+                                settled=settled[i],
+                                growing_for=growing[i],
+                            )
+                            break  # the others go with it
+                before.append(norms.tolist())
+            del before[:-50]
+
+
+class SmallSecondMoment(Rule):
+    """A second moment so small that the optimizer divides by nearly nothing, or by its eps alone.
+
+    Args:
+        limit: No element of the tensor is larger.
+        looks: For so many looks in a row.
+    """
+
+    name = "small-second-moment"
+    causes = ("gradients that have vanished for this parameter, so that any noise moves it by whole learning rates",)
+    advice = ("a larger eps of the optimizer", "look why its gradients are so small: see vanishing-gradient")
+
+    def __init__(self, limit: float = 1e-10, looks: int = 3) -> None:
+        self.limit, self.looks = limit, looks
+        self._low_for = PerName(0.0)
+        self._episodes = Episodes(quiet=10_000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in _SECOND_MOMENTS:
+            rows = window.rows(kind)
+            if rows is None:
+                continue
+            names = tuple(f"{kind} {name}" for name in rows.names)
+            low_for = self._low_for.of(names)
+            largest = rows.field("max")
+            for look, step in enumerate(rows.steps.tolist()):
+                # All zero means no gradient yet, which is another rule's business.
+                low = (largest[look] < self.limit) & (largest[look] > 0)
+                low_for[:] = np.where(low, low_for + 1, 0)
+                due = [int(i) for i in np.flatnonzero(low_for == self.looks)]
+                fresh = [i for i in due if self._episodes.begins(names[i], step)]
+                if fresh:
+                    i = fresh[0]
+                    yield self.found(
+                        step,
+                        rows.names[i],
+                        f"no element of {kind} of {rows.names[i]} is above {largest[look, i]:.3g}"
+                        + f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1),
+                        about=kind,
+                        largest=largest[look, i],
+                        limit=self.limit,
+                        eps=window.facts.optimizer_eps,
+                        parameters=len(fresh),
+                    )

@@ -1,0 +1,142 @@
+"""Rules about half precision and loss scales."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Floats, Rows, Window
+from gradstat.monitor.rules.base import Episodes, PerName, Rule, runs
+
+
+@functools.cache
+def _smallest_normal(dtype: torch.dtype | None) -> float:
+    return torch.finfo(dtype).smallest_normal if dtype is not None and dtype.is_floating_point else 0.0
+
+
+class Underflow(Rule):
+    """Gradients of half precision that vanish into zeros and subnormals.
+
+    Told from zeros that mean something by size: the elements that are left have a root mean square of few times the
+    smallest normal number of their type (6.1e-5 for float16), so their neighbours must be below it. Under a loss scale
+    the gradients are judged as they were computed, with the scale, and as float16 whatever they are kept in.
+
+    Args:
+        share: Of elements that are zero.
+        normals: The root mean square of the others, in smallest normal numbers.
+        in_a_row: For so many steps.
+    """
+
+    name = "underflow"
+    causes = ("gradients smaller than float16 can hold, and no loss scale, or one that is too small",)
+    advice = (
+        "scale the loss: gradstat.amp.GradScaler",
+        "use bfloat16, which has the range of float32, or keep this part in float32",
+    )
+
+    def __init__(self, share: float = 0.3, normals: float = 8.0, in_a_row: int = 10) -> None:
+        self.share, self.normals, self.in_a_row = share, normals, in_a_row
+        self._low_for = PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("gradient")
+        if rows is None:
+            return
+        floor, scale = self._floors(rows, window)
+        if not floor.any():
+            return
+        with np.errstate(invalid="ignore", divide="ignore"):
+            left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
+            low = (floor > 0) & (rows.zero_fraction > self.share) & (left < self.normals * floor)
+        for look, lengths in runs(low, self._low_for.of(rows.names)):
+            step = int(rows.steps[look])
+            due = [int(i) for i in np.flatnonzero(lengths == self.in_a_row)]
+            fresh = [i for i in due if self._episodes.begins(rows.names[i], step)]
+            if fresh:
+                worst = max(fresh, key=lambda i: rows.zero_fraction[look, i])
+                zeros = rows.zero_fraction[look, worst]
+                yield self.found(
+                    step - self.in_a_row + 1,
+                    rows.names[worst],
+                    f"{zeros:.0%} of the gradient of {rows.names[worst]} are zero, and the rest is as small as its "
+                    f"type can hold ({left[look, worst]:.2g})",
+                    about="gradient",
+                    zero_fraction=zeros,
+                    rms_of_the_rest=left[look, worst],
+                    parameters=len(fresh),
+                )
+
+    @staticmethod
+    def _floors(rows: Rows, window: Window) -> tuple[Floats, Floats]:
+        scales = window.scalars.get("loss_scale")
+        if window.facts.is_scaled and scales is not None:
+            at = np.searchsorted(window.steps, rows.steps)
+            half = torch.finfo(torch.float16).smallest_normal
+            return np.full(len(rows.names), half), np.nan_to_num(scales[at], nan=1.0)[:, None]
+        halves = {torch.float16, torch.bfloat16}
+        floors = [_smallest_normal(dtype) if dtype in halves else 0.0 for dtype in rows.layout.dtypes]
+        return np.array(floors), np.ones((1, 1))
+
+
+class LossScale(Rule):
+    """A loss scale that finds no rest, or none that it would need.
+
+    Args:
+        in_a_row: Steps skipped one after the other; finding a first scale takes a few.
+        runaway: A scale above it, that has never been too large: float16 ends at 2**16, so at 2**32 nothing is computed
+            in float16, or the loss does not depend on the parameters.
+    """
+
+    name = "loss-scale"
+    causes = (
+        "something is not finite whatever the scale: NaN in the forward pass, activations beyond 65,504",
+        "a learning rate that blew parameters up",
+    )
+    advice = (
+        "look for NaN: lowering the scale does not cure it. monitor.replay(step_fn) names the operation",
+        "train in bfloat16, which needs no scale, or keep the part that overflows in float32",
+    )
+
+    def __init__(self, in_a_row: int = 5, runaway: float = 2.0**32) -> None:
+        self.in_a_row, self.runaway = in_a_row, runaway
+        self._run = 0
+        self._told_runaway = False
+        self._settled = False
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        scales, bad = window.scalars.get("loss_scale"), window.scalars.get("nonfinite")
+        if scales is None or bad is None or not window.facts.is_scaled:
+            return
+        for step, scale, count in zip(window.steps.tolist(), scales.tolist(), bad.tolist(), strict=True):
+            if math.isnan(scale):
+                continue
+            self._run = self._run + 1 if count > 0 else 0
+            if self._run == self.in_a_row:
+                yield self.found(
+                    step - self.in_a_row + 1,
+                    "loss_scale",
+                    f"{self.in_a_row} steps in a row are skipped; the loss scale is down to {scale:g}",
+                    severity="error" if self._settled else None,
+                    in_a_row=self.in_a_row,
+                    loss_scale=scale,
+                )
+            self._settled = self._settled or self._run == 0
+            if scale > self.runaway and not self._told_runaway:
+                self._told_runaway = True
+                yield self.found(
+                    step,
+                    "loss_scale",
+                    f"the loss scale has grown to {scale:g} without an overflow",
+                    causes=(
+                        "nothing is computed in float16, so that no scale is needed",
+                        "the loss does not depend on the parameters",
+                    ),
+                    advice=("leave out the scaler, or check that autocast is on",),
+                    loss_scale=scale,
+                )

@@ -1,0 +1,249 @@
+"""Rules about the course of training: loss, learning rate, clipping, outputs, what the optimizer has in hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Window
+from gradstat.monitor.rules.base import Band, Episodes, Rule
+
+_MAD = 1.4826
+
+
+class LossSpike(Rule):
+    """A loss that leaps, or that has climbed well above where it was.
+
+    Args:
+        sigmas, factor: A loss has leapt if it is more than so many robust standard deviations above the median of the
+            window, and more than ``factor`` times as far from 0.
+        climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far.
+        window: Of how many steps; compared from half of them on.
+    """
+
+    name = "loss-spike"
+    causes = (
+        "an unusual or damaged batch",
+        "a learning rate too high: a step went across the valley",
+        "a change of data, of loss weights or of the mode of the model at this step",
+    )
+    advice = (
+        "look at that batch, and at the learning rate at that step",
+        "clip gradients; lower the learning rate; for Adam, a smaller beta2 reacts sooner",
+        "if it does not come down again, go back to a checkpoint from before and skip those batches",
+    )
+
+    def __init__(self, sigmas: float = 10.0, factor: float = 2.0, climb: float = 3.0, window: int = 100) -> None:
+        self.sigmas, self.factor, self.climb, self.window = sigmas, factor, climb, window
+        self._losses: list[float] = []
+        self._lowest = math.inf
+        self._high = math.inf
+        self._episodes = Episodes(quiet=50)
+
+    def bands(self) -> Mapping[str, Band]:
+        return {"loss": (-math.inf, self._high)}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        losses = window.scalars.get("loss")
+        if losses is None:
+            return
+        for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
+            if not math.isfinite(loss):
+                continue
+            if loss > self._high and self._episodes.begins("leap", step):
+                median = float(np.median(self._losses))
+                yield self.found(
+                    step, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
+                    limit=self._high,
+                )  # fmt: skip
+            self._losses.append(loss)
+            if len(self._losses) >= 20:
+                mean = sum(self._losses[-20:]) / 20
+                self._lowest = min(self._lowest, mean)
+                climbed = self._lowest > 0 and mean > self.climb * self._lowest and mean > self._lowest + 0.5
+                if climbed and self._episodes.begins("climb", step):
+                    yield self.found(
+                        step,
+                        "loss",
+                        f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}",
+                        mean=mean,
+                        lowest=self._lowest,
+                    )
+        del self._losses[: -self.window]
+        if len(self._losses) >= self.window // 2:
+            median = float(np.median(self._losses))
+            spread = _MAD * float(np.median(np.abs(np.array(self._losses) - median)))
+            # The floor keeps a loss that is nearly zero, or hardly varies, from leaping at every wobble.
+            self._high = median + max(self.sigmas * spread, (self.factor - 1) * abs(median), 0.1)
+
+
+class LearningRateJump(Rule):
+    """A learning rate that jumps, or that is no learning rate.
+
+    Args:
+        up: From one step to the next it has grown by more than this factor. A linear warm-up doubles once, at most.
+        down: It has fallen by more than this factor; schedules by steps divide by 10.
+    """
+
+    name = "learning-rate-jump"
+    causes = (
+        "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
+        "warm-up and decay that do not meet: the one ends elsewhere than the other begins",
+        "a scheduler or optimizer restored without its state",
+    )
+    advice = (
+        "print the schedule beforehand: [scheduler.get_last_lr() for each step]",
+        "restore scheduler and optimizer from the same checkpoint",
+    )
+
+    def __init__(self, up: float = 3.0, down: float = 20.0) -> None:
+        self.up, self.down = up, down
+        self._before = math.nan
+        self._largest = 0.0
+        self._episodes = Episodes(quiet=10)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rates = window.scalars.get("lr")
+        if rates is None:
+            return
+        for step, rate in zip(window.steps.tolist(), rates.tolist(), strict=True):
+            before, self._before = self._before, rate
+            if rate < 0 or (math.isnan(rate) and not math.isnan(before)):
+                if self._episodes.begins("invalid", step):
+                    text = f"the learning rate is {rate}"
+                    yield self.found(step, "lr", text, severity="error", lr=str(rate), before=before)
+                continue
+            # From 0, and from what is small beside what has been, a warm-up may begin.
+            grown = before > 0 and rate > self.up * before and rate > self._largest
+            fallen = before > 0 and rate < before / self.down and rate > 0
+            if (grown or fallen) and self._episodes.begins("jump", step):
+                yield self.found(
+                    step,
+                    "lr",
+                    f"the learning rate jumps from {before:.4g} to {rate:.4g}",
+                    before=before,
+                    lr=rate,
+                    factor=rate / before,
+                )
+            self._largest = max(self._largest, rate)
+
+
+class ClipActivity(Rule):
+    """Clipping that is active on nearly all steps, or on none; needs ``Monitor(..., max_norm=...)``.
+
+    Args:
+        often: Share of steps from which clipping rather scales the learning rate than catches outliers.
+        window: Of how many steps.
+    """
+
+    name = "clip-activity"
+    severity = "info"
+    causes = ("a limit that was taken over from another model",)
+    advice = ("set max_norm to the suggested value", "let gradstat.AutoClip choose it from the history")
+
+    def __init__(self, often: float = 0.9, window: int = 500) -> None:
+        self.often, self.window = often, window
+        self._norms: list[float] = []
+        self._told = False
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        norms, limit = window.scalars.get("norm"), window.facts.max_norm
+        if norms is None or limit is None or math.isinf(limit) or self._told:
+            return
+        self._norms += [norm for norm in norms.tolist() if math.isfinite(norm)]
+        if len(self._norms) < self.window:
+            return
+        del self._norms[: -self.window]
+        share = float(np.mean(np.array(self._norms) > limit))
+        if share and share < self.often:
+            return
+        self._told = True
+        suggested = float(np.percentile(self._norms, 90))
+        how = f"{share:.0%} of the last {self.window} steps are clipped" if share else "no step is ever clipped"
+        yield self.found(
+            int(window.steps[-1]),
+            "norm",
+            f"{how} at max_norm {limit:g}; the 90th percentile of the norms is {suggested:.3g}",
+            share=share,
+            max_norm=limit,
+            suggested=suggested,
+        )
+
+
+class SaturatedOutput(Rule):
+    """Outputs of the model most of which are so large that a softmax or sigmoid of them is 0 or 1.
+
+    Beyond 10 a sigmoid is within 5e-5 of its end, and so is its derivative of 0.
+
+    Args:
+        share: Of elements beyond 10 in magnitude.
+        looks: For so many looks in a row.
+    """
+
+    name = "saturated-logits"
+    causes = (
+        "an output layer that grows without limit: no weight decay, a learning rate too high, a scale that is learned",
+        "labels that are wrong with certainty, which drives logits apart",
+    )
+    advice = (
+        "a z-loss or label smoothing; weight decay on the output layer; a lower learning rate",
+        "if the outputs are no logits (a regression on large values), leave out this rule",
+    )
+
+    def __init__(self, share: float = 0.5, looks: int = 3) -> None:
+        self.share, self.looks = share, looks
+        self._run = 0
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("output")
+        if rows is None:
+            return
+        for step, shares in zip(rows.steps.tolist(), np.nanmax(rows.mean, axis=1).tolist(), strict=True):
+            self._run = self._run + 1 if shares > self.share else 0
+            if self._run == self.looks and self._episodes.begins("", step):
+                yield self.found(
+                    step,
+                    rows.names[0],
+                    f"{shares:.0%} of the outputs of the model are beyond 10",
+                    about="output",
+                    share=shares,
+                )
+
+
+class OptimizerCoverage(Rule):
+    """Parameters that the optimizer does not have, has though they are frozen, or has from somewhere else."""
+
+    name = "optimizer-coverage"
+    causes = (
+        "the optimizer was made before layers were added, replaced, tied or moved",
+        "layers were frozen after the optimizer was made",
+    )
+    advice = (
+        "make the optimizer after the model is complete",
+        "give it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
+    )
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observations:
+            if seen.kind != "coverage":
+                continue
+            for key, words in (
+                ("absent", "requires a gradient and is not in the optimizer"),
+                ("frozen", "is frozen (requires_grad is False) and still in the optimizer"),
+                ("foreign", "of the optimizer is no parameter of the model"),
+            ):
+                names = [name for name in seen.value[key] if f"{key} {name}" not in self._told]
+                if names:
+                    self._told += [f"{key} {name}" for name in names]
+                    more = f", and so {'is' if len(names) == 2 else 'are'} {len(names) - 1} more" * (len(names) > 1)
+                    yield self.found(
+                        seen.step, names[0], f"{names[0]} {words}{more}", about="parameter", what=key,
+                        parameters=names[:20],
+                    )  # fmt: skip

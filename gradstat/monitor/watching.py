@@ -1,0 +1,293 @@
+"""What a monitor looks at besides gradients: parameters, updates, optimizer, activations, outputs, batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradstat import _fields
+from gradstat._parts import Part
+from gradstat._tensors import TensorInfo
+from gradstat.monitor.measuring import Segment
+from gradstat.stats import stats
+
+DEFAULT_WATCH: dict[str, int] = {
+    "gradients": 1,
+    "parameters": 50,
+    "buffers": 50,
+    "optimizer": 50,
+    "outputs": 50,
+    "batch": 1,
+    "updates": 0,
+    "activations": 0,
+    "origin": 0,
+    "replicas": 0,
+    "batches": 0,
+}
+"""What is looked at every how many steps; 0 for never."""
+
+_MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def periods(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
+    """The default with ``watch`` on top; a sequence of names means every step.
+
+    Raises:
+        ValueError: A name is not known, or a period is negative. TypeError: It is no whole number.
+    """
+    chosen = dict(DEFAULT_WATCH)
+    wanted = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
+    for name, period in wanted.items():
+        if name not in chosen:
+            raise ValueError(f"cannot watch {name!r}; known: {', '.join(chosen)}")
+        if isinstance(period, bool) or not isinstance(period, int):
+            raise TypeError(f"watch[{name!r}] is {period!r}; expected a number of steps, 0 for never")
+        if period < 0:
+            raise ValueError(f"watch[{name!r}] is {period}; expected 0 for never, 1 for every step, or more")
+        chosen[name] = period
+    if chosen["gradients"] != 1:
+        raise ValueError("gradients are what a monitor lives on; they are watched on every step")
+    return chosen
+
+
+def measurable(tensor: object) -> bool:
+    """Whether a tensor has statistics: floating or complex, strided, with a memory of its own."""
+    return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and not tensor.is_meta
+
+
+class Buffers:
+    """The floating buffers of a model, found again without walking it each time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._for: tuple[str, ...] | None = None
+        self._count = 0
+        self._dictionaries: list[dict[str, Tensor | None]] = []
+        self._places: list[tuple[dict[str, Tensor | None], str, str]] = []
+
+    def take(self, names: tuple[str, ...]) -> tuple[Segment, list[Tensor]]:
+        """The buffers as they are now; ``names`` of the parameters, another tuple when the model has changed."""
+        if names is not self._for or sum(map(len, self._dictionaries)) != self._count:
+            modules = dict(self._model.named_modules())
+            self._for, self._dictionaries = names, [module._buffers for module in modules.values()]
+            self._count = sum(map(len, self._dictionaries))
+            self._places = [
+                (module._buffers, key, f"{name}.{key}" if name else key)
+                for name, module in modules.items()
+                for key in module._buffers
+            ]
+        found = [(name, held.get(key)) for held, key, name in self._places]
+        named = [(name, buffer) for name, buffer in found if buffer is not None and measurable(buffer)]
+        return Segment("buffer", tuple(name for name, _ in named), None, len(named)), [buffer for _, buffer in named]
+
+
+def states_of(
+    optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]
+) -> Iterator[tuple[Segment, list[Tensor]]]:
+    """The tensors in an optimizer's state that are as large as their parameter, by their names there."""
+    found: dict[str, tuple[list[int], list[Tensor]]] = {}
+    state = optimizer.state
+    for i, parameter in enumerate(parameters):
+        held = state.get(parameter)
+        if not held:
+            continue
+        for key, value in held.items():
+            if key != "step" and measurable(value) and value.shape == parameter.shape:
+                positions, tensors = found.setdefault(str(key), ([], []))
+                positions.append(i)
+                tensors.append(value)
+    for key, (positions, tensors) in found.items():
+        yield Segment(key, tuple(names[i] for i in positions), None, len(tensors)), tensors
+
+
+def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
+    """Which parameters the optimizer lacks, has though they are frozen, or has from somewhere else."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = {id(parameter) for parameter in parameters}
+    return {
+        "absent": [n for n, p in zip(names, parameters, strict=True) if id(p) not in held and p.requires_grad],
+        "frozen": [n for n, p in zip(names, parameters, strict=True) if id(p) in held and not p.requires_grad],
+        "foreign": []
+        if held <= known
+        else [
+            f"param_groups[{g}]['params'][{i}]"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+            if id(parameter) not in known
+        ],
+    }
+
+
+class BackwardOrder:
+    """Notes in which order the gradients of the first step are complete, then lets go of the model."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.names: list[str] = []
+        noted = self.names  # no reference to self, nor to a parameter, from a parameter's hook
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: _note(noted, name))
+            for name, parameter in named
+            if parameter.requires_grad and parameter.is_leaf
+        ]
+
+    def end(self) -> tuple[str, ...]:
+        """The order; each parameter at the last time that something was added to it."""
+        self.remove()
+        return tuple(dict.fromkeys(self.names))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _note(noted: list[str], name: str) -> None:
+    if len(noted) < 1_000_000:  # a model that never comes to its first step
+        noted.append(name)
+
+
+class Activations:
+    """Rows of the outputs of modules, taken in forward hooks while switched on. Keeps no activation.
+
+    Args:
+        model: Whose modules without children are watched.
+        backend: As in `gradstat.check`.
+    """
+
+    def __init__(self, model: nn.Module, backend: str | None) -> None:
+        self.on = False
+        self._backend = backend
+        self._rows: dict[str, Tensor] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        self._handles = [
+            module.register_forward_hook(_Hook(self, name))
+            for name, module in model.named_modules()
+            if name and next(module.children(), None) is None
+        ]
+        self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+
+    def see(self, name: str, output: Any) -> None:
+        found = [t for t in _tensors_in(output) if measurable(t) and t.numel()]
+        if not found:
+            return
+        with torch.no_grad():
+            rows = stats([tensor.detach() for tensor in found], backend=self._backend)
+            row = _merged(rows)
+            earlier = self._rows.get(name)
+            self._rows[name] = row if earlier is None else _merged(torch.cat([earlier, row]))
+            self._infos[name] = TensorInfo.of(found[0])
+
+    def take(self) -> tuple[Segment, list[Part]]:
+        """What was seen since the last call."""
+        names = sorted(self._rows, key=self._order.__getitem__)
+        by_device: dict[torch.device, list[int]] = {}
+        for i, name in enumerate(names):
+            by_device.setdefault(self._rows[name].device, []).append(i)
+        parts = [
+            Part(
+                torch.cat([self._rows[names[i]] for i in positions]),
+                positions if len(by_device) > 1 else None,
+                [self._infos[names[i]] for i in positions],
+            )
+            for positions in by_device.values()
+        ]
+        self._rows, self._infos = {}, {}
+        return Segment("activation", tuple(names), None, len(names)), parts
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hook:
+    """A forward hook that refers to its watch weakly, and of which a copy or a pickle sees nothing.
+
+    So a model that is watched can be copied and saved whole.
+    """
+
+    def __init__(self, watch: Activations | Outputs | None = None, name: str = "") -> None:
+        self._watch = None if watch is None else weakref.ref(watch)
+        self._name = name
+
+    def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        alive = None if self._watch is None else self._watch()
+        if alive is not None and alive.on and not torch.compiler.is_compiling():
+            alive.see(self._name, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
+_SUMS = [i for i, f in enumerate(_fields.FIELDS) if f.merge == "sum"]
+_MINIMA = [i for i, f in enumerate(_fields.FIELDS) if f.merge == "min"]
+_MAXIMA = [i for i, f in enumerate(_fields.FIELDS) if f.merge == "max"]
+
+
+def _merged(rows: Tensor) -> Tensor:
+    """``[1, len(FIELDS)]``: one row of several."""
+    if len(rows) == 1:
+        return rows
+    out = torch.empty_like(rows[:1])
+    out[0, _SUMS] = rows[:, _SUMS].sum(0)
+    out[0, _MINIMA] = rows[:, _MINIMA].amin(0)
+    out[0, _MAXIMA] = rows[:, _MAXIMA].amax(0)
+    return out
+
+
+class Outputs:
+    """The share of a model's outputs beyond 10 in magnitude, taken in a forward hook while switched on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.on = False
+        self._share: Tensor | None = None
+        self._handle = model.register_forward_hook(_Hook(self))
+
+    def see(self, _name: str, output: Any) -> None:
+        logits = getattr(output, "logits", output)
+        if measurable(logits) and logits.dim() >= 2 and logits.numel():
+            with torch.no_grad():
+                self._share = (logits.detach().abs() > 10).to(torch.float32).mean().reshape(1)
+
+    def take(self) -> tuple[Segment, list[Tensor]]:
+        share, self._share = self._share, None
+        return Segment("output", ("logits",), None, 1 if share is not None else 0), [] if share is None else [share]
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def leaves_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch with their places in it."""
+    if isinstance(batch, Tensor):
+        yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, item in batch.items():
+            yield from leaves_of(item, f"{path}[{key!r}]")
+    elif isinstance(batch, list | tuple):
+        for i, item in enumerate(batch):
+            yield from leaves_of(item, f"{path}[{i}]")
+
+
+def constant_features(tensor: Tensor) -> Tensor | None:
+    """The share of features (places behind the first dimension) that are the same in all samples, ``[1]``."""
+    if tensor.dim() < 2 or tensor.shape[0] < 2 or not tensor.numel() or tensor.dtype.is_complex:
+        return None
+    with torch.no_grad():
+        low, high = torch.aminmax(tensor.detach().flatten(1), dim=0)
+        return (low == high).to(torch.float32).mean().reshape(1)
