@@ -1,5 +1,6 @@
 """From statistics of every step to an answer: what went wrong, since when, where it started, what to try."""
 
+from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
@@ -13,7 +14,9 @@ __all__ = [
     "RULES",
     "AnomalyError",
     "AnomalyWarning",
+    "Diagnosis",
     "Finding",
+    "Incident",
     "Monitor",
     "Recording",
     "Rule",

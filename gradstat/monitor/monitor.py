@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import math
 import platform
 import time
-import traceback
 import warnings
 import weakref
 from collections import deque
@@ -14,33 +12,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat import _fields
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
 from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collecting import Collector, Pending, eps_of
+from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
-from gradstat.monitor.measuring import Arrived
+from gradstat.monitor.intake import Intake
 from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner
 from gradstat.monitor.recording import Recording
-from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Window
+from gradstat.monitor.reviewing import Reviewer
+from gradstat.monitor.rows import Facts, Window
 from gradstat.monitor.rules import Rule, default_rules
-from gradstat.tensor_stats import l2_norm_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
-_LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
-_WITH_SUM = _SUM + 1
-_DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 # In so many steps after an incident, states are not measured again and no further file is written.
 _QUIET = 20
@@ -128,11 +120,11 @@ class Monitor:
         ):
             if type(number) is not int or number < least:
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
-        self._rules = default_rules() if rules is None else rules
-        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules])
+        self._reviewer = Reviewer(default_rules() if rules is None else rules, review_every)
+        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._reviewer.rules])
         self._watch = watching.periods(watch)
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
-        self._lag, self._review_every = lag, review_every
+        self._lag = lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         self._save_to = None if save_to is None else Path(save_to)
         self._history = History(history, max_bytes, review_every)
@@ -141,16 +133,12 @@ class Monitor:
         self.should_stop = False
         self.steps = 0
         self._pending: deque[Pending] = deque()
-        self._observations: list[Observation] = []
-        self._bands: dict[str, tuple[float, float]] = {}
-        self._next_review = 1
         self._looked_closer = self._saved = -_QUIET
-        self._layouts: dict[str, tuple[Any, Any, Layout]] = {}
         self._paused = False
-        self._failed_rules: set[int] = set()
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
         )
+        self._intake = Intake(self._history, self._review, self._collector.judged_label)
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._snapshot_every = snapshot_every
@@ -203,9 +191,9 @@ class Monitor:
         known = len(self.findings)
         seen = self._collector.see_batch(self.steps, batch)
         if seen:
-            self._observations += seen
+            self._intake.observations += seen
             self._review()
-        return self.findings[known:]
+        return self.findings[known:] if len(self.findings) > known else _NOTHING
 
     def flush(self) -> list[Finding]:
         """Reads and reviews all steps so far, waiting for the device if need be; returns what was found now."""
@@ -219,83 +207,14 @@ class Monitor:
     def _read(self, leaving: int) -> None:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
-            self._take(self._pending.popleft())
-
-    def _take(self, pending: Pending) -> None:
-        """Takes in the numbers of a step; reviews the steps since the last review if it is time or something is odd."""
-        step, scalars = pending.step, pending.scalars
-        gradients, *others = [arrived for numbers in pending.numbers for arrived in numbers.wait()]
-        if others and others[0].segment.kind == "scalars":
-            self._take_scalars(others.pop(0), scalars)
-        rows = gradients.rows
-        if pending.is_scaled:
-            rows = rows / scalars["loss_scale"] ** _DEGREES
-        nonfinite = _totals(rows, gradients.total, scalars)
-        layout = self._layout_of(gradients)
-        if not self._history.fits("gradient", layout):
-            self._review()
-            self._history.drop_block()
-        self._history.add_rows("gradient", step, layout, rows, gradients.segment.positions)
-        self._history.add_step(step, scalars)
-        self._observations += pending.seen_at_once
-        for arrived in others:
-            self._take_rows(step, arrived)
-        if nonfinite and pending.origin is not None:
-            self._observations.append(Observation("origin", step, pending.origin()))
-        odd = nonfinite or "loss_nonfinite" in scalars or self._is_out_of_band(scalars)
-        if odd:
-            self._look_closer(step)
-        elif self._snapshots is not None:
-            self._snapshots.confirm(step)
-        if odd or step + 1 >= self._next_review:
-            self._review()
-
-    def _take_scalars(self, arrived: Arrived, scalars: dict[str, float]) -> None:
-        for name, row in zip(arrived.segment.names, arrived.rows[:, :_WITH_SUM].tolist(), strict=True):
-            value = row[_SUM] if not row[0] and not row[1] else math.nan if row[0] else math.inf
-            scalars[name] = value
-        loss = scalars.get("loss")
-        if loss is not None and not math.isfinite(loss):
-            scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
-
-    def _layout_of(self, arrived: Arrived) -> Layout:
-        """The layout of the tensors of a segment, remembered from step to step."""
-        segment = arrived.segment
-        known = self._layouts.get(segment.kind)
-        if known is not None and known[0] is arrived.every and known[1] == segment.positions:
-            layout = known[2]
-            if layout.names is segment.names or layout.names == segment.names:
-                return layout
-        infos: list[Any] = list(arrived.infos)
-        if segment.positions is not None:
-            infos = [None] * len(segment.names)
-            for position, info in zip(segment.positions, arrived.infos, strict=True):
-                infos[position] = info
-            if known is not None and known[2].names == segment.names:  # what was there before has its shape still
-                infos = [known[2].info(i) if info is None else info for i, info in enumerate(infos)]
-        layout = Layout.of(segment.names, infos)
-        self._layouts[segment.kind] = (arrived.every, segment.positions, layout)
-        return layout
-
-    def _take_rows(self, step: int, arrived: Arrived) -> None:
-        kind = arrived.segment.kind
-        if kind == "label":
-            for name, row in zip(arrived.segment.names, arrived.rows, strict=True):
-                low, high = float(row[_fields.INDEX["min"]]), float(row[_fields.INDEX["max"]])
-                self._observations += self._collector.judged_label(step, name, low, high)
-            return
-        layout = self._layout_of(arrived)
-        if not self._history.fits(kind, layout):
-            self._review()
-        if not self._history.has_rows(kind, step):
-            self._history.add_rows(kind, step, layout, arrived.rows)
-
-    def _is_out_of_band(self, scalars: Mapping[str, float]) -> bool:
-        for name, (low, high) in self._bands.items():
-            value = scalars.get(name)
-            if value is not None and not low <= value <= high:
-                return True
-        return False
+            pending = self._pending.popleft()
+            odd = self._intake.take(pending)
+            if odd:
+                self._look_closer(pending.step)
+            if self._reviewer.is_due(pending.step, pending.scalars) or odd:
+                self._review()
+            if self._snapshots is not None and not odd:
+                self._snapshots.confirm(pending.step)
 
     def _look_closer(self, step: int) -> None:
         """Measures everything that has a state, if it still is as it was in ``step``."""
@@ -304,43 +223,19 @@ class Monitor:
         self._looked_closer = step
         for numbers in self._collector.look_closer(lambda kind: self._history.has_rows(kind, step)):
             for arrived in numbers.wait():
-                self._take_rows(step, arrived)
+                self._intake.take_rows(step, arrived)
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
-        if not self._history.open_steps and not self._observations:
+        observations, self._intake.observations = self._intake.observations, []
+        if not self._history.open_steps and not observations:
             return
         steps, scalars, tables = self._history.close()
-        observations, self._observations = self._observations, []
         facts = Facts(self._collector.backward_order, self._scaler is not None, self._max_norm, eps_of(self._optimizer))
-        window = Window(steps, scalars, tables, facts, observations, self._history.latest)
-        found: list[Finding] = []
-        for rule in self._rules:
-            found += self._asked(rule, window)
-        self._bands = _joined_bands(self._rules)
-        if len(steps):
-            past = int(steps[-1]) + 1
-            # The first steps are looked at soon: what is wrong from the start should be told at the start.
-            self._next_review = past + min(max(past, 1), self._review_every)
-        found.sort(key=lambda finding: finding.step)
+        found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
         for finding in found:
             self._act_on(finding)
-
-    def _asked(self, rule: Rule, window: Window) -> list[Finding]:
-        if id(rule) in self._failed_rules:
-            return []
-        try:
-            return list(rule.review(window))
-        except Exception:
-            # Watching must not end what is watched. The rule is not asked again.
-            self._failed_rules.add(id(rule))
-            warnings.warn(
-                f"gradstat: the rule {rule.name!r} failed and is switched off:\n{traceback.format_exc()}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return []
 
     # What is done about them -----------------------------------------------------------------------------
 
@@ -395,6 +290,11 @@ class Monitor:
         }
         return recording
 
+    def diagnose(self) -> Diagnosis:
+        """What was found so far, in the order of cause and effect; ``print`` it. Waits for the device."""
+        self.flush()
+        return Diagnosis.of(self.recording())
+
     def save(self, path: str | Path, why: str = "on request") -> Path:
         """Writes the recording to one file, for ``python -m gradstat view``; replaces it only by a whole one."""
         from gradstat.monitor.recorder import save
@@ -411,7 +311,7 @@ class Monitor:
             "steps": self.steps,
             "should_stop": self.should_stop,
             "findings": [finding.to_dict() for finding in self.findings],
-            "rules": [(rule.name, rule.state_dict()) for rule in self._rules],
+            "rules": [(rule.name, rule.state_dict()) for rule in self._reviewer.rules],
             "backward_order": list(self._collector.backward_order),
             "history": as_state(self._history.recording()),
         }
@@ -428,13 +328,12 @@ class Monitor:
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.findings = [Finding.from_dict(values) for values in state["findings"]]
         saved = dict(state["rules"])
-        for rule in self._rules:
+        for rule in self._reviewer.rules:
             if rule.name in saved:
                 rule.load_state_dict(saved[rule.name])
         self._collector.backward_order = tuple(state["backward_order"])
         self._history.load(from_state(state["history"]))
-        self._bands = _joined_bands(self._rules)
-        self._next_review = self.steps + self._review_every
+        self._reviewer.refresh(self.steps)
         self._collector.resume(self.steps)
 
     def detach(self) -> None:
@@ -478,31 +377,6 @@ def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) 
         if not isinstance(rule, Rule):
             hint = "; it is a class, make an instance of it" if isinstance(rule, type) else ""
             raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
-
-
-def _totals(rows: Floats, total: Floats | None, scalars: dict[str, float]) -> bool:
-    """The norms of a step's gradients, into ``scalars``; whether an element is not finite."""
-    # A product with ones is the quickest sum over few rows.
-    sums = (np.ones(len(rows)) @ rows if total is None else total).tolist()
-    extreme = sums[_LARGE] or sums[_SMALL]
-    norm = float(l2_norm_of(np.array(sums))) if extreme else math.sqrt(sums[_SQ])
-    nan, inf = sums[0], sums[1]
-    scalars["finite_norm"] = norm
-    if nan == 0 and inf == 0:
-        scalars["norm"] = norm
-        return False
-    scalars["norm"] = math.inf if nan == 0 else math.nan
-    scalars["nonfinite"] = nan + inf
-    return True
-
-
-def _joined_bands(rules: Iterable[Rule]) -> dict[str, tuple[float, float]]:
-    joined: dict[str, tuple[float, float]] = {}
-    for rule in rules:
-        for name, (low, high) in rule.bands().items():
-            before = joined.get(name, (-math.inf, math.inf))
-            joined[name] = (max(low, before[0]), min(high, before[1]))
-    return joined
 
 
 def _in_words(finding: Finding) -> str:

@@ -1,0 +1,180 @@
+"""`Diagnosis`: findings put in the order of cause and effect, in plain words."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.recording import Recording
+
+# Where in a step a thing comes before others: what goes in, what was there before, forward, loss, backward.
+_STAGES = {"batch": 0, "parameter": 2, "buffer": 2, "activation": 4, "output": 5, "gradient": 7, "update": 9}
+_SERIES = {"batch": 0, "lr": 1, "loss": 6, "loss_scale": 8, "norm": 8}
+_STATE, _OTHER = 3, 8
+
+# Findings that begin no further apart than this are told together.
+_APART = 50
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Findings that began at about the same time, the likeliest cause first.
+
+    Attributes:
+        first, last: Steps in which the first and the last of them began.
+        findings: In order.
+    """
+
+    first: int
+    last: int
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found in a run, ordered by when it began and by how far upstream. Made by `Monitor.diagnose`.
+
+    Attributes:
+        findings: Errors and warnings by the step in which they began; in the same step first what the batch brought,
+            then what was there before, then the forward pass in the order of modules, the loss, and the backward pass
+            in its order. Behind them the infos, likewise.
+        incidents: The errors and warnings in groups, by time.
+        steps: How many steps the run had taken.
+        model: Its class.
+        culprit: What a replay found, in words; empty if there was none.
+    """
+
+    findings: tuple[Finding, ...]
+    incidents: tuple[Incident, ...]
+    steps: int
+    model: str
+    culprit: str = ""
+
+    @classmethod
+    def of(cls, recording: Recording, culprit: str = "") -> Diagnosis:
+        """The diagnosis of a recording."""
+        place = _Places(recording)
+        ranked = sorted(recording.findings, key=lambda f: (f.severity == "info", f.step, *place.of(f)))
+        serious = [finding for finding in ranked if finding.severity != "info"]
+        groups: list[list[Finding]] = []
+        for finding in serious:
+            if groups and finding.step - groups[-1][-1].step <= _APART:
+                groups[-1].append(finding)
+            else:
+                groups.append([finding])
+        incidents = tuple(Incident(group[0].step, group[-1].step, tuple(group)) for group in groups)
+        steps = int(recording.meta.get("steps") or (recording.steps[-1] + 1 if len(recording.steps) else 0))
+        return cls(tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error and no warning."""
+        return not self.incidents
+
+    def headline(self) -> str:
+        """The whole in one sentence."""
+        if self.ok:
+            return f"nothing wrong in {self.steps:,} steps of {self.model}"
+        first = self.incidents[0].findings[0]
+        counts = [sum(f.severity == severity for f in self.findings) for severity in ("error", "warning")]
+        words = [f"{n} {word}{'s' * (n != 1)}" for n, word in zip(counts, ("error", "warning"), strict=True) if n]
+        return (
+            f"{' and '.join(words)} in {self.steps:,} steps of {self.model}; it began in step {first.step} with "
+            f"{first.name}: {first.text}"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"gradstat: {self.headline()}"]
+        if self.culprit:
+            lines += ["", *self.culprit.splitlines()]
+        number = 0
+        for i, incident in enumerate(self.incidents):
+            if len(self.incidents) > 1:
+                lines += ["", f"incident {i + 1}, {_when(incident)}"]
+            for finding in incident.findings:
+                number += 1
+                lines += ["", *_entry(number, finding)]
+        infos = [finding for finding in self.findings if finding.severity == "info"]
+        if infos:
+            lines += ["", "also noted:", *(f"  step {finding.step}: {finding.text}" for finding in infos[:10])]
+            if len(infos) > 10:
+                lines.append(f"  and {len(infos) - 10} more")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values."""
+        return {
+            "ok": self.ok,
+            "headline": self.headline(),
+            "steps": self.steps,
+            "model": self.model,
+            "culprit": self.culprit,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "incidents": [
+                {"first": one.first, "last": one.last, "findings": [self.findings.index(f) for f in one.findings]}
+                for one in self.incidents
+            ],
+        }
+
+    def to_html(self) -> str:
+        """The same as a fragment of HTML, all text escaped."""
+        out = [f'<div class="gradstat-diagnosis"><p><b>{html.escape(self.headline())}</b></p>']
+        if self.culprit:
+            out.append(f"<pre>{html.escape(self.culprit)}</pre>")
+        for incident in self.incidents:
+            out.append(f"<h3>{html.escape(_when(incident))}</h3><ol>")
+            for f in incident.findings:
+                causes, advice = (_listed(items) for items in (f.causes, f.advice))
+                out.append(
+                    f'<li class="{f.severity}"><b>{html.escape(f.rule)}</b> ({f.severity}), since step {f.step}, in '
+                    f"<code>{html.escape(f.name)}</code><br>{html.escape(f.text)}"
+                    f"<details><summary>causes and remedies</summary><p>likely causes</p>{causes}"
+                    f"<p>what to try</p>{advice}</details></li>"
+                )
+            out.append("</ol>")
+        infos = [finding for finding in self.findings if finding.severity == "info"]
+        if infos:
+            out.append("<p>also noted</p>" + _listed([f"step {finding.step}: {finding.text}" for finding in infos]))
+        return "".join(out) + "</div>"
+
+    _repr_html_ = to_html
+
+
+class _Places:
+    """How far upstream what a finding is about lies."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._order = {
+            kind: {name: i for i, name in enumerate(series.names)} for kind, series in recording.tables.items()
+        }
+        self._backward = {name: i for i, name in enumerate(recording.backward_order)}
+
+    def of(self, finding: Finding) -> tuple[int, int]:
+        """Stage of the step, and the place in it."""
+        if finding.about == "series":
+            return _SERIES.get(finding.name, _OTHER), 0
+        stage = _STAGES.get(finding.about, _STATE)
+        forward = self._order.get(finding.about, {}).get(finding.name, 0)
+        if finding.about == "gradient":
+            # Backward order; without it, the parameters nearest to the loss are those at the end of the model.
+            return stage, self._backward.get(finding.name, -forward)
+        return stage, forward
+
+
+def _when(incident: Incident) -> str:
+    return f"step {incident.first}" if incident.first == incident.last else f"steps {incident.first} to {incident.last}"
+
+
+def _entry(number: int, finding: Finding) -> list[str]:
+    lines = [f"{number}. {finding.rule} ({finding.severity}), since step {finding.step}", f"   {finding.text}"]
+    for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
+        if items:
+            lines += [f"   {title}:", *(f"     - {item}" for item in items)]
+    return lines
+
+
+def _listed(items: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"

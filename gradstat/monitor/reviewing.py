@@ -1,0 +1,75 @@
+"""Lets rules look at new steps: when, at what, and what if a rule fails."""
+
+from __future__ import annotations
+
+import math
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Window
+from gradstat.monitor.rules import Rule
+from gradstat.monitor.rules.base import Band
+
+
+class Reviewer:
+    """Asks the rules.
+
+    Args:
+        rules: Which.
+        every: At most so many healthy steps are between two reviews.
+    """
+
+    def __init__(self, rules: Sequence[Rule], every: int) -> None:
+        self.rules = list(rules)
+        self._every = every
+        self._failed: set[int] = set()
+        self._bands: list[tuple[str, float, float]] = []
+        self._next = 1
+        self.refresh(0)
+
+    def is_due(self, step: int, scalars: Mapping[str, float]) -> bool:
+        """Whether to review after ``step``: it is time, or a scalar has left the band of a rule."""
+        if step + 1 >= self._next:
+            return True
+        for name, low, high in self._bands:
+            value = scalars.get(name)
+            if value is not None and not low <= value <= high:
+                return True
+        return False
+
+    def review(self, window: Window) -> list[Finding]:
+        """What the rules find, in the order of the steps in which it began."""
+        found: list[Finding] = []
+        for rule in self.rules:
+            if id(rule) not in self._failed:
+                found += self._asked(rule, window)
+        self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
+        found.sort(key=lambda finding: finding.step)
+        return found
+
+    def refresh(self, steps: int | None) -> None:
+        """Asks the rules for their bands; with ``steps`` so far, sets when to review next."""
+        joined: dict[str, Band] = {}
+        for rule in self.rules:
+            for name, (low, high) in rule.bands().items():
+                before = joined.get(name, (-math.inf, math.inf))
+                joined[name] = (max(low, before[0]), min(high, before[1]))
+        self._bands = [(name, low, high) for name, (low, high) in joined.items()]
+        if steps is not None:
+            # The first steps are looked at soon: what is wrong from the start should be told at the start.
+            self._next = steps + min(max(steps, 1), self._every)
+
+    def _asked(self, rule: Rule, window: Window) -> list[Finding]:
+        try:
+            return list(rule.review(window))
+        except Exception:
+            # Watching must not end what is watched. The rule is not asked again.
+            self._failed.add(id(rule))
+            warnings.warn(
+                f"gradstat: the rule {rule.name!r} failed and is switched off:\n{traceback.format_exc()}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return []
