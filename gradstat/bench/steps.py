@@ -19,6 +19,7 @@ LEARNING_RATE = 1e-6  # leaves a model as it is, however many steps are timed
 PLAIN = "plain step"
 CHECK = "+ gradstat.check"
 CHECK_ASYNC = "+ gradstat.check_async"
+MONITOR = "+ gradstat.Monitor"
 CLIP = "+ gradstat.clip_grad_norm_"
 TORCH_CLIP = "+ torch clip_grad_norm_"
 NAIVE = "+ naive .item() loop"
@@ -54,21 +55,22 @@ class Variant:
 
     Attributes:
         name: As it is shown.
-        inspect: Called with the model between ``backward()`` and the optimizer's step.
+        inspect: Called with the step and its loss between ``backward()`` and the optimizer's step.
         anomaly: `detect_anomaly`'s ``check_nan``; None leaves anomaly mode off.
     """
 
     name: str
-    inspect: Callable[[nn.Module], object] = lambda model: None
+    inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
     anomaly: bool | None = None
 
     def run(self, step: Step) -> float:
         """One step of training in this variant; returns the seconds until ``inspect`` had returned, from its call."""
         with torch.autograd.set_detect_anomaly(self.anomaly is not None, bool(self.anomaly)):
             step.optimizer.zero_grad()
-            step.loss().backward()
+            loss = step.loss()
+            loss.backward()
             start = time.perf_counter()
-            self.inspect(step.model)
+            self.inspect(step, loss)
             inside = time.perf_counter() - start
             step.optimizer.step()
         return inside
@@ -96,20 +98,33 @@ class _CheckAsync:
     def __init__(self) -> None:
         self._pending: gradstat.PendingReport | None = None
 
-    def __call__(self, model: nn.Module) -> bool:
-        before, self._pending = self._pending, gradstat.check_async(model)
+    def __call__(self, step: Step, loss: Tensor) -> bool:
+        before, self._pending = self._pending, gradstat.check_async(step.model)
         return before is None or before.result().ok
+
+
+class _Monitor:
+    """A monitor as it comes, made on the first step."""
+
+    def __init__(self) -> None:
+        self._monitor: gradstat.Monitor | None = None
+
+    def __call__(self, step: Step, loss: Tensor) -> object:
+        if self._monitor is None:
+            self._monitor = gradstat.Monitor(step.model, step.optimizer, on_anomaly="record")
+        return self._monitor.step(loss)
 
 
 def variants() -> list[Variant]:
     """Everything a step is compared with, the plain step first."""
     return [
         Variant(PLAIN),
-        Variant(CHECK, lambda model: gradstat.check(model).ok),
+        Variant(CHECK, lambda step, loss: gradstat.check(step.model).ok),
         Variant(CHECK_ASYNC, _CheckAsync()),
-        Variant(CLIP, lambda model: gradstat.clip_grad_norm_(model.parameters(), MAX_NORM)),
-        Variant(TORCH_CLIP, lambda model: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)),
-        Variant(NAIVE, lambda model: naive_loop(p.grad for p in model.parameters())),
+        Variant(MONITOR, _Monitor()),
+        Variant(CLIP, lambda step, loss: gradstat.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
+        Variant(TORCH_CLIP, lambda step, loss: nn.utils.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
+        Variant(NAIVE, lambda step, loss: naive_loop(p.grad for p in step.model.parameters())),
         Variant(ANOMALY_WITHOUT_NAN, anomaly=False),
         Variant(ANOMALY, anomaly=True),
     ]

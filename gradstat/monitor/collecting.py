@@ -73,6 +73,8 @@ class Collector:
         self._outputs = watching.Outputs(model) if watch["outputs"] else None
         self._activations = watching.Activations(model, backend) if watch["activations"] else None
         self._origin = _watch_origin(model, backend) if watch["origin"] else None
+        self._segments = [Segment("gradient", (), None, 0)]
+        self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._before: list[Tensor] | None = None
         self._switch_hooks(0)
@@ -81,27 +83,31 @@ class Collector:
         """Measures all that is due in a step. No host sync."""
         source = source_of(self._model)
         gradients = gradients_of(source.parameters)
-        names = source.names()
-        tensors = gradients.tensors
-        segments = [Segment("gradient", names if type(names) is tuple else tuple(names), gradients.positions,
-                            len(tensors))]  # fmt: skip
         scalars: dict[str, float] = {}
         if gradients.missing is not None:
             scalars["missing"] = float(len(gradients.missing))
-        on_device = self._scalars(loss, lr, scalars)
-        if on_device:
-            segments.append(Segment("scalars", tuple(name for name, _ in on_device), None, len(on_device)))
-            tensors = [*tensors, *(tensor for _, tensor in on_device)]
+        on_device: dict[str, Tensor] = {}
+        self._take_scalars(loss, lr, scalars, on_device)
+        tensors = [*gradients.tensors, *on_device.values()]
+        names = source.names()
+        segments = self._segments
+        known = segments[0]
+        if names is not known.names or gradients.positions != known.positions or list(on_device) != self._on_device:
+            listed = names if type(names) is tuple else tuple(names)
+            self._on_device = list(on_device)
+            segments = self._segments = [Segment("gradient", listed, gradients.positions, len(gradients.tensors))]
+            if on_device:
+                segments.append(Segment("scalars", tuple(on_device), None, len(on_device)))
         others: list[Numbers] = []
         observations: list[Observation] = []
         if self._batch or self._before is not None or self._is_any_due(step):
-            tensors = [*tensors]
+            segments = [*segments]
             for segment, more in self._due(step, source.parameters, segments[0].names, observations):
                 segments.append(segment)
                 tensors += more
             others = self._rows_of_activations()
         numbers = measured(segments, tensors, source.parameters, self._backend, self._flagged) + others
-        is_scaled = self._scaler is not None and "loss_scale" in segments[1].names and not self._is_unscaled()
+        is_scaled = self._scaler is not None and "loss_scale" in on_device and not self._is_unscaled()
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
             self.backward_order, self._learning = self._learning.end(), None
@@ -125,29 +131,34 @@ class Collector:
 
     # What the step brings --------------------------------------------------------------------------------
 
-    def _scalars(
-        self, loss: Tensor | float | None, lr: float | Tensor | None, known: dict[str, float]
-    ) -> list[tuple[str, Tensor]]:
-        """Loss, learning rate and loss scale: into ``known`` if they are on the host, else the tensors returned."""
-        on_device: list[tuple[str, Tensor]] = []
+    def _take_scalars(
+        self,
+        loss: Tensor | float | None,
+        lr: float | Tensor | None,
+        known: dict[str, float],
+        on_device: dict[str, Tensor],
+    ) -> None:
+        """Loss, learning rate and loss scale: into ``known`` if they are on the host, else into ``on_device``."""
         if lr is None and self._optimizer is not None:
             lr = self._optimizer.param_groups[0]["lr"]
         for name, value in (("loss", loss), ("lr", lr)):
-            if isinstance(value, Tensor):
+            if type(value) is float:
+                known[name] = value
+            elif isinstance(value, Tensor):
                 if value.numel() != 1 or not value.dtype.is_floating_point:
                     raise ValueError(
                         f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating "
                         f"number, such as {name}.mean()"
                     )
-                on_device.append((name, value.detach()))
+                on_device[name] = value.detach()
             elif value is not None:
                 if not isinstance(value, (int, float)):
                     raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor of one number, or a number")
                 known[name] = float(value)
-        scale = None if self._scaler is None else getattr(self._scaler, "_scale", None)
-        if scale is not None:
-            on_device.append(("loss_scale", scale))
-        return on_device
+        if self._scaler is not None:
+            scale = getattr(self._scaler, "_scale", None)
+            if scale is not None:
+                on_device["loss_scale"] = scale
 
     def _is_unscaled(self) -> bool:
         if self._optimizer is None or not isinstance(self._scaler, torch.amp.GradScaler):

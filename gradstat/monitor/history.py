@@ -1,20 +1,17 @@
-"""What a monitor remembers on the host: the newest steps as they were measured, and the last ones compactly."""
+"""What a monitor remembers of a run on the host: the last steps, compactly."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gradstat import _fields
 from gradstat.monitor.recording import Recording, Series
 from gradstat.monitor.rows import KEPT, Floats, Layout, Rows, expanded
-
-_WIDTH = len(_fields.FIELDS)
 
 
 class _Chunk(NamedTuple):
@@ -25,136 +22,50 @@ class _Chunk(NamedTuple):
     values: npt.NDArray[np.float32]
 
 
-class _Open:
-    """Rows of one kind that have not been reviewed yet."""
-
-    def __init__(self, layout: Layout, size: int) -> None:
-        self.layout = layout
-        self.raw: Floats = np.empty((size, len(layout.names), _WIDTH))
-        self.steps: list[int] = []
-
-    def add(self, step: int, rows: Floats, positions: Sequence[int] | None) -> None:
-        if len(self.steps) == len(self.raw):
-            self.raw = np.concatenate([self.raw, np.empty_like(self.raw)])
-        place = self.raw[len(self.steps)]
-        if positions is None:
-            place[:] = rows
-        else:
-            place.fill(math.nan)
-            place[positions] = rows
-        self.steps.append(step)
-
-    def rows(self) -> Rows:
-        return Rows(self.layout, np.array(self.steps, dtype=np.int64), self.raw[: len(self.steps)])
-
-
 class History:
     """The last steps of a run.
 
     Args:
         length: How many steps are kept.
         max_bytes: Of all kinds of tensors together, roughly; fewer steps are kept if need be.
-        block: How many steps are expected between two calls of `close`.
+
+    Attributes:
+        latest: The newest rows of each kind, of one step.
     """
 
-    def __init__(self, length: int, max_bytes: int, block: int) -> None:
-        self.length = length
+    def __init__(self, length: int, max_bytes: int) -> None:
+        self._length = length
         self._max_bytes = max_bytes
-        self._block = block
-        self._open: dict[str, _Open] = {}
-        self._open_steps: list[int] = []
-        self._open_scalars: dict[str, list[float]] = {}
         self._chunks: dict[str, deque[_Chunk]] = {}
         self._scalars: deque[tuple[npt.NDArray[np.int64], dict[str, Floats]]] = deque()
         self.latest: dict[str, Rows] = {}
 
-    # New steps -------------------------------------------------------------------------------------------
-
-    def add_step(self, step: int, scalars: Mapping[str, float]) -> None:
-        """A step, with what is known of it."""
-        opened = self._open_scalars
-        for name, value in scalars.items():
-            values = opened.get(name)
-            if values is None:
-                values = opened[name] = [math.nan] * len(self._open_steps)
-            values.append(value)
-        self._open_steps.append(step)
-        if len(scalars) < len(opened):
-            for values in opened.values():
-                if len(values) < len(self._open_steps):
-                    values.append(math.nan)
-
-    def fits(self, kind: str, layout: Layout) -> bool:
-        """Whether rows of these tensors can be added before the next `close`."""
-        opened = self._open.get(kind)
-        return opened is None or opened.layout.names is layout.names or opened.layout.names == layout.names
-
-    def add_rows(
-        self, kind: str, step: int, layout: Layout, rows: Floats, positions: Sequence[int] | None = None
-    ) -> None:
-        """Rows of one kind, ``[len(positions), len(FIELDS)]``; all of the layout's without ``positions``."""
-        opened = self._open.get(kind)
-        if opened is None:
-            opened = self._open[kind] = _Open(layout, self._block if kind == "gradient" else 2)
-        opened.layout = layout
-        opened.add(step, rows, positions)
-
-    def has_rows(self, kind: str, step: int) -> bool:
-        """Whether rows of a kind were added for the newest step."""
-        opened = self._open.get(kind)
-        return opened is not None and bool(opened.steps) and opened.steps[-1] == step
-
-    @property
-    def open_steps(self) -> int:
-        """How many steps have come since the last `close`."""
-        return len(self._open_steps)
-
-    def close(self) -> tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Rows]]:
-        """Steps, scalars and rows that have come since the last call; keeps them compactly from now on.
-
-        The rows' memory is used again by the next ones.
-        """
-        steps = np.array(self._open_steps, dtype=np.int64)
-        scalars = {name: np.array(values, dtype=np.float64) for name, values in self._open_scalars.items()}
-        tables = {kind: opened.rows() for kind, opened in self._open.items() if opened.steps}
-        self._open_steps, self._open_scalars = [], {}
+    def keep(self, steps: npt.NDArray[np.int64], scalars: dict[str, Floats], tables: Mapping[str, Rows]) -> None:
+        """Takes up new steps."""
         for kind, rows in tables.items():
-            opened = self._open[kind]
-            if kind == "gradient":
-                opened.steps = []  # its memory serves the next ones
-            else:
-                del self._open[kind]
-            last = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
-            self.latest[kind] = last
-            if self.length:
+            self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
+            if self._length:
                 self._chunks.setdefault(kind, deque()).append(_Chunk(rows.layout, rows.steps, rows.compact()))
-        if self.length:
+        if self._length and len(steps):
             self._scalars.append((steps, scalars))
             self._forget()
-        return steps, scalars, tables
-
-    def drop_block(self) -> None:
-        """Lets go of the memory for new gradients, for other ones will come."""
-        self._open.pop("gradient", None)
 
     def _forget(self) -> None:
-        newest = int(self._scalars[-1][0][-1]) if len(self._scalars[-1][0]) else 0
+        newest = int(self._scalars[-1][0][-1])
         held = sum(chunk.values.nbytes for chunks in self._chunks.values() for chunk in chunks)
         while self._scalars and (
-            newest - int(self._scalars[0][0][-1]) >= self.length or (held > self._max_bytes and len(self._scalars) > 1)
+            newest - int(self._scalars[0][0][-1]) >= self._length or (held > self._max_bytes and len(self._scalars) > 1)
         ):
             last = int(self._scalars.popleft()[0][-1])
             for chunks in self._chunks.values():
                 while chunks and int(chunks[0].steps[-1]) <= last:
                     held -= chunks.popleft().values.nbytes
 
-    # The past --------------------------------------------------------------------------------------------
-
     def recording(self) -> Recording:
-        """All that is kept of closed steps, without findings."""
+        """All that is kept, without findings."""
         first = 0
         if self._scalars:
-            first = max(0, int(self._scalars[-1][0][-1]) - self.length + 1)
+            first = max(0, int(self._scalars[-1][0][-1]) - self._length + 1)
         steps = np.concatenate([s for s, _ in self._scalars]) if self._scalars else np.empty(0, np.int64)
         names = list(dict.fromkeys(name for _, scalars in self._scalars for name in scalars))
         scalars = {
@@ -167,7 +78,6 @@ class History:
 
     def load(self, recording: Recording) -> None:
         """Takes up the past of another run, in place of its own."""
-        self._open, self._open_steps, self._open_scalars = {}, [], {}
         self._chunks, self._scalars, self.latest = {}, deque(), {}
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))

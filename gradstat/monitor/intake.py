@@ -1,20 +1,21 @@
-"""Takes in the numbers of a step when they have arrived: into the history, and whether they are out of the ordinary."""
+"""Takes in the numbers of steps when they have arrived, and holds them until rules look at them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gradstat import _fields
 from gradstat.monitor.collecting import Pending
-from gradstat.monitor.history import History
 from gradstat.monitor.measuring import Arrived
-from gradstat.monitor.rows import Layout, Observation
+from gradstat.monitor.rows import Floats, Layout, Observation, Rows
 from gradstat.tensor_stats import l2_norm_of
 
+_NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]
 _SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
 _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
@@ -23,53 +24,96 @@ _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 JudgeLabel = Callable[[int, str, float, float], list[Observation]]
 
 
+class _Step(NamedTuple):
+    """A step whose numbers have arrived."""
+
+    pending: Pending
+    table: Floats
+
+
 class Intake:
-    """Puts what arrives where it belongs.
+    """Holds steps that have arrived until they are reviewed.
+
+    A healthy step costs a look at its totals; everything else is worked out for all steps together in `close`.
 
     Args:
-        history: Where rows and scalars go.
-        make_room: Called when the tensors of a kind are others than before: has to close the history.
+        make_room: Called when the tensors of a kind are others than before: has to call `close`.
         judge_label: Makes observations of the range of labels.
 
     Attributes:
         observations: What was seen besides rows since somebody took them away.
     """
 
-    def __init__(self, history: History, make_room: Callable[[], None], judge_label: JudgeLabel) -> None:
-        self._history, self._make_room, self._judge_label = history, make_room, judge_label
+    def __init__(self, make_room: Callable[[], None], judge_label: JudgeLabel) -> None:
+        self._make_room, self._judge_label = make_room, judge_label
+        self._steps: list[_Step] = []
+        self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
         self._layouts: dict[str, tuple[Any, Any, Layout]] = {}
+        self._ones = np.ones(0)
+        self._names: tuple[str, ...] = ()
+        self._memory: Floats | None = None
         self.observations: list[Observation] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come since the last `close`."""
+        return not self._steps and not self.observations
+
     def take(self, pending: Pending) -> bool:
-        """Takes in a step; whether a gradient or the loss is not finite. Waits for the numbers."""
-        step, scalars = pending.step, pending.scalars
-        gradients, *others = [arrived for numbers in pending.numbers for arrived in numbers.wait()]
-        if others and others[0].segment.kind == "scalars":
-            _take_scalars(others.pop(0), scalars)
-        loss = scalars.get("loss")
-        if loss is not None and not math.isfinite(loss):
-            scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
-        rows, total = gradients.rows, gradients.total
+        """Takes in a step; whether a gradient or the loss is not finite. Waits for the numbers.
+
+        Puts ``"norm"`` and ``"loss"`` into the step's scalars.
+        """
+        numbers, scalars = pending.numbers[0], pending.scalars
+        table, total = numbers.table(), numbers.total()
+        gradients, *others = numbers.segments
+        count = gradients.measured
+        if total is None:
+            if len(self._ones) != count:
+                self._ones = np.ones(count)
+            total = self._ones @ table[:count]  # the quickest sum over few rows
+        sums = total.tolist()
+        norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
+        bad = sums[_NAN] or sums[_INF]
+        if others and others[0].kind == "scalars":
+            for i, name in enumerate(others[0].names):
+                scalars[name] = _value(table[count + i])
         if pending.is_scaled:
-            unit = scalars["loss_scale"] ** _DEGREES
-            rows, total = rows / unit, None if total is None else total / unit
-        # A product with ones is the quickest sum over few rows.
-        sums = (np.ones(len(rows)) @ rows if total is None else total).tolist()
-        _totals(sums, scalars)
-        layout = self._layout_of(gradients)
-        if not self._history.fits("gradient", layout):
-            self._make_room()
-            self._history.drop_block()
-        self._history.add_rows("gradient", step, layout, rows, gradients.segment.positions)
-        self._history.add_step(step, scalars)
+            norm /= scalars["loss_scale"]
+        scalars["finite_norm"] = scalars["norm"] = norm
+        if bad:
+            scalars["norm"] = math.nan if sums[_NAN] else math.inf
+            scalars["nonfinite"] = sums[_NAN] + sums[_INF]
+        loss = scalars.get("loss", 0.0)
+        if not math.isfinite(loss):
+            scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
+            bad = True
+        if gradients.names is not self._names:
+            if gradients.names != self._names and self._steps:
+                self._make_room()
+            self._names = gradients.names
+        self._steps.append(_Step(pending, table))
         if pending.seen_at_once:
             self.observations += pending.seen_at_once
-        for arrived in others:
-            self.take_rows(step, arrived)
-        nonfinite = "nonfinite" in scalars
-        if nonfinite and pending.origin is not None:
-            self.observations.append(Observation("origin", step, pending.origin()))
-        return nonfinite or "loss_nonfinite" in scalars
+        if len(others) > 1 or len(pending.numbers) > 1:
+            self._take_others(pending, table)
+        if bad and pending.origin is not None and "nonfinite" in scalars:
+            self.observations.append(Observation("origin", pending.step, pending.origin()))
+        return bool(bad)
+
+    def _take_others(self, pending: Pending, table: Floats) -> None:
+        first, *rest = pending.numbers
+        for arrived in first.split(table)[1:]:
+            if arrived.segment.kind != "scalars":
+                self.take_rows(pending.step, arrived)
+        for numbers in rest:
+            for arrived in numbers.split(numbers.table()):
+                self.take_rows(pending.step, arrived)
+
+    def has_rows(self, kind: str, step: int) -> bool:
+        """Whether rows of a kind have come for a step, the newest of its kind."""
+        held = self._others.get(kind)
+        return held is not None and held[-1][0] == step
 
     def take_rows(self, step: int, arrived: Arrived) -> None:
         """Takes in rows of another kind than gradients; nothing if there are some of that kind and step already."""
@@ -79,10 +123,49 @@ class Intake:
                 self.observations += self._judge_label(step, name, float(row[_MIN]), float(row[_MAX]))
             return
         layout = self._layout_of(arrived)
-        if not self._history.fits(kind, layout):
+        held = self._others.get(kind)
+        if held and held[-1][1].names != layout.names:
             self._make_room()
-        if not self._history.has_rows(kind, step):
-            self._history.add_rows(kind, step, layout, arrived.rows, arrived.segment.positions)
+        if not self.has_rows(kind, step):
+            self._others.setdefault(kind, []).append((step, layout, arrived.rows))
+
+    def close(self) -> tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Rows]]:
+        """Steps, scalars and rows that have come since the last call; their memory serves the next ones."""
+        held, self._steps = self._steps, []
+        steps = np.array([one.pending.step for one in held], dtype=np.int64)
+        names = dict.fromkeys(name for one in held for name in one.pending.scalars)
+        scalars = {
+            name: np.array([one.pending.scalars.get(name, math.nan) for one in held], dtype=np.float64)
+            for name in names
+        }
+        tables: dict[str, Rows] = {}
+        if held:
+            tables["gradient"] = self._gradients(held, steps)
+        for kind, rows in self._others.items():
+            at = np.array([step for step, _, _ in rows], dtype=np.int64)
+            tables[kind] = Rows(rows[-1][1], at, np.stack([raw for _, _, raw in rows]))
+        self._others = {}
+        return steps, scalars, tables
+
+    def _gradients(self, held: list[_Step], steps: npt.NDArray[np.int64]) -> Rows:
+        raw = self._memory
+        if raw is None or raw.shape[0] < len(held) or raw.shape[1] != len(self._names):
+            raw = self._memory = np.empty((len(held), len(self._names), len(_fields.FIELDS)))
+        raw = raw[: len(held)]
+        layout: Layout | None = None
+        for one, rows in zip(held, raw, strict=True):
+            numbers = one.pending.numbers[0]
+            segment = numbers.segments[0]
+            if segment.positions is None:
+                rows[:] = one.table[: segment.measured]
+            else:
+                rows.fill(math.nan)
+                rows[segment.positions] = one.table[: segment.measured]
+            layout = self._layout_of(Arrived(segment, one.table, numbers.infos(), 0))
+            if one.pending.is_scaled:
+                rows /= one.pending.scalars["loss_scale"] ** _DEGREES
+        assert layout is not None
+        return Rows(layout, steps, raw)
 
     def _layout_of(self, arrived: Arrived) -> Layout:
         """The layout of the tensors of a segment, remembered from step to step."""
@@ -104,18 +187,8 @@ class Intake:
         return layout
 
 
-def _take_scalars(arrived: Arrived, scalars: dict[str, float]) -> None:
+def _value(row: Floats) -> float:
     # Of one element the sum is the element, and the counts say what it is if it is not finite.
-    for name, row in zip(arrived.segment.names, arrived.rows[:, : _SUM + 1].tolist(), strict=True):
-        scalars[name] = row[_SUM] if not row[0] and not row[1] else math.nan if row[0] else math.inf
-
-
-def _totals(sums: Sequence[float], scalars: dict[str, float]) -> None:
-    """The norms of a step's gradients from the sums over all of them, and the elements that are not finite, if any."""
-    extreme = sums[_LARGE] or sums[_SMALL]
-    norm = float(l2_norm_of(np.array(sums))) if extreme else math.sqrt(sums[_SQ])
-    nan, inf = sums[0], sums[1]
-    scalars["finite_norm"] = scalars["norm"] = norm
-    if nan or inf:
-        scalars["norm"] = math.nan if nan else math.inf
-        scalars["nonfinite"] = nan + inf
+    if row[_NAN] or row[_INF]:
+        return math.nan if row[_NAN] else math.inf
+    return float(row[_SUM])

@@ -44,14 +44,12 @@ class Arrived(NamedTuple):
         rows: ``[measured, len(FIELDS)]``.
         every: Of all tensors measured together; the same object as long as they stay alike.
         start: Where those of the segment begin.
-        total: The row of all tensors of all ranks, if they are distributed.
     """
 
     segment: Segment
     rows: Floats
     every: Sequence[TensorInfo]
     start: int
-    total: Floats | None
 
     @property
     def infos(self) -> Sequence[TensorInfo]:
@@ -80,27 +78,39 @@ class Numbers:
         """Whether there is a way to go."""
         return any(arrival.travels for arrival in self._arrivals)
 
-    def wait(self) -> list[Arrived]:
-        """The rows of each segment; waits for them, once per device."""
+    def table(self) -> Floats:
+        """The rows of all segments, one behind the other; waits for them, once per device."""
+        if len(self._arrivals) == 1 and self._total is None:
+            only: Floats = self._arrivals[0].wait()
+            return only
         tables = [arrival.wait() for arrival in self._arrivals]
-        infos: Sequence[TensorInfo]
+        if not tables:
+            return np.empty((0, _WIDTH))
         if len(tables) == 1:
-            table, infos = tables[0], self._parts[0][1]
-        elif tables:
-            order = np.argsort([position for positions, _ in self._parts for position in positions or ()])
-            every = [info for _, some in self._parts for info in some]
-            table, infos = np.concatenate(tables)[order], [every[i] for i in order]
-        else:
-            table, infos = np.empty((0, _WIDTH)), []
-        total = None if self._total is None else self._total.wait()
-        if total is not None:
-            table = _without_ranks(table, infos)
-        if len(self.segments) == 1:
-            return [Arrived(self.segments[0], table, infos, 0, None if total is None else total[0])]
-        arrived, start = [], 0
+            return _without_ranks(tables[0], self.infos())
+        joined: Floats = np.concatenate(tables)[self._order()]
+        return joined
+
+    def total(self) -> Floats | None:
+        """The row of all tensors of all ranks, if they are distributed; waits for it."""
+        return None if self._total is None else self._total.wait()[0]
+
+    def infos(self) -> Sequence[TensorInfo]:
+        """Of the tensors of all rows; the same object as long as they stay alike."""
+        if len(self._parts) == 1:
+            return self._parts[0][1]
+        every = [info for _, some in self._parts for info in some]
+        return [every[i] for i in self._order()] if every else ()
+
+    def _order(self) -> Any:
+        return np.argsort([position for positions, _ in self._parts for position in positions or ()])
+
+    def split(self, table: Floats) -> list[Arrived]:
+        """The rows of each segment."""
+        arrived, start, infos = [], 0, self.infos()
         for segment in self.segments:
             end = start + segment.measured
-            arrived.append(Arrived(segment, table[start:end], infos, start, None))
+            arrived.append(Arrived(segment, table[start:end], infos, start))
             start = end
         return arrived
 

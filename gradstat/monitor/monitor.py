@@ -105,7 +105,7 @@ class Monitor:
         save_to: str | Path | None = None,
         replay: Any = False,
         keep_batch: bool = False,
-        review_every: int = 32,
+        review_every: int = 64,
         max_bytes: int = 256 * 2**20,
         snapshot_every: int = 100,
         backend: str | None = None,
@@ -127,7 +127,7 @@ class Monitor:
         self._lag = lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         self._save_to = None if save_to is None else Path(save_to)
-        self._history = History(history, max_bytes, review_every)
+        self._history = History(history, max_bytes)
         self._warner = Warner()
         self.findings: list[Finding] = []
         self.should_stop = False
@@ -138,7 +138,7 @@ class Monitor:
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
         )
-        self._intake = Intake(self._history, self._review, self._collector.judged_label)
+        self._intake = Intake(self._review, self._collector.judged_label)
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._snapshot_every = snapshot_every
@@ -221,16 +221,17 @@ class Monitor:
         if step + 1 != self.steps or step - self._looked_closer < _QUIET:
             return
         self._looked_closer = step
-        for numbers in self._collector.look_closer(lambda kind: self._history.has_rows(kind, step)):
-            for arrived in numbers.wait():
+        for numbers in self._collector.look_closer(lambda kind: self._intake.has_rows(kind, step)):
+            for arrived in numbers.split(numbers.table()):
                 self._intake.take_rows(step, arrived)
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
-        observations, self._intake.observations = self._intake.observations, []
-        if not self._history.open_steps and not observations:
+        if self._intake.is_empty:
             return
-        steps, scalars, tables = self._history.close()
+        observations, self._intake.observations = self._intake.observations, []
+        steps, scalars, tables = self._intake.close()
+        self._history.keep(steps, scalars, tables)
         facts = Facts(self._collector.backward_order, self._scaler is not None, self._max_norm, eps_of(self._optimizer))
         found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
