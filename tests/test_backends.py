@@ -177,7 +177,7 @@ LAYERS = [
     {"distributed"},
     {"monitor"},
     {"__init__"},
-    {"bench"},
+    {"bench", "pytest_plugin"},
     {"demo"},
     {"__main__"},
 ]

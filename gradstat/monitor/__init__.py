@@ -6,6 +6,7 @@ from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
 from gradstat.monitor.recording import Recording, Series
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
+from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
 from gradstat.monitor.watching import DEFAULT_WATCH
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Recording",
     "Rule",
     "Series",
+    "UnhealthyTrainingError",
+    "assert_healthy",
     "default_rules",
     "rule",
 ]

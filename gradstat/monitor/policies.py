@@ -44,9 +44,10 @@ class PolicyTable:
     """Which policies apply to a finding.
 
     Args:
-        given: A policy or several, for errors (warnings then warn); or a mapping from severities and names of rules to
-            them. The name of a rule goes before its severity. What is not given: ``"warn"`` for errors and warnings,
-            ``"record"`` for infos, and besides ``"stop"`` for ``lost-loss``.
+        given: A policy or several, for errors; or a mapping from severities and names of rules to them, in which the
+            name of a rule goes before its severity. What is not given: ``"warn"`` for errors and warnings, and
+            ``"record"`` for infos. ``"record"`` alone is for warnings, too. A loss that is lost (``lost-loss``) is
+            treated as other errors are, and stops besides, unless it is given itself.
         rules: Names there are.
 
     Raises:
@@ -59,7 +60,6 @@ class PolicyTable:
             "error": ("warn",),
             "warning": ("warn",),
             "info": ("record",),
-            "lost-loss": ("warn", "stop"),
         }
         if isinstance(given, Mapping):
             for key, policies in given.items():
@@ -71,8 +71,10 @@ class PolicyTable:
                 self._by[key] = _listed(policies)
         elif given is not None:
             self._by["error"] = _listed(given)
-            if "raise" in self._by["error"]:
-                del self._by["lost-loss"]
+            if given == "record":
+                self._by["warning"] = ("record",)
+        if "lost-loss" in rules:
+            self._by.setdefault("lost-loss", (*self._by["error"], "stop"))
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
         """Those for a finding."""

@@ -142,7 +142,7 @@ class LabelRange(Rule):
                     seen.value["name"],
                     f"the labels {seen.value['name']} run from {low} to {high}; expected {allowed}",
                     about="batch",
-                    **seen.value,
+                    **{key: value for key, value in seen.value.items() if key != "name"},
                 )
 
 

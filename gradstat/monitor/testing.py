@@ -1,0 +1,108 @@
+"""`assert_healthy`: some steps of training in a test, which fails if the monitor finds something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradstat.monitor.diagnosis import Diagnosis
+from gradstat.monitor.findings import SEVERITIES
+from gradstat.monitor.monitor import Monitor
+
+
+class UnhealthyTrainingError(AssertionError):
+    """Training showed something it should not; the message is the diagnosis.
+
+    Attributes:
+        diagnosis: All of it.
+    """
+
+    def __init__(self, message: str, diagnosis: Diagnosis | None = None) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
+
+
+def assert_healthy(
+    model: nn.Module,
+    steps: int | Iterable[Any],
+    step_fn: Callable[[], Any] | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    severity: str = "warning",
+    allow: Iterable[str] = (),
+    loss_falls: bool = False,
+    **options: Any,
+) -> Diagnosis:
+    """Trains for some steps under a `Monitor` and fails if it finds anything. For tests of models, in CI::
+
+        def test_training(assert_healthy):  # the fixture of gradstat.pytest_plugin; or import the function
+            model, optimizer, data = ...
+
+            def step():
+                optimizer.zero_grad()
+                loss = loss_of(model, next(data))
+                loss.backward()
+                return loss
+
+            assert_healthy(model, 50, step, optimizer)
+
+    Args:
+        model: The module that is trained.
+        steps: How many, with ``step_fn``; or an iterable that does a step whenever it is asked for the next item, a
+            generator with a ``yield loss`` between ``backward()`` and ``optimizer.step()`` for example.
+        step_fn: Forward and backward; returns the loss. The optimizer is stepped behind it.
+        optimizer: Stepped after each call of ``step_fn``, and watched; with an iterable only watched.
+        severity: The least that fails.
+        allow: Names of rules whose findings do not fail.
+        loss_falls: Whether the mean loss of the last quarter of the steps has to be below that of the first.
+        options: For `gradstat.Monitor`.
+
+    Returns:
+        The diagnosis, of a healthy run.
+
+    Raises:
+        UnhealthyTrainingError: Something was found; an ``AssertionError`` whose message is the diagnosis.
+        TypeError, ValueError: The arguments do not fit together.
+    """
+    if severity not in SEVERITIES:
+        raise ValueError(f"severity is {severity!r}; expected one of {', '.join(SEVERITIES)}")
+    counted = isinstance(steps, int)
+    if counted and step_fn is None:
+        raise TypeError("a number of steps needs step_fn, which does one; or pass an iterable that yields losses")
+    if not counted and step_fn is not None:
+        raise TypeError("pass a number of steps with step_fn, or an iterable without it")
+    allowed = {allow} if isinstance(allow, str) else set(allow)
+    monitor = Monitor(model, optimizer, **{"on_anomaly": dict.fromkeys(SEVERITIES, "record"), **options})
+    losses: list[float] = []
+    with monitor:
+        if isinstance(steps, int):
+            assert step_fn is not None
+            for _ in range(steps):
+                _note(monitor, step_fn(), losses)
+                if optimizer is not None:
+                    optimizer.step()
+        else:
+            for loss in steps:
+                _note(monitor, loss, losses)
+    diagnosis = monitor.diagnose()
+    serious = SEVERITIES[SEVERITIES.index(severity) :]
+    found = [f for f in diagnosis.findings if f.severity in serious and f.rule not in allowed]
+    if found:
+        raise UnhealthyTrainingError(f"{len(found)} finding{'s' * (len(found) != 1)}\n{diagnosis}", diagnosis)
+    quarter = len(losses) // 4
+    if loss_falls and quarter and not sum(losses[-quarter:]) < sum(losses[:quarter]):
+        first, last = sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
+        raise UnhealthyTrainingError(
+            f"the loss does not fall: {first:.4g} on average of the first {quarter} steps, {last:.4g} of the last",
+            diagnosis,
+        )
+    return diagnosis
+
+
+def _note(monitor: Monitor, loss: Any, losses: list[float]) -> None:
+    monitor.step(loss)
+    if loss is not None:
+        losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))

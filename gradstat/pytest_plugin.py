@@ -1,0 +1,19 @@
+"""A pytest plugin with the fixture ``assert_healthy``: ``pytest_plugins = ["gradstat.pytest_plugin"]`` in a conftest.
+
+Not registered by itself, so that installing gradstat does not make every test session import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gradstat.monitor.testing import assert_healthy as _assert_healthy
+
+
+@pytest.fixture
+def assert_healthy() -> Callable[..., Any]:
+    """`gradstat.monitor.assert_healthy`."""
+    return _assert_healthy

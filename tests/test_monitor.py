@@ -1,0 +1,613 @@
+"""`Monitor`: what it measures, when it reads and reviews, its policies, its memory, and what it must not do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, relu
+
+import gradstat
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, rule
+from gradstat.monitor.collecting import Collector
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(relu(self.second(relu(self.norm(self.first(x))))))
+
+
+def made(**options: Any) -> tuple[Net, torch.optim.Optimizer, gradstat.Monitor]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, gradstat.Monitor(model, optimizer, **{"on_anomaly": "record", **options})
+
+
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gradstat.Monitor, steps: int, bad: int | None = None
+) -> list[list[Finding]]:
+    """Some steps; in step ``bad`` one gradient gets a NaN. Returns what each step found."""
+    found = []
+    for _ in range(steps):
+        step = monitor.steps
+        x = torch.randn(32, 8)
+        loss = cross_entropy(model(x), (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+        optimizer.zero_grad()
+        loss.backward()
+        if step == bad:
+            model.second.weight.grad[2, 3] = math.nan  # type: ignore[union-attr,index]
+        found.append(monitor.step(loss))
+        optimizer.step()
+    return found
+
+
+def test_a_healthy_run_finds_nothing_and_records_what_check_says() -> None:
+    model, optimizer, monitor = made()
+    norms, rows = [], []
+    for _ in range(70):
+        x = torch.randn(32, 8)
+        loss = cross_entropy(model(x), (x[:, 0] > 0).long())
+        optimizer.zero_grad()
+        loss.backward()
+        report = gradstat.check(model)
+        norms.append((loss.item(), report.total_norm))
+        rows.append(report.to_numpy())
+        monitor.step(loss)
+        optimizer.step()
+    assert monitor.findings == []
+    recording = monitor.recording()
+    assert recording.steps.tolist() == list(range(70))
+    np.testing.assert_allclose(recording.scalars["loss"], [loss for loss, _ in norms], rtol=1e-7)
+    np.testing.assert_allclose(recording.scalars["norm"], [norm for _, norm in norms], rtol=1e-12)
+    assert (recording.scalars["lr"] == 1e-3).all()
+    table = recording.tables["gradient"]
+    assert table.names == tuple(name for name, _ in model.named_parameters())
+    assert table.numel.tolist() == [p.numel() for p in model.parameters()]
+    for name in ("l2_norm", "mean", "min", "max", "max_abs", "nan_count"):
+        np.testing.assert_allclose(table.column(name), [row[name] for row in rows], rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(table.column("std"), [row["std"] for row in rows], rtol=2e-3, atol=1e-9)
+    assert recording.backward_order[-1] == "first.weight"
+    assert recording.backward_order[0].startswith("last.")
+
+
+def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
+    model, optimizer, monitor = made(watch={"parameters": 10, "optimizer": 10, "buffers": 10, "updates": 10,
+                                            "activations": 10, "outputs": 10})  # fmt: skip
+    before = {}
+    for step in range(25):
+        if step in (10, 11):
+            before[step] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trained(model, optimizer, monitor, 1)
+    tables = monitor.recording().tables
+    assert tables["parameter"].steps.tolist() == [0, 10, 20]
+    assert tables["buffer"].names == ("norm.running_mean", "norm.running_var")
+    assert tables["exp_avg"].steps.tolist() == [10, 20]  # there is none before the first step of the optimizer
+    assert tables["update"].steps.tolist() == [1, 11, 21]
+    assert tables["activation"].names == ("first", "norm", "second", "last")
+    assert tables["activation"].steps.tolist() == [0, 10, 20]
+    assert tables["output"].names == ("logits",)
+    expected = [(before[11][n] - before[10][n]).norm().item() for n in tables["update"].names]
+    np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-5)
+    expected = [before[10][n].norm().item() for n in tables["parameter"].names]
+    np.testing.assert_allclose(tables["parameter"].column("l2_norm")[1], expected, rtol=1e-6)
+
+
+def test_activations_are_not_kept_alive() -> None:
+    model, _, monitor = made(watch={"activations": 1})
+    seen: list[weakref.ref[Tensor]] = []
+    handle = model.second.register_forward_hook(lambda _m, _i, output: seen.append(weakref.ref(output)))
+    model(torch.randn(4, 8)).sum().backward()
+    handle.remove()
+    gc.collect()
+    assert len(seen) == 1
+    assert seen[0]() is None
+    monitor.step()
+
+
+def test_a_bad_step_is_found_at_once_on_the_cpu_whatever_the_lag() -> None:
+    for lag in (0, 1, 3):
+        model, optimizer, monitor = made(lag=lag)
+        found = trained(model, optimizer, monitor, 12, bad=10)
+        assert [len(some) > 0 for some in found[:11]] == [False] * 10 + [True]
+        finding = monitor.findings[0]
+        assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 10, "second.weight")
+        assert finding.evidence["first"] == [2, 3]
+        assert finding.about == "gradient"
+
+
+class _Late:
+    """Stands in for numbers that are still on their way when asked for early."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.travels = True
+        self.flag = inner.flag
+        self.segments = inner.segments
+        self.asked = 0
+
+    def table(self) -> Any:
+        self.asked += 1
+        return self._inner.table()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_numbers_that_travel_are_read_so_many_steps_later(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    late: list[_Late] = []
+    collect = Collector.collect
+
+    def collected(self: Collector, *arguments: Any) -> Any:
+        pending = collect(self, *arguments)
+        late.append(_Late(pending.numbers[0]))
+        return pending._replace(numbers=[late[-1], *pending.numbers[1:]])
+
+    monkeypatch.setattr(Collector, "collect", collected)
+    model, optimizer, monitor = made(lag=lag)
+    found = trained(model, optimizer, monitor, 12, bad=10)
+    assert [one.asked > 0 for one in late] == [True] * (12 - lag) + [False] * lag
+    assert not any(found[: 10 + lag])
+    if lag == 1:
+        assert found[11][0].step == 10
+    monitor.flush()
+    assert all(one.asked for one in late)
+    assert monitor.findings[0].step == 10
+
+
+def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
+    """The bad gradient that was complete first is named, not the first of the model."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used_last, self.used_first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used_last(self.used_first(x))
+
+    model = Backwards()
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+    for step in range(3):
+        model.zero_grad()
+        loss = model(torch.randn(2, 4)).sum() * (math.nan if step == 2 else 1.0)
+        loss.backward()
+        monitor.step()
+    assert monitor.findings[0].name.startswith("used_last.")
+
+
+# Policies ------------------------------------------------------------------------------------------------
+
+
+def test_warns_and_says_where_and_what_to_try() -> None:
+    model, optimizer, monitor = made(on_anomaly=None)
+    with pytest.warns(AnomalyWarning, match=r"step 3.*second\.weight.*What to try") as caught:
+        trained(model, optimizer, monitor, 4, bad=3)
+    assert caught[0].filename == __file__
+
+
+def test_warnings_of_a_rule_are_rate_limited() -> None:
+    model, optimizer, monitor = made(
+        on_anomaly=None, rules=[next(r for r in default_rules() if r.name == "nonfinite-gradient")]
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            trained(model, optimizer, monitor, 1, bad=monitor.steps if monitor.steps % 4 == 0 else None)
+            for p in model.parameters():  # the NaN came with the step of the optimizer
+                p.data.nan_to_num_()
+            optimizer.state.clear()
+    assert len(monitor.findings) > 5
+    assert len(caught) == 1
+
+
+def test_raises_with_the_finding() -> None:
+    model, optimizer, monitor = made(on_anomaly="raise")
+    with pytest.raises(AnomalyError, match=r"second\.weight") as caught:
+        trained(model, optimizer, monitor, 5, bad=4)
+    assert caught.value.finding == monitor.findings[0]
+    assert "what to try" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_skips_the_bad_step_and_no_other(kind: Any, fused: bool) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = kind(model.parameters(), lr=1e-3, fused=fused, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("record", "skip")})
+    changed = []
+    for _ in range(6):
+        before = [p.detach().clone() for p in model.parameters()]
+        trained(model, optimizer, monitor, 1, bad=3)
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+        assert all(p.isfinite().all() for p in model.parameters())
+        assert not hasattr(optimizer, "found_inf")
+    assert changed == [True, True, True, False, True, True]
+    assert monitor.findings[0].step == 3
+
+
+def test_skip_needs_the_optimizer() -> None:
+    with pytest.raises(TypeError, match="needs the optimizer"):
+        gradstat.Monitor(Net(), on_anomaly="skip")
+
+
+def test_stops_by_itself_when_the_loss_is_lost() -> None:
+    model, optimizer, monitor = made()
+    with torch.no_grad():
+        model.last.bias.fill_(math.nan)
+    for _ in range(3):
+        assert not monitor.should_stop
+        trained(model, optimizer, monitor, 1)
+    assert monitor.should_stop
+    assert "lost-loss" in {finding.rule for finding in monitor.findings}
+
+
+def test_rolls_back_to_the_last_healthy_state() -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, snapshot_every=5)
+    trained(model, optimizer, monitor, 10)
+    at_ten = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    trained(model, optimizer, monitor, 3)
+    with torch.no_grad():
+        model.first.weight[0, 0] = math.inf
+    x = torch.randn(32, 8)
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x), torch.zeros(32, dtype=torch.long))
+    loss.backward()
+    monitor.step(loss)
+    state, optimizer_state = model.state_dict(), optimizer.state_dict()
+    for key, value in at_ten[0].items():
+        if "num_batches" not in key and "running" not in key:  # the snapshot is from within step 10
+            assert torch.equal(state[key], value), key
+    for number, held in at_ten[1]["state"].items():
+        assert torch.equal(optimizer_state["state"][number]["exp_avg"], held["exp_avg"])
+    optimizer.step()  # on no gradients: changes nothing
+    assert torch.equal(model.first.weight, at_ten[0]["first.weight"])
+    trained(model, optimizer, monitor, 5)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_rolling_back_without_a_state_says_so() -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"})
+    with pytest.warns(RuntimeWarning, match="no healthy state"):
+        trained(model, optimizer, monitor, 1, bad=0)
+
+
+def test_calls_what_it_is_given_by_severity_or_rule() -> None:
+    seen: list[str] = []
+    model, optimizer, monitor = made(
+        on_anomaly={
+            "error": "record",
+            "nonfinite-gradient": lambda m, finding: seen.append(f"{m.steps} {finding.rule}"),
+        }
+    )
+    trained(model, optimizer, monitor, 3, bad=2)
+    assert seen == ["3 nonfinite-gradient"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("explode", "unknown policy 'explode'"),
+        ({"fatal": "warn"}, "expected a severity"),
+        ({"error": "wran"}, "unknown policy 'wran'"),
+    ],
+)
+def test_policies_that_are_not_known(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gradstat.Monitor(Net(), on_anomaly=given)
+
+
+# Arguments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"optimizer": "adam"}, TypeError, "optimizer: expected"),
+        ({"history": -1}, ValueError, "history is -1"),
+        ({"lag": 0.5}, ValueError, "lag is 0.5"),
+        ({"watch": {"weights": 1}}, ValueError, "cannot watch 'weights'; known: gradients"),
+        ({"watch": {"parameters": -1}}, ValueError, "expected 0 for never"),
+        ({"watch": {"parameters": 0.5}}, TypeError, "expected a number of steps"),
+        ({"watch": {"gradients": 2}}, ValueError, "every step"),
+        ({"watch": {"origin": 1}}, TypeError, "needs a DistributedDataParallel"),
+        ({"rules": [default_rules]}, TypeError, "expected instances"),
+        ({"rules": [type(default_rules()[0])]}, TypeError, "make an instance"),
+    ],
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        gradstat.Monitor(Net(), **options)
+
+
+def test_a_model_that_is_none() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got list"):
+        gradstat.Monitor([nn.Linear(2, 2)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", [torch.zeros(3), torch.zeros((), dtype=torch.long), "low"])
+def test_a_loss_that_is_no_number(loss: Any) -> None:
+    model, _, monitor = made()
+    model(torch.randn(4, 8)).sum().backward()
+    with pytest.raises((TypeError, ValueError), match="loss is a"):
+        monitor.step(loss)
+    monitor.step(1.5)
+    assert monitor.steps == 1
+
+
+# Batches -------------------------------------------------------------------------------------------------
+
+
+def test_labels_out_of_range_are_told_before_the_forward_pass() -> None:
+    _, _, monitor = made(classes=4)
+    assert monitor.batch((torch.randn(6, 8), torch.tensor([0, 3, -100, 1, 2, 0]))) == []
+    found = monitor.batch({"x": torch.randn(6, 8), "y": torch.tensor([1, 2, 3, 4, 1, 1])})
+    assert [(f.rule, f.name, f.step, f.evidence["high"]) for f in found] == [("label-out-of-range", "batch['y']", 0, 4)]
+
+
+def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
+    model, optimizer, monitor = made()
+    trained(model, optimizer, monitor, 5)
+    x = torch.randn(32, 8)
+    x[7, 2] = math.nan
+    monitor.batch({"inputs": x})
+    loss = cross_entropy(model(x), torch.zeros(32, dtype=torch.long))
+    optimizer.zero_grad()
+    loss.backward()
+    monitor.step(loss)
+    first = monitor.diagnose().findings[0]
+    assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", "batch['inputs']", [7, 2])
+
+
+# Rules ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_of_ones_own_and_one_that_fails() -> None:
+    @rule("loss-low", severity="info", advice=["stop"])
+    def loss_low(self: Rule, window: Any) -> Iterator[Finding]:
+        loss = window.scalar("loss")
+        for step, value in zip(window.steps, loss, strict=True):
+            yield self.found(step, "loss", f"{value:.3g}", loss=value)
+
+    class Broken(Rule):
+        name = "broken"
+
+        def review(self, window: Any) -> Any:
+            raise KeyError("oops")
+
+    model, optimizer, monitor = made(rules=[Broken(), loss_low()])
+    with pytest.warns(RuntimeWarning, match="'broken' failed and is switched off"):
+        trained(model, optimizer, monitor, 1)
+    trained(model, optimizer, monitor, 70)
+    monitor.flush()
+    assert [finding.step for finding in monitor.findings] == list(range(71))
+    assert {finding.rule for finding in monitor.findings} == {"loss-low"}
+
+
+def test_every_step_is_reviewed_once_in_order() -> None:
+    steps: list[int] = []
+
+    @rule("noting")
+    def noting(self: Rule, window: Any) -> tuple[()]:
+        steps.extend(window.steps.tolist())
+        assert window.rows("gradient").steps.tolist() == window.steps.tolist()
+        return ()
+
+    model, optimizer, monitor = made(rules=[noting()], review_every=7)
+    trained(model, optimizer, monitor, 40, bad=17)
+    monitor.flush()
+    assert steps == list(range(40))
+
+
+# Changing models -----------------------------------------------------------------------------------------
+
+
+def test_a_model_that_changes() -> None:
+    model, optimizer, monitor = made(rules=[])
+    trained(model, optimizer, monitor, 3)
+    model.extra = nn.Linear(2, 2)
+    trained(model, optimizer, monitor, 3)
+    model.first.requires_grad_(False)
+    trained(model, optimizer, monitor, 3)
+    table = monitor.recording().tables["gradient"]
+    assert set(table.names) == {name for name, _ in model.named_parameters()}
+    column = table.column("l2_norm")
+    first, extra = table.names.index("first.weight"), table.names.index("extra.weight")
+    assert np.isfinite(column[:6, first]).all()
+    assert np.isnan(column[6:, first]).all()
+    assert np.isnan(column[:, extra]).all()
+    assert table.numel[first] == 128
+
+
+def test_a_model_without_any_gradient() -> None:
+    model, _, monitor = made()
+    for _ in range(3):
+        monitor.step()
+    assert monitor.recording().scalars["missing"].tolist() == [8.0] * 3
+    del model
+
+
+def test_gradients_under_a_loss_scale_are_told_without_it() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    monitor = gradstat.Monitor(model, optimizer, scaler, on_anomaly="record")
+    x = torch.randn(32, 8)
+    for unscale_first in (False, True):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        monitor.step(loss)
+        scaler.step(optimizer)
+        scaler.update()
+    recording = monitor.recording()
+    assert recording.scalars["norm"][0] == pytest.approx(recording.scalars["norm"][1], rel=1e-6)
+    assert recording.scalars["loss_scale"][0] == 2.0**10
+    assert recording.tables["gradient"].column("l2_norm")[0] == pytest.approx(
+        recording.tables["gradient"].column("l2_norm")[1], rel=1e-5
+    )
+
+
+# Life ----------------------------------------------------------------------------------------------------
+
+
+def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    losses = [2.0] * 60 + [50.0] + [2.0] * 20
+
+    def run(split: int | None) -> gradstat.Monitor:
+        model, optimizer, monitor = made()
+        generator = torch.Generator().manual_seed(0)
+        for i, loss in enumerate(losses):
+            if i == split:
+                torch.save(monitor.state_dict(), tmp_path / "state.pt")
+                monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+                monitor.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            monitor.step(loss)
+            optimizer.step()
+        monitor.flush()
+        return monitor
+
+    whole, resumed = run(None), run(55)
+    assert [f.to_dict() for f in whole.findings] == [f.to_dict() for f in resumed.findings]
+    assert "loss-spike" in {f.rule for f in whole.findings}
+    assert resumed.recording().steps.tolist() == whole.recording().steps.tolist()
+    np.testing.assert_array_equal(
+        resumed.recording().tables["gradient"].values, whole.recording().tables["gradient"].values
+    )
+
+
+def test_a_state_of_the_future_is_refused() -> None:
+    _, _, monitor = made()
+    state = monitor.state_dict()
+    state["version"] = 2
+    with pytest.raises(ValueError, match="newer gradstat"):
+        monitor.load_state_dict(state)
+
+
+def test_history_is_bounded() -> None:
+    model, optimizer, monitor = made(history=100, review_every=10)
+    trained(model, optimizer, monitor, 350)
+    recording = monitor.recording()
+    assert recording.steps[-1] == 349
+    assert len(recording.steps) == 100
+    assert len(recording.tables["gradient"].steps) == 100
+
+
+def test_detaching_takes_everything_away() -> None:
+    model = Net()
+    before = [len(module._forward_hooks) for module in model.modules()]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")}, watch=["activations"]) as monitor:
+        trained(model, optimizer, monitor, 2)
+    assert [len(module._forward_hooks) for module in model.modules()] == before
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks)
+    assert not optimizer._optimizer_step_post_hooks
+    assert monitor.step() == []
+    assert monitor.steps == 2
+
+
+def test_a_monitor_keeps_no_model_alive_and_leaves_no_cycle() -> None:
+    model, optimizer, monitor = made()
+    trained(model, optimizer, monitor, 3)
+    alive = weakref.ref(monitor)
+    gc.collect()
+    del monitor
+    gc.collect()
+    assert alive() is None
+    trained(model, optimizer, gradstat.Monitor(model, optimizer), 1)
+
+
+def test_a_watched_model_can_be_copied_and_pickled() -> None:
+    model, optimizer, monitor = made(watch={"activations": 1})
+    trained(model, optimizer, monitor, 1)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(torch.randn(4, 8)).sum().backward()
+    trained(model, optimizer, monitor, 1)
+    assert monitor.recording().tables["activation"].steps.tolist() == [0, 1]
+
+
+def test_the_diagnosis_in_all_its_forms() -> None:
+    model, optimizer, monitor = made()
+    assert monitor.diagnose().ok
+    trained(model, optimizer, monitor, 6, bad=4)
+    diagnosis = monitor.diagnose()
+    assert not diagnosis.ok
+    text = str(diagnosis)
+    assert "second.weight" in text
+    assert "likely causes" in text
+    told = diagnosis.to_dict()
+    assert told["findings"][0]["rule"] == "nonfinite-gradient"
+    page = diagnosis.to_html()
+    assert "<script" not in page
+    assert "second.weight" in page
+    hostile = Finding("x", "error", 0, "<script>alert(1)</script>", {}, ("<b>",), ("<i>",), "<u>")
+    monitor.findings.append(hostile)
+    assert "<script>" not in monitor.diagnose().to_html()
+    assert "<u>" not in monitor.diagnose().to_html()
+
+
+def test_assert_healthy_passes_and_fails() -> None:
+    from gradstat.monitor import UnhealthyTrainingError, assert_healthy
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step() -> Tensor:
+        x = torch.randn(32, 8)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), (x[:, 0] > 0).long())
+        loss.backward()
+        return loss
+
+    assert assert_healthy(model, 60, step, optimizer, loss_falls=True).ok
+
+    def detached() -> Iterator[Tensor]:
+        for _ in range(30):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            hidden = relu(model.norm(model.first(x))).detach()
+            loss = model.last(relu(model.second(hidden))).square().mean()
+            loss.backward()
+            yield loss
+            optimizer.step()
+
+    with pytest.raises(UnhealthyTrainingError, match="missing-gradient"):
+        assert_healthy(model, detached(), optimizer=optimizer)
+    assert_healthy(model, detached(), optimizer=optimizer, allow="missing-gradient")
+    with pytest.raises(TypeError, match="needs step_fn"):
+        assert_healthy(model, 3)
+
+
+pytest_plugins = ["gradstat.pytest_plugin"]
+
+
+def test_the_fixture_is_the_function(assert_healthy: Any) -> None:
+    assert assert_healthy is gradstat.monitor.assert_healthy
