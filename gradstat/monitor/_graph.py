@@ -69,9 +69,9 @@ class GraphWatch:
             for gradient in grad_inputs:
                 if self._watch.is_new(gradient):
                     inputs = {f"grad_outputs[{i}]": g for i, g in enumerate(grad_outputs) if g is not None}
-                    reports = {"inputs": report_of(inputs), "output": report_of({"output": gradient})}
-                    here = self._watch.at_node(node)
-                    self._watch.add(gradient, Culprit(kind_of(gradient), **reports, **here))
+                    here = {**self._watch.at_node(node), "inputs": report_of(inputs)}
+                    output = report_of({"output": gradient})
+                    self._watch.add(gradient, Culprit(kind_of(gradient), output=output, **here))
             edges = zip(grad_inputs, node.next_functions, strict=False)
             self._local.done = node, [(_address(g), next_node) for g, (next_node, _) in edges if g is not None]
 
@@ -142,9 +142,8 @@ class LeafWatch:
         code = getattr(getattr(hook, "__func__", hook), "__code__", None)
         place = _frames.Place() if code is None else _frames.Place.of_code(code)
         inputs = None if given is None else report_of({"gradient": given})
-        reports = {"inputs": inputs, "output": report_of({"gradient": gradient})}
-        module = name.rpartition(".")[0]
-        culprit = Culprit(kind_of(gradient), "hook", module, name=name, **reports, **place.fields())
+        output, module = report_of({"gradient": gradient}), name.rpartition(".")[0]
+        culprit = Culprit(kind_of(gradient), "hook", module, name=name, inputs=inputs, output=output, **place.fields())
         self._watch.add(gradient, culprit)
 
     def _arrived(self, name: str, gradient: Tensor) -> None:

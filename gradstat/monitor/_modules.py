@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 # The number that the next autograd node of this thread will get.
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _NO_NUMBER = 1 << 63  # leaves and the engine's own nodes lie above
 
 
@@ -69,3 +69,9 @@ class ModuleTracker:
         found = [r for r in self._ranges if r[0] <= number < r[1]]
         narrowest = min(found, key=lambda r: (r[2] != here, r[1] - r[0]), default=None)
         return None if narrowest is None else narrowest[3]
+
+
+def current_node() -> Any | None:
+    """The autograd node that runs on this thread; None outside of a backward pass."""
+    node: Any | None = torch._C._current_autograd_node()
+    return node

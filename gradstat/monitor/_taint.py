@@ -140,6 +140,6 @@ class Taint:
 def _bytes(values: Tensor) -> tuple[int, int]:
     """The first byte in its storage, and the one behind the last."""
     size = values.element_size()
-    begin = values.storage_offset()
-    extent = sum((n - 1) * stride for n, stride in zip(values.shape, values.stride(), strict=True))
+    begin = int(values.storage_offset())
+    extent = sum(int(n - 1) * int(stride) for n, stride in zip(values.shape, values.stride(), strict=True))
     return begin * size, (begin + extent + 1) * size

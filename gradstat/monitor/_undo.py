@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradstat.monitor._taint import values_of
-from gradstat.monitor.step_state import RngState
+from gradstat.monitor.step_state import RngState, same_version
 
 # Below this, a tensor is copied at once; it may be one that changes without a new version, as running statistics do.
 _SMALL = 1 << 16
@@ -67,7 +67,7 @@ class Undo:
 
     def _restore_tensors(self) -> None:
         for tensor, copy in self._copies.values():
-            keeps = contextlib.nullcontext() if tensor.is_inference() else _same_version(tensor)
+            keeps = same_version(tensor)
             with torch.inference_mode(tensor.is_inference()), torch.no_grad(), keeps:
                 tensor.copy_(copy)
 
@@ -83,16 +83,16 @@ class Undo:
             for key, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     self._tensor(buffer)
-                self.finally_do(lambda m=module, k=key, b=buffer: m._buffers.__setitem__(k, b))  # type: ignore[misc]
-            known = set(module._buffers)
-            self.finally_do(lambda m=module, known=known: _keep_only(m._buffers, known))  # type: ignore[misc]
+                self.finally_do(partial(module._buffers.__setitem__, key, buffer))
+            self.finally_do(partial(_keep_only, module._buffers, set(module._buffers)))
 
     def parameters(self, parameters: Iterable[Tensor]) -> None:
         """Values, and gradients, which are None until they are put back."""
         for parameter in parameters:
-            self.protect(parameter)
+            data = parameter.data  # an alias, in case the step gives the parameter other memory
+            self.protect(data)
             self.attributes(parameter, "requires_grad")
-            self.finally_do(lambda p=parameter, data=parameter.data: _set_data(p, data))  # type: ignore[misc]
+            self.finally_do(partial(_set_data, parameter, data))
             self.gradient(parameter)
 
     def gradient(self, leaf: Tensor) -> None:
@@ -103,8 +103,7 @@ class Undo:
 
     def attributes(self, owner: Any, *names: str) -> None:
         for name in names:
-            value = getattr(owner, name)
-            self.finally_do(lambda n=name, v=value: None if getattr(owner, n) is v else setattr(owner, n, v))  # type: ignore[misc]
+            self.finally_do(partial(_set_attribute, owner, name, getattr(owner, name)))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """State, hyper-parameters and other attributes, which may be changed from now on."""
@@ -114,18 +113,16 @@ class Undo:
         for group in optimizer.param_groups:
             self._mapping(group)
             for parameter in group["params"]:
-                self.protect(parameter)
+                self.protect(parameter.data)
         for state in optimizer.state.values():
             self._mapping(state)
         self._mapping(optimizer.state, tensors=False)
-        self.finally_do(
-            lambda groups=list(optimizer.param_groups): optimizer.param_groups.__setitem__(slice(None), groups)
-        )  # type: ignore[misc]
+        self.finally_do(partial(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups)))
         self._mapping(vars(optimizer), tensors=False)
 
     def scaler(self, scaler: GradScaler) -> None:
         """Scale and counters; what it keeps of optimizers between calls is empty for the while."""
-        state = vars(scaler)
+        state: dict[str, Any] = scaler.__dict__
         for value in state.values():
             for held in (value, *vars(value).values()) if hasattr(value, "__dict__") else (value,):
                 if isinstance(held, Tensor):
@@ -142,7 +139,7 @@ class Undo:
         for value in before.values() if tensors else ():
             if isinstance(value, Tensor):
                 self._tensor(value)
-        self.finally_do(lambda: (mapping.clear(), mapping.update(before)))
+        self.finally_do(partial(_set_contents, mapping, before))
 
     def _tensor(self, tensor: Tensor) -> None:
         if tensor.numel() <= _SMALL:
@@ -164,8 +161,8 @@ class Undo:
         self.finally_do(handle.remove)
         for schedule in _subclasses(LRScheduler):
             if "step" in vars(schedule):
-                self.finally_do(lambda c=schedule, step=vars(schedule)["step"]: setattr(c, "step", step))  # type: ignore[misc]
-                schedule.step = _no_schedule  # type: ignore[attr-defined]
+                self.finally_do(partial(setattr, schedule, "step", vars(schedule)["step"]))
+                schedule.step = _no_schedule
 
 
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +176,10 @@ def _no_schedule(self: Any, *args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     yield cls
-    for subclass in cls.__subclasses__():
+    subclasses: list[type[Any]] = cls.__subclasses__()
+    for subclass in subclasses:
         yield from _subclasses(subclass)
 
 
@@ -190,18 +188,24 @@ def _keep_only(mapping: dict[str, Any], known: set[str]) -> None:
         del mapping[key]
 
 
+def _set_attribute(owner: Any, name: str, value: Any) -> None:
+    if getattr(owner, name) is not value:
+        setattr(owner, name, value)
+
+
+def _set_contents(mapping: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    mapping.clear()
+    mapping.update(contents)
+
+
 def _set_data(parameter: Tensor, data: Tensor) -> None:
     if parameter.data_ptr() != data.data_ptr():
         parameter.data = data
 
 
-def _same_version(tensor: Tensor) -> Any:
-    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
-
-
 def _storage_of(tensor: Tensor) -> int | None:
     values = getattr(tensor, "_local_tensor", tensor)
-    if values.layout is not torch.strided or values_of(values) is None and values.numel() == 0:
+    if values.layout is not torch.strided or values.numel() == 0 or values.device.type == "meta":
         return None
     key: int = values.untyped_storage()._cdata
     return key

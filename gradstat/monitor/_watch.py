@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstat.monitor import _frames
 from gradstat.monitor._calls import Argument, Call, is_leaf_node, node_name, overlap
-from gradstat.monitor._modules import ModuleTracker
+from gradstat.monitor._modules import ModuleTracker, current_node
 from gradstat.monitor._taint import Origin, Taint, finite, first, has_nan, is_bad, kind_of, looks_like_mask, report_of
 from gradstat.monitor.culprit import Culprit
 
@@ -33,7 +34,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, modules: ModuleTracker, names: dict[int, str], before_write: Callable[[Tensor], None]) -> None:
         """``names`` are those of parameters by their ``id``; ``before_write`` is told what is about to change."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.taint = Taint()
         self.origins: list[Origin] = []
         self.roots: list[Origin] = []
@@ -102,7 +103,7 @@ class Watch(TorchDispatchMode):
                 self._before_write(argument.tensor)
         if getattr(self._local, "paused", False):
             return func(*args, **kwargs)
-        node = torch._C._current_autograd_node()
+        node = current_node()
         self.on_node(node)
         if node is not None:
             self.backward_ran = True
@@ -151,14 +152,14 @@ class Watch(TorchDispatchMode):
         for argument, values, origins in before:
             if not is_bad(values):
                 continue
-            origin = first(origins) or self.origin_of(argument.tensor)
-            origin.settle(values)
+            source = first(origins) or self.origin_of(argument.tensor)
+            source.settle(values)
             at = overlap(call, argument.name, values, result) if call.is_pointwise else None
             if at is None:
-                inherited.append(origin)
+                inherited.append(source)
                 explained = torch.ones_like(explained)
             elif bool(at.any()):
-                inherited.append(origin)
+                inherited.append(source)
                 explained = explained | at
         origin = first(inherited)
         if origin is not None and not origin.intended:
@@ -187,7 +188,7 @@ class Watch(TorchDispatchMode):
     def _here(self, call: Call) -> dict[str, Any]:
         """Phase, module, operation, place and name: what a `Culprit` tells besides numbers."""
         lines = _frames.running()
-        node = torch._C._current_autograd_node()
+        node = current_node()
         here: dict[str, Any] = {"op": call.readable_name, "module": self.modules.current(), "phase": "forward"}
         if node is None:
             return {**here, **_frames.users(lines).fields()}
@@ -235,9 +236,11 @@ class Watch(TorchDispatchMode):
 
 def _starts_backward() -> bool:
     """Whether torch makes the ones that a backward pass begins with."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(8):
-        if frame is None or frame.f_code.co_name == "_make_grads":
-            return frame is not None
-        frame = frame.f_back  # type: ignore[assignment]
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_make_grads":
+            return True
+        frame = frame.f_back
     return False

@@ -82,7 +82,7 @@ def find_culprit(
             undo.scaler(scaler)
         modules.attach()
         leaves.attach()
-        with _as_it_was(model, states, watch, lambda: _read_buffers(watch, model)), _eager(), _anomaly_mode():
+        with _as_it_was(model, states, watch, undo.before_write), _eager(), _anomaly_mode():
             _read_inputs(watch, inputs)
             _read_parameters(watch, named)
             _read_buffers(watch, model)
@@ -176,18 +176,20 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Module, states: list[StepState], watch: Watch, then: Callable[[], None]) -> Iterator[None]:
+def _as_it_was(
+    model: Module, states: list[StepState], watch: Watch, before_write: Callable[[Tensor], None]
+) -> Iterator[None]:
     """The i-th forward pass of ``model`` begins with the i-th of ``states``; so does what comes before the first."""
     todo = list(states)
 
     def before_forward(module: Module, args: Any) -> None:
         if todo and not in_backward():
             with watch.paused():
-                todo.pop(0).restore(model)
-                then()
+                todo.pop(0).restore(model, before_write)
+                _read_buffers(watch, model)
 
     if todo:
-        todo[0].restore(model)
+        todo[0].restore(model, before_write)
     handle = model.register_forward_pre_hook(before_forward, prepend=True)
     try:
         yield

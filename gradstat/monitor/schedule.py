@@ -97,7 +97,7 @@ class Schedule:
         self._pause = self.after_trigger
         self._in_burst = False
 
-    def __enter__(self) -> Schedule:
+    def __enter__(self) -> Schedule:  # noqa: PYI034 (Self is not in Python 3.10)
         if self._inside:
             raise RuntimeError("this Schedule has been entered already; a step has one, and steps do not nest")
         if self.active:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +49,11 @@ class _Buffer(NamedTuple):
     version: int
     copy: Tensor
 
+    def is_good_for(self, buffer: Tensor) -> bool:
+        """Whether ``buffer`` surely holds what the copy does."""
+        unchanged = self.original() is buffer and self.version == _version(buffer) >= 0
+        return unchanged and buffer.numel() > _ALWAYS_COPIED
+
 
 class StepState:
     """Random states and buffers of a model as they were when a forward pass began."""
@@ -62,35 +69,42 @@ class StepState:
         known = {} if previous is None else previous._buffers
         return cls(RngState.capture(), {name: _copied(b, known.get(name)) for name, b in model.named_buffers()})
 
-    def restore(self, model: Module) -> None:
-        """Puts random states and buffers back, the latter in place.
+    def restore(self, model: Module, before_write: Callable[[Tensor], None] = lambda buffer: None) -> None:
+        """Puts random states and buffers back, the latter in place and behind autograd's back.
 
-        Buffers that the model has gained are left alone, and so are those it has lost or that have other sizes now.
+        ``before_write`` is called with each buffer that is written. Buffers that the model has gained are left alone,
+        and so are those it has lost or that have other sizes now.
         """
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 kept = self._buffers.get(name)
                 if kept is None or kept.copy.shape != buffer.shape:
                     continue
-                if kept.original() is buffer and buffer._version == kept.version and buffer.numel() > _ALWAYS_COPIED:
+                if kept.is_good_for(buffer):
                     continue
-                buffer.copy_(kept.copy)
+                before_write(buffer)
+                # Graphs of earlier forward passes may have saved it, with the values that it is given again.
+                with same_version(buffer):
+                    buffer.copy_(kept.copy)
         self.rng.restore()
 
 
 def _copied(buffer: Tensor, known: _Buffer | None) -> _Buffer:
-    if (
-        known is not None
-        and known.original() is buffer
-        and known.version == _version(buffer)
-        and buffer.numel() > _ALWAYS_COPIED
-    ):
+    if known is not None and known.is_good_for(buffer):
         return known
     return _Buffer(weakref.ref(buffer), _version(buffer), buffer.detach().clone())
 
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def same_version(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Writes to ``tensor`` inside do not count as changes of it."""
+    if tensor.is_inference():
+        return contextlib.nullcontext()
+    keeps: contextlib.AbstractContextManager[object] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    return keeps
 
 
 class Recorder:
