@@ -107,17 +107,27 @@ def is_torch(line: Line, *path: str) -> bool:
 def of_node(node: Any) -> Place:
     """The user's lines that made an autograd node in the forward pass; kept by torch in anomaly mode.
 
-    A node made by a backward pass (a second derivative) is followed to the node of the forward pass.
+    A node made by a backward pass (a second derivative) is followed to the node of the forward pass, unless it was a
+    checkpoint that ran part of the forward pass again.
     """
     metadata = node.metadata
-    while (parent := metadata.get("parent_")) is not None:
+    lines = _traceback(metadata)
+    while (parent := metadata.get("parent_")) is not None and not is_recomputation(below_engine(lines)):
         metadata = parent.metadata
-    lines = []
-    for entry in metadata.get("traceback_") or ():
-        match = _TRACEBACK_LINE.search(entry)
-        if match:
-            lines.append(Line(match["file"], int(match["line"]), match["function"]))
-    return users(_up_to_replay(reversed(lines)))
+        lines = _traceback(metadata)
+    return users(lines)
+
+
+def _traceback(metadata: dict[str, Any]) -> list[Line]:
+    """The lines kept with a node, innermost first."""
+    matches = [_TRACEBACK_LINE.search(entry) for entry in metadata.get("traceback_") or ()]
+    lines = [Line(match["file"], int(match["line"]), match["function"]) for match in matches if match]
+    return list(_up_to_replay(reversed(lines)))
+
+
+def is_recomputation(lines: list[Line]) -> bool:
+    """Whether a checkpoint runs part of the forward pass again; ``lines`` are those below the engine."""
+    return any(is_torch(line, "utils", "checkpoint.py") for line in lines)
 
 
 def is_machinery(line: Line) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradstat.monitor import _frames
 from gradstat.monitor._calls import is_leaf_node
-from gradstat.monitor._taint import Origin, first, is_bad, kind_of, report_of
+from gradstat.monitor._taint import first, is_bad, kind_of, report_of
 from gradstat.monitor._watch import Watch
 from gradstat.monitor.culprit import Culprit
 
@@ -92,18 +92,13 @@ def _address(tensor: Tensor) -> int:
 
 
 class LeafWatch:
-    """Hooks on parameters, around those of the user: what is bad in a gradient when it is complete, and who made it.
-
-    Attributes:
-        bad: Origins of bad gradients, in the order in which they were complete.
-    """
+    """Hooks on parameters, around those of the user: what is bad in a gradient when it is complete, and who made it."""
 
     def __init__(self, watch: Watch, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._watch = watch
         self._parameters = [(name, p) for name, p in parameters if p.requires_grad and p.is_leaf]
         self._handles: list[Any] = []
         self._wrapped: list[tuple[dict[int, Any], int, Any]] = []
-        self.bad: list[Origin] = []
 
     def attach(self) -> None:
         for name, parameter in self._parameters:
@@ -170,4 +165,4 @@ class LeafWatch:
             culprit = Culprit(kind_of(gradient), "backward", name.rpartition(".")[0], name=name, output=output)
             origin = self._watch.add(gradient, culprit)
         origin.settle(gradient)
-        self.bad.append(origin)
+        self._watch.reached.append(origin)

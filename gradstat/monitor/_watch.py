@@ -28,7 +28,8 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         origins: All there were, in order.
-        roots: Origins of bad tensors that a backward pass began from.
+        reached: Origins of what is bad where a step ends, in the order of time: losses that a backward pass began from,
+            and gradients when they were complete.
         backward_ran: Whether there was one.
     """
 
@@ -37,7 +38,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.taint = Taint()
         self.origins: list[Origin] = []
-        self.roots: list[Origin] = []
+        self.reached: list[Origin] = []
         self.backward_ran = False
         self.modules = modules
         self.names = names
@@ -118,7 +119,7 @@ class Watch(TorchDispatchMode):
     def _note_root(self, tensor: Tensor) -> None:
         self.backward_ran = True
         if is_bad(tensor):
-            self.roots.append(self.origin_of(tensor))
+            self.reached.append(self.origin_of(tensor))
 
     def _as_before(self, argument: Argument) -> tuple[Argument, Tensor, list[Origin]]:
         """An argument, its values as they are now, and the origins of what is bad in them."""
@@ -200,7 +201,7 @@ class Watch(TorchDispatchMode):
             here["module"] = self.owner_of(node)
         if not any(line.is_users for line in inside):
             place = _frames.of_node(node)
-        if any(_frames.is_torch(line, "utils", "checkpoint.py") for line in inside):
+        if _frames.is_recomputation(inside):
             return {**here, **place.fields()}
         if _frames.is_torch(inside[-1], "autograd", "function.py"):
             return {**here, "phase": "backward", **place.fields()}

@@ -34,8 +34,8 @@ def find_culprit(
 ) -> Culprit | None:
     """Runs a step again, leaves everything as it was, and names the first place that made a NaN or Inf.
 
-    The first is what the first bad gradient, in the order in which gradients were complete, leads back to; if all
-    gradients are finite, what the loss leads back to. Infinities that someone wrote (a mask of -Inf) count only if an
+    The first is what the loss leads back to, if it is bad; else what the first bad gradient does, in the order in which
+    gradients were complete. Infinities that someone wrote (a mask of -Inf) count only if an
     operation makes NaN of them, or they are all there is to blame. Many times slower than a step.
 
     While it runs, optimizers and learning-rate schedules do not step, gradients begin as None and compiled models
@@ -92,7 +92,7 @@ def find_culprit(
             except Exception as error:
                 failure = error
         leaves.look()
-        origin = _verdict(watch, leaves.bad, returned, failure is not None)
+        origin = _verdict(watch, returned, failure is not None)
     finally:
         leaves.detach()
         graph.forget()
@@ -103,10 +103,10 @@ def find_culprit(
     return None if origin is None else origin.culprit
 
 
-def _verdict(watch: Watch, gradients: list[Origin], returned: Any, failed: bool) -> Origin | None:
+def _verdict(watch: Watch, returned: Any, failed: bool) -> Origin | None:
     """What to blame, if anything is bad that a step leaves behind."""
     results = [first(watch.taint.of(t)) for _, t in _tensors(returned, "") if is_bad(t)]
-    final = [*gradients, *watch.roots, *(origin for origin in results if origin is not None)]
+    final = [*watch.reached, *(origin for origin in results if origin is not None)]
     for origin in final:
         if not origin.intended:
             return origin
