@@ -41,7 +41,8 @@ class Schedule:
             every: Step 0 and each ``every``-th after it run in anomaly mode; None for none.
             after_trigger: So many steps do after `trigger`.
             backoff: A burst that caught nothing is followed by a pause, in which `trigger` does nothing: first as
-                long as the burst, then each time longer by this factor. 1 keeps the pause as it is.
+                long as the burst, then each time longer by this factor, until all was quiet for as long. 1 keeps the
+                pause as it is.
             check_nan: Whether the mode raises on NaN, as torch's argument of that name.
 
         Raises:
@@ -80,14 +81,17 @@ class Schedule:
         """Something was seen: the next ``after_trigger`` steps run in anomaly mode.
 
         Returns:
-            Whether they do. False in the pause after a burst that caught nothing.
+            Whether they do. False in the pause after a burst that caught nothing. In a burst it changes nothing.
         """
         self.triggers += 1
         now = self.steps + self._inside  # the step that runs has begun without
-        if self._burst_ends <= now < self._pause_ends:
+        if now < self._burst_ends:
+            return True
+        if now < self._pause_ends:
             return False
-        if now >= self._burst_ends:
-            self._in_burst = True
+        if now - self._pause_ends > self._pause:  # it was quiet for long: another fault
+            self._pause = self.after_trigger
+        self._in_burst = True
         self._burst_ends = now + self.after_trigger
         return True
 
