@@ -635,6 +635,45 @@ def test_a_loss_scale_that_is_too_large() -> None:
     assert scaler._scale is None
 
 
+def test_inside_of_function_transforms() -> None:
+    linear = nn.Linear(3, 3)
+
+    def mapped() -> None:
+        torch.func.vmap(lambda x: (linear(x) * 0).log())(torch.ones(4, 3)).sum().backward()  # mapped
+
+    culprit = find_culprit(linear, mapped)
+    assert culprit is not None
+    assert_source(culprit, "mapped")
+
+    def derived() -> None:
+        scale = torch.func.grad(lambda w: (w * 0).sqrt().sum())(linear.weight.detach()).sum()  # derived
+        (linear(torch.ones(1, 3)) * scale).sum().backward()
+
+    culprit = find_culprit(linear, derived)
+    assert culprit is not None
+    assert (culprit.phase, culprit.op) == ("backward", "sqrt")
+    assert_source(culprit, "derived")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_modules_and_wrapped_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(Doubled()))
+
+    def step() -> None:
+        pair = TwoTensor(torch.zeros(3), torch.ones(3)).log()  # wrapped
+        (model(torch.ones(1, 3)) * pair.a).sum().backward()
+
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert_source(culprit, "wrapped")
+
+
 def test_compiled_models_run_eagerly() -> None:
     model = torch.compile(model_of(by_log), backend="eager")
     recorder = Recorder(model)
@@ -650,7 +689,8 @@ def test_compiled_models_run_eagerly() -> None:
     assert_source(culprit, "log")
 
 
-def test_nothing_of_the_replay_stays_alive() -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
     alive: list[weakref.ref[Any]] = []
 
     def f(h: Tensor) -> Tensor:
@@ -658,16 +698,22 @@ def test_nothing_of_the_replay_stays_alive() -> None:
         alive.extend([weakref.ref(h), weakref.ref(y), weakref.ref(y.untyped_storage())])
         return y
 
+    def step() -> None:
+        loss = model(torch.zeros(3)).sum()
+        if refuses:
+            raise FloatingPointError
+        loss.backward()
+
     model = model_of(f)
+    gc.collect()
     gc.disable()
     try:
-        culprit = find_culprit(model, lambda: model(torch.zeros(3)).sum().backward())
+        culprit = find_culprit(model, step)
+        still_there = [reference() for reference in alive]
     finally:
         gc.enable()
-    gc.collect()
     assert culprit is not None
-    assert len(alive) == 3
-    assert [reference() for reference in alive] == [None] * 3
+    assert still_there == [None] * 3
     assert not torch.is_anomaly_enabled()
     for module in model.modules():
         assert not module._forward_hooks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradstat.monitor import _frames
 from gradstat.monitor._calls import is_leaf_node
-from gradstat.monitor._taint import first, is_bad, kind_of, report_of
+from gradstat.monitor._taint import first, is_bad, kind_of, report_of, values_of
 from gradstat.monitor._watch import Watch
 from gradstat.monitor.culprit import Culprit
 
@@ -88,7 +88,8 @@ class GraphWatch:
 
 
 def _address(tensor: Tensor) -> int:
-    return 0 if tensor.is_sparse else tensor.data_ptr()
+    values = values_of(tensor)
+    return 0 if values is None else values.data_ptr()
 
 
 class LeafWatch:

@@ -47,6 +47,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
     """The tensor whose memory holds the values, or None if there are none that could be bad."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
         return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None  # what is inside comes by on its own
     local = getattr(tensor, "_local_tensor", tensor)  # a distributed tensor: its shard here
     if local.layout is torch.sparse_coo:
         local = local._values()
@@ -61,7 +63,14 @@ def finite(tensor: Tensor) -> Tensor:
 def is_bad(tensor: Tensor) -> bool:
     """Whether a tensor holds NaN or Inf. One sync on a GPU."""
     values = values_of(tensor)
-    return values is not None and not bool(finite(values).all())
+    if values is None:
+        return False
+    if values.element_size() > 1:
+        # A finite sum has no bad part, and costs one read and no memory. The sum of finite values may overflow, though.
+        total = values.sum(dtype=torch.float32 if values.element_size() == 2 else None)
+        if bool(torch.isfinite(total)):
+            return False
+    return not bool(finite(values).all())
 
 
 def has_nan(tensor: Tensor) -> bool:

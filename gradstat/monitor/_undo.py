@@ -80,11 +80,11 @@ class Undo:
         """Buffers, parameters and training flags."""
         for module in model.modules():
             self.attributes(module, "training")
-            for key, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    self._tensor(buffer)
-                self.finally_do(partial(module._buffers.__setitem__, key, buffer))
-            self.finally_do(partial(_keep_only, module._buffers, set(module._buffers)))
+            for buffer in module.buffers(recurse=False):
+                self._tensor(buffer)
+            held: Any = module._buffers
+            if isinstance(held, dict):  # a scripted module cannot replace its buffers
+                self._mapping(held, tensors=False)
 
     def parameters(self, parameters: Iterable[Tensor]) -> None:
         """Values, and gradients, which are None until they are put back."""
@@ -181,11 +181,6 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     subclasses: list[type[Any]] = cls.__subclasses__()
     for subclass in subclasses:
         yield from _subclasses(subclass)
-
-
-def _keep_only(mapping: dict[str, Any], known: set[str]) -> None:
-    for key in set(mapping) - known:
-        del mapping[key]
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:

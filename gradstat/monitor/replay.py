@@ -98,8 +98,11 @@ def find_culprit(
         graph.forget()
         modules.detach()
         undo.restore()
-    if failure is not None and origin is None:
-        raise failure
+    try:
+        if failure is not None and origin is None:
+            raise failure
+    finally:
+        failure = None  # its traceback holds this frame, and with it all that the step made
     return None if origin is None else origin.culprit
 
 
