@@ -3,6 +3,10 @@
 import gc
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -718,3 +722,27 @@ def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+
+
+def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent
+    page = (root / "docs" / "replay.md").read_text()
+    example, schedule = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(example)
+    (tmp_path / "schedule.py").write_text(schedule)
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+
+    def run(name: str) -> str:
+        command = [sys.executable, name]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+        ).stdout
+
+    def words(text: str) -> str:
+        """Without the numbers of the statistics, which may differ a little between machines."""
+        return re.sub(r"(?<=: )[^\n]*(all finite|zero)$", "...", text, flags=re.MULTILINE)
+
+    assert words(run("train.py")) == words(printed)
+    assert words(printed).count("...") == 2
+    assert run("schedule.py") == "1 of 5 steps in anomaly mode\n"

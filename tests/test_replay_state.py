@@ -255,6 +255,7 @@ def test_every_forward_pass_of_a_step_begins_with_its_own_random_state() -> None
         assert len(recorder.states) == 4
         again: list[list[float]] = []
         find_culprit(model, lambda: again.append(step(7)), state=recorder.states)  # noqa: B023
+        assert len(recorder.states) == 4  # those of the replay are not recorded
         assert again == [happened]
 
 
@@ -310,6 +311,16 @@ def test_a_recorder_starts_over_and_goes_away() -> None:
     gone = weakref.ref(model)
     del model
     assert gone() is None
+
+
+def test_a_model_compiled_in_place_is_recorded() -> None:
+    model = nn.Linear(3, 3)
+    model.compile(backend="eager")
+    recorder = Recorder(model)
+    for _ in range(2):
+        model(torch.ones(1, 3))
+    assert len(recorder.states) == 2
+    assert find_culprit(model, lambda: model(torch.ones(1, 3)).sum().backward(), state=recorder.states) is None
 
 
 def test_capturing_does_not_initialise_cuda() -> None:

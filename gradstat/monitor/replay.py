@@ -20,7 +20,7 @@ from gradstat.monitor._taint import Origin, first, is_bad, kind_of, looks_like_m
 from gradstat.monitor._undo import Undo
 from gradstat.monitor._watch import Watch
 from gradstat.monitor.culprit import Culprit
-from gradstat.monitor.step_state import StepState, in_backward
+from gradstat.monitor.step_state import StepState, in_backward, replaying
 
 
 def find_culprit(
@@ -87,7 +87,7 @@ def find_culprit(
             _read_parameters(watch, named)
             _read_buffers(watch, model)
             try:
-                with watch:
+                with watch, replaying():
                     returned = step_fn() if batch is None else step_fn(batch)
             except Exception as error:
                 failure = error

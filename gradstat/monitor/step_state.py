@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,7 +110,8 @@ def same_version(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 class Recorder:
     """Keeps the `StepState` of each forward pass of the current step, so that the step can be run again.
 
-    A step of gradient accumulation has several. The recomputation of a checkpointed model is not one of them.
+    A step of gradient accumulation has several. The recomputation of a checkpointed model is not one of them, nor are
+    the forward passes of a replay.
 
     Example:
         >>> recorder = Recorder(model)
@@ -138,7 +139,7 @@ class Recorder:
         self._handle: Any = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward():
+        if in_backward() or _replays:
             return
         self._last = StepState.capture(model, self._last)
         self.states.append(self._last)
@@ -155,6 +156,19 @@ class Recorder:
         self._handle.remove()
         self.begin_step()
         self._last = None
+
+
+_replays: list[object] = []  # those that run now
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    """No `Recorder` records inside."""
+    _replays.append(None)
+    try:
+        yield
+    finally:
+        _replays.pop()
 
 
 def in_backward() -> bool:
