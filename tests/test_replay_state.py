@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradstat import amp
+from gradstat import amp, guarded_step, step_counters
 from gradstat.monitor.replay import find_culprit
 from gradstat.monitor.step_state import Recorder, StepState
 
@@ -188,6 +188,24 @@ def test_a_closure_is_run_once() -> None:
     assert calls == [1]
     assert culprit is not None
     assert culprit.op == "log"
+
+
+def test_a_guarded_step_is_not_counted() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        guarded_step(optimizer, max_norm=1.0)
+
+    assert find_culprit(model, step, optimizer=optimizer) is None
+    with pytest.raises(KeyError, match="has not been stepped"):
+        step_counters(optimizer)
+    step()
+    before = bits([model.state_dict(), optimizer.state_dict()]), step_counters(optimizer).read(wait=True)
+    assert find_culprit(model, step, optimizer=optimizer) is None
+    assert (bits([model.state_dict(), optimizer.state_dict()]), step_counters(optimizer).read(wait=True)) == before
 
 
 def test_the_scaler_of_gradstat_is_put_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -41,33 +42,46 @@ class Argument(NamedTuple):
     read: bool
 
 
+class _Signature(NamedTuple):
+    """Of an operation's arguments by name whether they are written and whether they are read; what it returns."""
+
+    arguments: dict[str, tuple[bool, bool]]
+    returns_alias: bool
+
+
+@functools.cache
+def _signature_of(func: Any) -> _Signature:
+    overwrites = func.overloadpacket.__name__ in _OVERWRITE
+    arguments = {}
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        arguments[argument.name] = written, not (written and (argument.is_out or overwrites))
+    return _Signature(arguments, any(r.alias_info is not None for r in func._schema.returns))
+
+
 class Call:
     """An operation and its arguments."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name: str = func.overloadpacket.__name__
         self._func = func
+        self._signature = _signature_of(func)
         self._values = [*args, *kwargs.values()]
         self.arguments = list(self._arguments(args, kwargs))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Argument]:
-        schema = self._func._schema.arguments
-        by_name = {argument.name: argument for argument in schema}
-        pairs = [*zip(schema, args, strict=False), *((by_name.get(key), value) for key, value in kwargs.items())]
-        for argument, value in pairs:
-            if argument is None:
-                continue
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            read = not written or not (argument.is_out or self.name in _OVERWRITE)
+        formal = self._signature.arguments
+        pairs = [*zip(formal.items(), args, strict=False), *(((key, formal[key]), kwargs[key]) for key in kwargs)]
+        for (name, (written, read)), value in pairs:
             for suffix, tensor in _tensors(value):
-                yield Argument(argument.name + suffix, tensor, written, read)
+                yield Argument(name + suffix, tensor, written, read)
 
     @property
     def is_view(self) -> bool:
         """Whether it only shows memory in another way."""
         if self.name == "lift_fresh" or any(argument.written for argument in self.arguments):
             return False
-        return any(r.alias_info is not None for r in self._func._schema.returns)
+        return self._signature.returns_alias
 
     @property
     def is_unwritten(self) -> bool:

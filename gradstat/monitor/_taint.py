@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -68,7 +69,7 @@ def is_bad(tensor: Tensor) -> bool:
     if values.element_size() > 1:
         # A finite sum has no bad part, and costs one read and no memory. The sum of finite values may overflow, though.
         total = values.sum(dtype=torch.float32 if values.element_size() == 2 else None)
-        if bool(torch.isfinite(total)):
+        if cmath.isfinite(total.item()):
             return False
     return not bool(finite(values).all())
 

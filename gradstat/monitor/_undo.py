@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradstat.counters import _counters
 from gradstat.monitor.step_state import RngState, same_version
 
 # Below this, a tensor is copied at once; it may be one that changes without a new version, as running statistics do.
@@ -154,6 +155,10 @@ class Undo:
 
         Any other optimizer that steps is put back as it was. Learning-rate schedules stand still.
         """
+        counts = dict(_counters)  # of guarded steps, which are counted by kernels, before any hook of an optimizer
+        for counters in counts.values():
+            self.copy(counters.tensor)
+        self.finally_do(partial(_set_contents, _counters, counts))
         for optimizer in optimizers:
             self.optimizer(optimizer)
             optimizer.step = _no_step  # type: ignore[method-assign]
@@ -188,7 +193,7 @@ def _set_attribute(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _set_contents(mapping: dict[Any, Any], contents: dict[Any, Any]) -> None:
+def _set_contents(mapping: MutableMapping[Any, Any], contents: dict[Any, Any]) -> None:
     mapping.clear()
     mapping.update(contents)
 

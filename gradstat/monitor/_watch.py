@@ -52,12 +52,8 @@ class Watch(TorchDispatchMode):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What this thread does inside is not part of the step."""
-        before, self._local.paused = getattr(self._local, "paused", False), True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._local.paused = before
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            yield
 
     @contextlib.contextmanager
     def in_hook_on(self, name: str) -> Iterator[None]:
@@ -102,8 +98,6 @@ class Watch(TorchDispatchMode):
         for argument in call.arguments:
             if argument.written:
                 self._before_write(argument.tensor)
-        if getattr(self._local, "paused", False):
-            return func(*args, **kwargs)
         node = current_node()
         self.on_node(node)
         if node is not None:
