@@ -443,6 +443,22 @@ def attention_with_masks(h: Tensor) -> Tensor:
     return by_hand + filled + chosen + fused
 
 
+def other_ways_to_write_infinity(h: Tensor) -> Tensor:
+    scores = h + torch.zeros(3, 3)
+    future = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    a, b, c, d = (scores.clone() for _ in range(4))
+    a[future] = -math.inf
+    b[0, 1:] = -math.inf
+    c.scatter_(1, torch.tensor([[0], [1], [2]]), -math.inf)
+    d[future.T] = math.inf
+    e = F.pad(scores, (0, 2), value=-math.inf)
+    f = scores + (torch.zeros(3, 3) - math.inf).triu(1).nan_to_num(nan=0.0, neginf=-math.inf)
+    g = scores + torch.zeros(3, 3).masked_fill(future, -math.inf)
+    g[g < g.topk(1).values] = -float("inf")
+    least = d.min(-1).values + torch.clamp(h, max=math.inf)
+    return torch.cat([x.softmax(-1)[:, :3] for x in (a, b, c, e, f, g)]).sum(0) + least
+
+
 def masked_transient(h: Tensor) -> Tensor:
     return torch.where(h < 1, (h.detach() * 100).exp(), 0.0) + h
 
@@ -462,7 +478,10 @@ def uninitialised_but_written(h: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("f", [attention_with_masks, masked_transient, repaired, uninitialised_but_written])
+@pytest.mark.parametrize(
+    "f",
+    [attention_with_masks, other_ways_to_write_infinity, masked_transient, repaired, uninitialised_but_written],
+)
 def test_a_healthy_step_has_no_culprit(f: Forward) -> None:
     assert blamed(f) is None
 
@@ -471,7 +490,7 @@ def both(f: Forward) -> Forward:
     return lambda h: f(h).sum() + by_sqrt(h).sum()
 
 
-@pytest.mark.parametrize("f", [attention_with_masks, masked_transient, repaired])
+@pytest.mark.parametrize("f", [attention_with_masks, other_ways_to_write_infinity, masked_transient, repaired])
 def test_beside_intended_and_transient_infinities_the_true_culprit_is_found(f: Forward) -> None:
     culprit = blamed(both(f))
     assert culprit is not None
@@ -575,6 +594,27 @@ def test_a_step_that_refuses_a_bad_loss_still_has_a_culprit_and_other_errors_pas
 
     with pytest.raises(KeyError, match="unrelated"):
         find_culprit(model, fails)
+
+
+def test_it_can_be_called_without_gradients_but_not_in_a_backward_pass() -> None:
+    model = model_of(by_log)
+    with torch.no_grad():
+        culprit = find_culprit(model, lambda: model(torch.zeros(3)).sum().backward())
+    assert culprit is not None
+    weight = model[1][0].weight
+    weight.register_hook(lambda gradient: find_culprit(model, lambda: None))
+    with pytest.raises(RuntimeError, match="cannot run in a hook of a backward pass"):
+        model(torch.ones(3)).sum().backward()
+
+
+def test_nonsense_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"model has to be a torch.nn.Module, .* got function"):
+        find_culprit(lambda: None, model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"step_fn has to be a function that runs the step; got Tensor"):
+        find_culprit(model, torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"state has to be Recorder.states or a StepState; got int in it"):
+        find_culprit(model, model, state=[3])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -82,7 +82,10 @@ class Watch(TorchDispatchMode):
             here = self._here(Call(torch.ops.aten.detach.default, (tensor,), {}))
             phase = here["phase"] if here["phase"] == "hook" else "input"
             here.update(phase=phase, op=None, output=report_of({"tensor": tensor}))
-            origin = self.add(tensor, Culprit(kind_of(tensor), **here), intended=looks_like_mask(tensor))
+            kind = kind_of(tensor)
+            # ``scores[mask] = inf`` makes a tensor of the number where no operation shows.
+            number = tensor.dim() == 0 and kind == "inf"
+            origin = self.add(tensor, Culprit(kind, **here), intended=number or looks_like_mask(tensor))
         origin.settle(tensor)
         return origin
 

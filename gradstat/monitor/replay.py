@@ -56,9 +56,20 @@ def find_culprit(
         something that was not put back.
 
     Raises:
+        TypeError: ``model`` is no module, ``step_fn`` cannot be called, or ``state`` is not what a recorder keeps.
+        RuntimeError: A backward pass is running.
         Exception: What ``step_fn`` raised, unless there is a culprit: a step that refuses a bad loss is no surprise.
     """
+    if not isinstance(model, Module):
+        raise TypeError(f"model has to be a torch.nn.Module, whose modules can be named; got {type(model).__name__}")
+    if not callable(step_fn):
+        raise TypeError(f"step_fn has to be a function that runs the step; got {type(step_fn).__name__}")
+    if in_backward():
+        raise RuntimeError("find_culprit() cannot run in a hook of a backward pass; call it after backward()")
     states = [state] if isinstance(state, StepState) else list(state or ())
+    for item in states:
+        if not isinstance(item, StepState):
+            raise TypeError(f"state has to be Recorder.states or a StepState; got {type(item).__name__} in it")
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     named = _all_parameters(model, given)
     inputs = [] if batch is None else list(_tensors(batch, "batch"))
@@ -87,7 +98,7 @@ def find_culprit(
             _read_parameters(watch, named)
             _read_buffers(watch, model)
             try:
-                with watch, replaying():
+                with torch.enable_grad(), watch, replaying():
                     returned = step_fn() if batch is None else step_fn(batch)
             except Exception as error:
                 failure = error

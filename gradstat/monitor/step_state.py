@@ -139,8 +139,10 @@ class Recorder:
         self._handle: Any = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward() or _replays:
+        if in_backward() or _replays or torch.compiler.is_compiling():
             return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return  # copies would become part of the graph
         self._last = StepState.capture(model, self._last)
         self.states.append(self._last)
         if self._keep_batch:
