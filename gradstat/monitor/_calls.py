@@ -1,0 +1,169 @@
+"""One call of an operation below autograd: which tensors go in, which are written, and what it is called."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from gradstat.monitor._taint import finite
+
+# What the first argument held before does not matter to these.
+_OVERWRITE = {
+    "bernoulli_",
+    "cauchy_",
+    "copy_",
+    "exponential_",
+    "fill_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+    "zero_",
+}
+_UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+_ALSO_POINTWISE = {"_to_copy", "clone", "copy_"}
+_KNOWN_AS = {"to_copy": "to", "lift_fresh": "tensor"}
+
+
+class Argument(NamedTuple):
+    """A tensor among the arguments."""
+
+    name: str
+    tensor: Tensor
+    written: bool
+    read: bool
+
+
+class _Signature(NamedTuple):
+    """Of an operation's arguments by name whether they are written and whether they are read; what it returns."""
+
+    arguments: dict[str, tuple[bool, bool]]
+    returns_alias: bool
+
+
+@functools.cache
+def _signature_of(func: Any) -> _Signature:
+    overwrites = func.overloadpacket.__name__ in _OVERWRITE
+    arguments = {}
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        arguments[argument.name] = written, not (written and (argument.is_out or overwrites))
+    return _Signature(arguments, any(r.alias_info is not None for r in func._schema.returns))
+
+
+class Call:
+    """An operation and its arguments."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name: str = func.overloadpacket.__name__
+        self._func = func
+        self._signature = _signature_of(func)
+        self._values = [*args, *kwargs.values()]
+        self.arguments = list(self._arguments(args, kwargs))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Argument]:
+        formal = self._signature.arguments
+        pairs = [*zip(formal.items(), args, strict=False), *(((key, formal[key]), kwargs[key]) for key in kwargs)]
+        for (name, (written, read)), value in pairs:
+            for suffix, tensor in _tensors(value):
+                yield Argument(name + suffix, tensor, written, read)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only shows memory in another way."""
+        if self.name == "lift_fresh" or any(argument.written for argument in self.arguments):
+            return False
+        return self._signature.returns_alias
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether it gives memory with whatever was in it."""
+        return self.name in _UNWRITTEN
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it makes a tensor of numbers that Python holds."""
+        return self.name == "lift_fresh"
+
+    @property
+    def has_infinite_number(self) -> bool:
+        """Whether someone wrote an infinity into the call itself, as in ``masked_fill(mask, -inf)``."""
+        return any(isinstance(value, float) and math.isinf(value) for value in self._values)
+
+    @property
+    def is_pointwise(self) -> bool:
+        return torch.Tag.pointwise in self._func.tags or self.name in _ALSO_POINTWISE
+
+    @property
+    def readable_name(self) -> str:
+        namespace = self._func.namespace
+        return readable(self.name) if namespace == "aten" else f"{namespace}::{self.name}"
+
+    def results(self, result: Any) -> list[tuple[Tensor, bool]]:
+        """The tensors it made or wrote, each once, and whether they are what it is for rather than a by-product."""
+        found = {id(a.tensor): (a.tensor, True) for a in self.arguments if a.written}
+        # The running log-sum of attention is padded, or infinite for a row that is masked out altogether.
+        by_products = "attention" in self.name and "backward" not in self.name
+        for i, (_, tensor) in enumerate(_tensors(result)):
+            found.setdefault(id(tensor), (tensor, i == 0 or not by_products))
+        return list(found.values())
+
+    def reach(self, name: str) -> Tensor | None:
+        """Which elements of the result an argument can reach at all; None for all of them."""
+        selector = {a.name: a.tensor for a in self.arguments}
+        if self.name == "where" and "condition" in selector and name in ("self", "other"):
+            condition = selector["condition"].bool()
+            return condition if name == "self" else ~condition
+        if self.name in ("masked_fill", "masked_fill_") and name == "self":
+            return ~selector["mask"].bool()
+        return None
+
+
+def _tensors(value: Any, suffix: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield suffix, value
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _tensors(item, f"{suffix}[{i}]")
+
+
+def overlap(call: Call, name: str, bad: Tensor, result: Tensor) -> Tensor | None:
+    """Which bad elements of a pointwise call's ``result`` may come of the bad elements of the argument ``name``.
+
+    None if that cannot be told element by element.
+    """
+    try:
+        at = ~finite(bad) & ~finite(result)
+        reach = call.reach(name)
+        return at if reach is None else at & reach
+    except RuntimeError:  # shapes that do not broadcast, or two devices
+        return None
+
+
+def readable(name: str) -> str:
+    """An operation as a user knows it."""
+    name = name.lstrip("_")
+    if name.startswith("scaled_dot_product"):
+        return "scaled_dot_product_attention"
+    return _KNOWN_AS.get(name, name.removeprefix("native_"))
+
+
+def node_name(node: Any) -> str:
+    """The operation whose derivative an autograd node is."""
+    if isinstance(node, BackwardCFunction):
+        return type(node).__name__.removesuffix("Backward")
+    name = re.sub(r"Backward\d*$", "", node.name().rsplit("::", 1)[-1])
+    return readable(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+
+
+def is_leaf_node(node: Any) -> bool:
+    """Whether an autograd node is the one that accumulates into a leaf, which is its ``variable``."""
+    return bool(node.name() == "torch::autograd::AccumulateGrad")

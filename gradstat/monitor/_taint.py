@@ -1,0 +1,155 @@
+"""Which memory holds bad values, and which operation made them first: `Origin`, `Taint`."""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradstat.check import check_tensors
+from gradstat.monitor.culprit import Culprit
+from gradstat.report import Report
+
+
+@dataclass(eq=False)
+class Origin:
+    """A place where bad values were made.
+
+    Attributes:
+        index: Counts the origins of a replay, from the first.
+        culprit: What to say of it.
+        intended: Infinities someone wrote on purpose, such as those of a mask.
+        unwritten: Memory that nothing has been seen to write; bad only once it is read and is.
+    """
+
+    index: int
+    culprit: Culprit
+    intended: bool = False
+    unwritten: bool = False
+
+    def settle(self, tensor: Tensor) -> None:
+        """Unwritten memory was read, and is bad: now it is known how."""
+        if self.unwritten:
+            self.culprit = replace(self.culprit, kind=kind_of(tensor), output=report_of({"memory": tensor}))
+            self.unwritten = False
+
+
+def first(origins: Iterable[Origin]) -> Origin | None:
+    """The earliest that nobody intended; else the earliest."""
+    return min(origins, key=lambda origin: (origin.intended, origin.index), default=None)
+
+
+def values_of(tensor: Tensor) -> Tensor | None:
+    """The tensor whose memory holds the values, or None if there are none that could be bad."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None  # what is inside comes by on its own
+    local = getattr(tensor, "_local_tensor", tensor)  # a distributed tensor: its shard here
+    if local.layout is torch.sparse_coo:
+        local = local._values()
+    return None if local.layout is not torch.strided or local.numel() == 0 else local
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """Which elements are neither NaN nor Inf."""
+    return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
+
+
+def is_bad(tensor: Tensor) -> bool:
+    """Whether a tensor holds NaN or Inf. One sync on a GPU."""
+    values = values_of(tensor)
+    if values is None:
+        return False
+    if values.element_size() > 1:
+        # A finite sum has no bad part, and costs one read and no memory. The sum of finite values may overflow, though.
+        total = values.sum(dtype=torch.float32 if values.element_size() == 2 else None)
+        if cmath.isfinite(total.item()):
+            return False
+    return not bool(finite(values).all())
+
+
+def has_nan(tensor: Tensor) -> bool:
+    values = values_of(tensor)
+    return values is not None and bool(torch.isnan(values if values.element_size() > 1 else values.float()).any())
+
+
+def kind_of(tensor: Tensor) -> Literal["nan", "inf"]:
+    """Of a bad tensor."""
+    return "nan" if has_nan(tensor) else "inf"
+
+
+def looks_like_mask(tensor: Tensor) -> bool:
+    """Whether a bad tensor may be an additive mask: -Inf beside one other value."""
+    values = values_of(tensor)
+    if values is None or values.is_complex() or has_nan(values) or bool((values == torch.inf).any()):
+        return False
+    rest = values[finite(values)]
+    return rest.numel() == 0 or bool((rest == rest[0]).all())
+
+
+def report_of(tensors: dict[str, Tensor]) -> Report | None:
+    """Statistics of those tensors that have some; None if none has."""
+    measurable = {name: tensor.detach() for name, tensor in tensors.items() if values_of(tensor) is not None}
+    if not measurable:
+        return None
+    try:
+        return check_tensors(measurable)
+    except (TypeError, ValueError, RuntimeError):  # an exotic dtype or device must not cost the rest of the answer
+        return None
+
+
+class Taint:
+    """From memory to the origins of the bad values in it, by ranges of bytes.
+
+    Memory is known by its storage, which is not kept alive: what dies takes its entry with it, and as its address is
+    held weakly, no other storage is mistaken for it.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Origin]]]] = {}
+
+    def add(self, tensor: Tensor, origin: Origin) -> None:
+        values = values_of(tensor)
+        if values is None:
+            return
+        storage = values.untyped_storage()
+        _, ranges = self._entries.setdefault(storage._cdata, (StorageWeakRef(storage), []))
+        entry = (*_bytes(values), origin)
+        if entry not in ranges:
+            ranges.append(entry)
+
+    def of(self, tensor: Tensor) -> Iterator[Origin]:
+        """The origins of whatever may be bad in a tensor."""
+        values = values_of(tensor)
+        if values is not None:
+            begin, end = _bytes(values)
+            _, ranges = self._entries.get(values.untyped_storage()._cdata, (None, []))
+            yield from (origin for b, e, origin in ranges if b < end and e > begin)
+
+    def clear(self, tensor: Tensor) -> None:
+        """All of a tensor was overwritten: what was known of that memory is history."""
+        values = values_of(tensor)
+        if values is None:
+            return
+        key = values.untyped_storage()._cdata
+        if key not in self._entries:
+            return
+        begin, end = _bytes(values)
+        if end - begin != values.numel() * values.element_size():
+            return  # a view with gaps, between which bad values may remain
+        reference, ranges = self._entries[key]
+        self._entries[key] = reference, [r for r in ranges if not (begin <= r[0] and r[1] <= end)]
+
+
+def _bytes(values: Tensor) -> tuple[int, int]:
+    """The first byte in its storage, and the one behind the last."""
+    size = values.element_size()
+    begin = int(values.storage_offset())
+    extent = sum(int(n - 1) * int(stride) for n, stride in zip(values.shape, values.stride(), strict=True))
+    return begin * size, (begin + extent + 1) * size

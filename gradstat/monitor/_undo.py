@@ -1,0 +1,211 @@
+"""Sets aside what a step changes, and puts it back: `Undo`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradstat.counters import _counters
+from gradstat.monitor.step_state import RngState, same_version
+
+# Below this, a tensor is copied at once; it may be one that changes without a new version, as running statistics do.
+_SMALL = 1 << 16
+
+
+class Undo:
+    """Everything about a training step that running it again would change.
+
+    Parameters and large buffers are copied only when something is about to write them, of which the caller tells
+    (`before_write`); small buffers and the tensors of a scaler at once.
+    """
+
+    def __init__(self) -> None:
+        self._protected: dict[int, list[Tensor]] = {}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._then: list[Callable[[], object]] = []
+        self._optimizers: set[int] = set()
+
+    def protect(self, tensor: Tensor) -> None:
+        """Will copy ``tensor`` before it is written."""
+        key = _storage_of(tensor)
+        if key is not None:
+            self._protected.setdefault(key, []).append(tensor)
+
+    def copy(self, tensor: Tensor) -> None:
+        """Copies ``tensor`` now, if that was not done yet."""
+        if id(tensor) not in self._copies:
+            with torch.no_grad():
+                self._copies[id(tensor)] = tensor, tensor.detach().clone()
+
+    def before_write(self, tensor: Tensor) -> None:
+        """``tensor`` is about to be written."""
+        for protected in self._protected.pop(_storage_of(tensor) or 0, ()):
+            self.copy(protected)
+
+    def finally_do(self, action: Callable[[], object]) -> None:
+        """``action`` will be run by `restore`; the last one first."""
+        self._then.append(action)
+
+    def restore(self) -> None:
+        """Puts everything back, whatever happens in between."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._copies.clear)
+            for action in self._then:
+                stack.callback(action)
+            stack.callback(self._restore_tensors)
+        self._then.clear()
+        self._protected.clear()
+
+    def _restore_tensors(self) -> None:
+        for tensor, copy in self._copies.values():
+            keeps = same_version(tensor)
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad(), keeps:
+                tensor.copy_(copy)
+
+    # Things of a training step ----------------------------------------------------------------------------
+
+    def rng(self) -> None:
+        self.finally_do(RngState.capture().restore)
+
+    def model(self, model: Module) -> None:
+        """Buffers, parameters and training flags."""
+        for module in model.modules():
+            self.attributes(module, "training")
+            for buffer in module.buffers(recurse=False):
+                self._tensor(buffer)
+            held: Any = module._buffers
+            if isinstance(held, dict):  # a scripted module cannot replace its buffers
+                self._mapping(held, tensors=False)
+
+    def parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Values, and gradients, which are None until they are put back."""
+        for parameter in parameters:
+            data = parameter.data  # an alias, in case the step gives the parameter other memory
+            self.protect(data)
+            self.attributes(parameter, "requires_grad")
+            self.finally_do(partial(_set_data, parameter, data))
+            self.gradient(parameter)
+
+    def gradient(self, leaf: Tensor) -> None:
+        """Sets the gradient of ``leaf`` to None for the while."""
+        gradient = leaf.grad
+        self.finally_do(lambda: setattr(leaf, "grad", gradient))
+        leaf.grad = None
+
+    def attributes(self, owner: Any, *names: str) -> None:
+        for name in names:
+            self.finally_do(partial(_set_attribute, owner, name, getattr(owner, name)))
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """State, hyper-parameters and other attributes, which may be changed from now on."""
+        if id(optimizer) in self._optimizers:
+            return
+        self._optimizers.add(id(optimizer))
+        for group in optimizer.param_groups:
+            self._mapping(group)
+            for parameter in group["params"]:
+                self.protect(parameter.data)
+        for state in optimizer.state.values():
+            self._mapping(state)
+        self._mapping(optimizer.state, tensors=False)
+        self.finally_do(partial(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups)))
+        self._mapping(vars(optimizer), tensors=False)
+
+    def scaler(self, scaler: GradScaler) -> None:
+        """Scale and counters; what it keeps of optimizers between calls is empty for the while."""
+        state: dict[str, Any] = scaler.__dict__
+        for value in state.values():
+            for held in (value, *vars(value).values()) if hasattr(value, "__dict__") else (value,):
+                if isinstance(held, Tensor):
+                    self.copy(held)
+        self._mapping(state, tensors=False)
+        per_optimizer = state.get("_per_optimizer_states")
+        if per_optimizer is not None:
+            state["_per_optimizer_states"] = per_optimizer.__class__(per_optimizer.default_factory)
+
+    def _mapping(self, mapping: Any, tensors: bool = True) -> None:
+        if not isinstance(mapping, dict):
+            return
+        before = dict(mapping)
+        for value in before.values() if tensors else ():
+            if isinstance(value, Tensor):
+                self._tensor(value)
+        self.finally_do(partial(_set_contents, mapping, before))
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if tensor.numel() <= _SMALL:
+            self.copy(tensor)
+        else:
+            self.protect(tensor)
+
+    # Things that must not happen --------------------------------------------------------------------------
+
+    def no_steps(self, optimizers: Iterable[Optimizer]) -> None:
+        """``step`` of ``optimizers`` does nothing for the while, but for calling its closure.
+
+        Any other optimizer that steps is put back as it was. Learning-rate schedules stand still.
+        """
+        counts = dict(_counters)  # of guarded steps, which are counted by kernels, before any hook of an optimizer
+        for counters in counts.values():
+            self.copy(counters.tensor)
+        self.finally_do(partial(_set_contents, _counters, counts))
+        for optimizer in optimizers:
+            self.optimizer(optimizer)
+            optimizer.step = _no_step  # type: ignore[method-assign]
+        handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.optimizer(optimizer))
+        self.finally_do(handle.remove)
+        for schedule in _subclasses(LRScheduler):
+            if "step" in vars(schedule):
+                self.finally_do(partial(setattr, schedule, "step", vars(schedule)["step"]))
+                schedule.step = _no_schedule
+
+
+def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _no_schedule(self: Any, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    subclasses: list[type[Any]] = cls.__subclasses__()
+    for subclass in subclasses:
+        yield from _subclasses(subclass)
+
+
+def _set_attribute(owner: Any, name: str, value: Any) -> None:
+    if getattr(owner, name) is not value:
+        setattr(owner, name, value)
+
+
+def _set_contents(mapping: MutableMapping[Any, Any], contents: dict[Any, Any]) -> None:
+    mapping.clear()
+    mapping.update(contents)
+
+
+def _set_data(parameter: Tensor, data: Tensor) -> None:
+    if parameter.data_ptr() != data.data_ptr():
+        parameter.data = data
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    values = getattr(tensor, "_local_tensor", tensor)
+    if values.layout is not torch.strided or values.numel() == 0 or values.device.type == "meta":
+        return None
+    key: int = values.untyped_storage()._cdata
+    return key

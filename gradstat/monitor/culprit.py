@@ -1,0 +1,109 @@
+"""`Culprit`: the first place that made a NaN or Inf, found by running a step again under watch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gradstat._render import bad_words
+from gradstat.report import Report
+from gradstat.tensor_stats import TensorStats
+
+Phase = Literal["forward", "backward", "accumulation", "hook", "input", "parameter"]
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first place that made a bad value which reached the gradients or the loss.
+
+    Attributes:
+        kind: ``"nan"`` or ``"inf"``: what came out there; ``"nan"`` if both.
+        phase: ``"forward"`` and ``"backward"``: an operation of that pass. ``"accumulation"``: gradients added up.
+            ``"hook"``: a hook on a tensor or module. ``"input"``: a value the step was given. ``"parameter"``: a
+            parameter or buffer that was bad before the step began.
+        module: Dotted name of the innermost module, ``""`` for the model itself, None outside of any.
+        op: ``"log"``, ``"addmm"``; in the backward pass the operation whose derivative it was. None if there was none.
+        source: ``"path/file.py:line"`` of the user's code: in the forward pass the innermost line outside of torch, in
+            the backward pass the line of the forward pass whose derivative it was, or the line in the user's own
+            backward or hook. None if there is none.
+        line: The text of that line; empty if it cannot be read.
+        name: Of the parameter, buffer or part of the batch; of the parameter whose gradient was made; else None.
+        inputs: Statistics of what went in, as it was before; None if nothing that has statistics did.
+        output: Statistics of what came out.
+        stack: The user's lines that led there, outermost first, each ``"path/file.py:line in function: text"``.
+    """
+
+    kind: Literal["nan", "inf"]
+    phase: Phase
+    module: str | None = None
+    op: str | None = None
+    source: str | None = None
+    line: str = ""
+    name: str | None = None
+    inputs: Report | None = None
+    output: Report | None = None
+    stack: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values; a report as the list of its tensors."""
+        return {
+            "kind": self.kind,
+            "phase": self.phase,
+            "module": self.module,
+            "op": self.op,
+            "source": self.source,
+            "line": self.line,
+            "name": self.name,
+            "inputs": None if self.inputs is None else [stats.to_dict() for stats in self.inputs],
+            "output": None if self.output is None else [stats.to_dict() for stats in self.output],
+            "stack": list(self.stack),
+        }
+
+    def _headline(self) -> str:
+        what = {"nan": "NaN", "inf": "Inf"}[self.kind]
+        op = self.op or "an operation"
+        module = (
+            "" if self.module is None else f" in {f'module {self.module!r}' if self.module else 'the model itself'}"
+        )
+        of_parameter = "" if self.name is None else f" of {self.name!r}"
+        if self.phase == "input":
+            return f"{what} came in from outside of the model: {self.name or 'a tensor that was there before the step'}"
+        if self.phase == "parameter":
+            return f"{what} was in the parameter or buffer {self.name!r} before the step began"
+        if self.phase == "hook":
+            return f"{what} was first made by a hook{of_parameter}{module}"
+        if self.phase == "accumulation":
+            return f"{what} was first made when gradients{of_parameter} were added up{module}"
+        if self.phase == "backward":
+            return f"{what} was first made in the backward pass, by the derivative of {op}{module}"
+        return f"{what} was first made in the forward pass, by {op}{module}"
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        if self.source is not None:
+            lines.append(f"  at {self.source}")
+            if self.line:
+                lines.append(f"      {self.line}")
+        for title, report in (("went in", self.inputs), ("came out", self.output)):
+            if report is not None:
+                lines += [f"  {title}: {_words(stats)}" for stats in report]
+        if self.op == "empty":
+            lines.append("  Its memory came from torch.empty; nothing wrote it, or a kernel that torch cannot see did.")
+        if len(self.stack) > 1:
+            lines += ["  called from, outermost first:", *(f"    {frame}" for frame in self.stack[:-1])]
+        return "\n".join(lines)
+
+
+def _words(stats: TensorStats) -> str:
+    """A tensor in one line: what is bad in it, or its range."""
+    shape = "x".join(map(str, stats.shape)) or "scalar"
+    dtype = str(stats.dtype).removeprefix("torch.")
+    finite = "no finite element" if not stats.finite_values else f"{stats.min:.4g} to {stats.max:.4g}"
+    zeros = f", {stats.zero_count:,} zero" if stats.zero_count else ""
+    if stats.ok:
+        return f"{stats.name}, {shape} {dtype}: {finite}{zeros}, all finite"
+    return (
+        f"{stats.name}: {bad_words(stats)}; the rest {finite}{zeros}"
+        if stats.finite_values
+        else (f"{stats.name}: {bad_words(stats)}")
+    )

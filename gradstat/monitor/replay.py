@@ -1,0 +1,227 @@
+"""`find_culprit`: runs a step again under watch and names the first place that made a bad value."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from gradstat.monitor._graph import GraphWatch, LeafWatch
+from gradstat.monitor._modules import ModuleTracker
+from gradstat.monitor._taint import Origin, first, is_bad, kind_of, looks_like_mask, report_of
+from gradstat.monitor._undo import Undo
+from gradstat.monitor._watch import Watch
+from gradstat.monitor.culprit import Culprit
+from gradstat.monitor.step_state import StepState, in_backward, replaying
+
+
+def find_culprit(
+    model: Module,
+    step_fn: Callable[..., Any],
+    *,
+    state: StepState | Sequence[StepState] | None = None,
+    batch: Any = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    scaler: GradScaler | None = None,
+) -> Culprit | None:
+    """Runs a step again, leaves everything as it was, and names the first place that made a NaN or Inf.
+
+    The first is what the loss leads back to, if it is bad; else what the first bad gradient does, in the order in which
+    gradients were complete. Infinities that someone wrote (a mask of -Inf) count only if an
+    operation makes NaN of them, or they are all there is to blame. Many times slower than a step.
+
+    While it runs, optimizers and learning-rate schedules do not step, gradients begin as None and compiled models
+    run eagerly. Afterwards parameters, gradients, buffers, optimizers, the scaler, training flags and random states
+    are as before, whatever ``step_fn`` does or raises. Other things that it changes are not put back.
+
+    Args:
+        model: The model whose modules and parameters are named.
+        step_fn: Forward and backward, or a whole training step. Called with ``batch`` if there is one.
+        state: `Recorder.states`, or one state: each forward pass of ``model`` begins with its own. None begins as
+            things are now.
+        batch: What ``step_fn`` is called with. Its tensors are named if they are bad.
+        optimizer: The optimizer, or several. Others that step are put back, too, but do step.
+        scaler: The loss scaler.
+
+    Returns:
+        None if everything was finite this time: the fault is sporadic, in hardware or a race, or depends on
+        something that was not put back.
+
+    Raises:
+        TypeError: ``model`` is no module, ``step_fn`` cannot be called, or ``state`` is not what a recorder keeps.
+        RuntimeError: A backward pass is running.
+        Exception: What ``step_fn`` raised, unless there is a culprit: a step that refuses a bad loss is no surprise.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"model has to be a torch.nn.Module, whose modules can be named; got {type(model).__name__}")
+    if not callable(step_fn):
+        raise TypeError(f"step_fn has to be a function that runs the step; got {type(step_fn).__name__}")
+    if in_backward():
+        raise RuntimeError("find_culprit() cannot run in a hook of a backward pass; call it after backward()")
+    states = [state] if isinstance(state, StepState) else list(state or ())
+    for item in states:
+        if not isinstance(item, StepState):
+            raise TypeError(f"state has to be Recorder.states or a StepState; got {type(item).__name__} in it")
+    given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+    named = _all_parameters(model, given)
+    inputs = [] if batch is None else list(_tensors(batch, "batch"))
+    undo = Undo()
+    modules = ModuleTracker(model)
+    watch = Watch(modules, {id(p): name for name, p in named}, undo.before_write)
+    graph = GraphWatch(watch)
+    leaves = LeafWatch(watch, named)
+    returned: Any = None
+    failure: Exception | None = None
+    try:
+        undo.rng()
+        undo.model(model)
+        undo.parameters(p for _, p in named)
+        for _, tensor in inputs:
+            undo.protect(tensor)
+            if tensor.requires_grad and tensor.is_leaf:
+                undo.gradient(tensor)
+        undo.no_steps(given)
+        if scaler is not None:
+            undo.scaler(scaler)
+        modules.attach()
+        leaves.attach()
+        with _as_it_was(model, states, watch, undo.before_write), _eager(), _anomaly_mode():
+            _read_inputs(watch, inputs)
+            _read_parameters(watch, named)
+            _read_buffers(watch, model)
+            try:
+                with torch.enable_grad(), watch, replaying():
+                    returned = step_fn() if batch is None else step_fn(batch)
+            except Exception as error:
+                failure = error
+        leaves.look()
+        origin = _verdict(watch, returned, failure is not None)
+    finally:
+        leaves.detach()
+        graph.forget()
+        modules.detach()
+        undo.restore()
+    try:
+        if failure is not None and origin is None:
+            raise failure
+    finally:
+        failure = None  # its traceback holds this frame, and with it all that the step made
+    return None if origin is None else origin.culprit
+
+
+def _verdict(watch: Watch, returned: Any, failed: bool) -> Origin | None:
+    """What to blame, if anything is bad that a step leaves behind."""
+    results = [first(watch.taint.of(t)) for _, t in _tensors(returned, "") if is_bad(t)]
+    final = [*watch.reached, *(origin for origin in results if origin is not None)]
+    for origin in final:
+        if not origin.intended:
+            return origin
+    # A step that gave up on what it saw, before there was a gradient.
+    if failed or not watch.backward_ran:
+        final += [origin for origin in watch.origins if not (origin.intended or origin.unwritten)]
+    final += [origin for origin in watch.origins if origin.culprit.phase == "parameter" and not origin.intended]
+    return next(iter(final), None)
+
+
+# What is bad before the step begins -------------------------------------------------------------------------
+
+
+def _read_inputs(watch: Watch, inputs: list[tuple[str, Tensor]]) -> None:
+    for name, tensor in inputs:
+        if is_bad(tensor):
+            culprit = Culprit(kind_of(tensor), "input", name=name, output=report_of({name: tensor}))
+            watch.add(tensor, culprit, intended=looks_like_mask(tensor))
+
+
+def _read_parameters(watch: Watch, named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, tensor in named:
+        if is_bad(tensor):
+            watch.add(tensor, _of_leaf(name, tensor))
+
+
+def _read_buffers(watch: Watch, model: Module) -> None:
+    for name, tensor in model.named_buffers():
+        if is_bad(tensor) and first(watch.taint.of(tensor)) is None:
+            watch.add(tensor, _of_leaf(name, tensor), intended=looks_like_mask(tensor))
+
+
+def _of_leaf(name: str, tensor: Tensor) -> Culprit:
+    module = name.rpartition(".")[0]
+    return Culprit(kind_of(tensor), "parameter", module, name=name, output=report_of({name: tensor}))
+
+
+def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
+    """The parameters of the model, and those that only an optimizer knows, each once."""
+    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+    known = {id(p) for _, p in named}
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    named.append((f"group{g}.{i}", parameter))
+    return named
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a batch, each with the expression that reaches it."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _tensors(item, f"{name}[{i}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None), f"{name}.{field.name}")
+
+
+# Circumstances of the replay --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_it_was(
+    model: Module, states: list[StepState], watch: Watch, before_write: Callable[[Tensor], None]
+) -> Iterator[None]:
+    """The i-th forward pass of ``model`` begins with the i-th of ``states``; so does what comes before the first."""
+    todo = list(states)
+
+    def before_forward(module: Module, args: Any) -> None:
+        if todo and not in_backward():
+            with watch.paused():
+                todo.pop(0).restore(model, before_write)
+                _read_buffers(watch, model)
+
+    if todo:
+        todo[0].restore(model, before_write)
+    handle = model.register_forward_pre_hook(before_forward, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled code runs as it was written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _anomaly_mode() -> Iterator[None]:
+    """Nodes keep where they were made. Nobody is warned again of what the step warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            yield

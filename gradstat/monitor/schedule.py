@@ -1,0 +1,136 @@
+"""`Schedule`: torch's anomaly mode on some steps only: now and then, and for a while after something was seen."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class Schedule:
+    """Switches `torch.autograd.detect_anomaly` on for the steps that are worth its price.
+
+    A context manager to be entered once in each step, around forward and backward. Afterwards the mode is as it was
+    before. While it is on, a backward pass that makes NaN raises RuntimeError, and names the operation of the forward
+    pass behind it. It does not see Inf; `find_culprit` does.
+
+    Example:
+        >>> schedule = Schedule(every=1000, after_trigger=20)
+        >>> for batch in loader:
+        ...     with schedule:
+        ...         loss = model(batch).mean()
+        ...         loss.backward()
+        ...     if not check(model).ok:
+        ...         schedule.trigger()
+
+    Attributes:
+        active: Whether the step inside runs in anomaly mode; outside, whether the next one will.
+        steps: Steps so far.
+        active_steps: How many of them ran in anomaly mode.
+        triggers: How often `trigger` was called.
+        catches: How many steps in anomaly mode raised.
+    """
+
+    def __init__(
+        self, every: int | None = None, after_trigger: int = 10, backoff: float = 2.0, *, check_nan: bool = True
+    ) -> None:
+        """A schedule that has seen no step yet.
+
+        Args:
+            every: Step 0 and each ``every``-th after it run in anomaly mode; None for none.
+            after_trigger: So many steps do after `trigger`.
+            backoff: A burst that caught nothing is followed by a pause, in which `trigger` does nothing: first as
+                long as the burst, then each time longer by this factor, until all was quiet for as long. 1 keeps the
+                pause as it is.
+            check_nan: Whether the mode raises on NaN, as torch's argument of that name.
+
+        Raises:
+            TypeError: ``every`` or ``after_trigger`` is not a whole number, or ``backoff`` not a number.
+            ValueError: ``every`` or ``after_trigger`` is less than 1, or ``backoff`` less than 1 or not finite.
+        """
+        if every is not None:
+            _require_count("every", every, " or None for no sampling")
+        _require_count("after_trigger", after_trigger, "")
+        if isinstance(backoff, bool) or not isinstance(backoff, int | float):
+            raise TypeError(f"backoff has to be a number, got {type(backoff).__name__}")
+        if not 1 <= backoff < float("inf"):
+            raise ValueError(f"backoff has to be finite and at least 1, by which pauses grow; got {backoff}")
+        self.every = every
+        self.after_trigger = after_trigger
+        self.backoff = float(backoff)
+        self.check_nan = check_nan
+        self.steps = 0
+        self.active_steps = 0
+        self.triggers = 0
+        self.catches = 0
+        self._burst_ends = 0
+        self._pause_ends = 0
+        self._pause: float = after_trigger
+        self._in_burst = False
+        self._mode: Any = None
+        self._inside = False
+
+    @property
+    def active(self) -> bool:
+        if self._inside:
+            return self._mode is not None
+        return self.steps < self._burst_ends or (self.every is not None and self.steps % self.every == 0)
+
+    def trigger(self) -> bool:
+        """Something was seen: the next ``after_trigger`` steps run in anomaly mode.
+
+        Returns:
+            Whether they do. False in the pause after a burst that caught nothing. In a burst it changes nothing.
+        """
+        self.triggers += 1
+        now = self.steps + self._inside  # the step that runs has begun without
+        if now < self._burst_ends:
+            return True
+        if now < self._pause_ends:
+            return False
+        if now - self._pause_ends > self._pause:  # it was quiet for long: another fault
+            self._pause = self.after_trigger
+        self._in_burst = True
+        self._burst_ends = now + self.after_trigger
+        return True
+
+    def reset(self) -> None:
+        """Ends burst and pause, and lets pauses begin short again. Counts are kept."""
+        self._burst_ends = self._pause_ends = 0
+        self._pause = self.after_trigger
+        self._in_burst = False
+
+    def __enter__(self) -> Schedule:  # noqa: PYI034 (Self is not in Python 3.10)
+        if self._inside:
+            raise RuntimeError("this Schedule has been entered already; a step has one, and steps do not nest")
+        if self.active:
+            mode = torch.autograd.set_detect_anomaly(True, self.check_nan)
+            mode.__enter__()
+            self._mode = mode
+            self.active_steps += 1
+        self._inside = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, traceback)
+            if kind is not None and issubclass(kind, Exception):
+                self.catches += 1
+                self.reset()
+        self._mode = None
+        self._inside = False
+        self.steps += 1
+        if self._in_burst and self.steps >= self._burst_ends:
+            self._in_burst = False
+            self._pause_ends = self.steps + round(self._pause)
+            self._pause *= self.backoff
+
+
+def _require_count(name: str, value: object, otherwise: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} has to be a whole number of steps{otherwise}, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} has to be at least 1 step{otherwise}, got {value}")

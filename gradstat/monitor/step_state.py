@@ -1,0 +1,178 @@
+"""What a forward pass depends on besides parameters and batch, kept so that a step can be run again: `Recorder`."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+# Running statistics change without a new version, so small buffers are always copied; large ones are masks and tables.
+_ALWAYS_COPIED = 1 << 16
+
+
+class RngState(NamedTuple):
+    """The states of the global random generators: torch's for the CPU and for CUDA, Python's, numpy's."""
+
+    cpu: Tensor
+    cuda: tuple[Tensor, ...]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RngState:
+        """The states now. Never initialises CUDA; without those of CUDA while a CUDA graph is captured."""
+        cuda: tuple[Tensor, ...] = ()
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            cuda = tuple(torch.cuda.get_rng_state_all())
+        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())  # noqa: NPY002
+
+    def restore(self) -> None:
+        """Puts the generators back."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+
+
+class _Buffer(NamedTuple):
+    """A copy of a buffer, and what tells whether it is still good."""
+
+    original: weakref.ref[Tensor]
+    version: int
+    copy: Tensor
+
+    def is_good_for(self, buffer: Tensor) -> bool:
+        """Whether ``buffer`` surely holds what the copy does."""
+        unchanged = self.original() is buffer and self.version == _version(buffer) >= 0
+        return unchanged and buffer.numel() > _ALWAYS_COPIED
+
+
+class StepState:
+    """Random states and buffers of a model as they were when a forward pass began."""
+
+    def __init__(self, rng: RngState, buffers: dict[str, _Buffer]) -> None:
+        """Made by `capture`."""
+        self.rng = rng
+        self._buffers = buffers
+
+    @classmethod
+    def capture(cls, model: Module, previous: StepState | None = None) -> StepState:
+        """The state now. Copies of large buffers that have not changed since ``previous`` are shared with it."""
+        known = {} if previous is None else previous._buffers
+        return cls(RngState.capture(), {name: _copied(b, known.get(name)) for name, b in model.named_buffers()})
+
+    def restore(self, model: Module, before_write: Callable[[Tensor], None] = lambda buffer: None) -> None:
+        """Puts random states and buffers back, the latter in place and behind autograd's back.
+
+        ``before_write`` is called with each buffer that is written. Buffers that the model has gained are left alone,
+        and so are those it has lost or that have other sizes now.
+        """
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                kept = self._buffers.get(name)
+                if kept is None or kept.copy.shape != buffer.shape:
+                    continue
+                if kept.is_good_for(buffer):
+                    continue
+                before_write(buffer)
+                # Graphs of earlier forward passes may have saved it, with the values that it is given again.
+                with same_version(buffer):
+                    buffer.copy_(kept.copy)
+        self.rng.restore()
+
+
+def _copied(buffer: Tensor, known: _Buffer | None) -> _Buffer:
+    if known is not None and known.is_good_for(buffer):
+        return known
+    return _Buffer(weakref.ref(buffer), _version(buffer), buffer.detach().clone())
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def same_version(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Writes to ``tensor`` inside do not count as changes of it."""
+    if tensor.is_inference():
+        return contextlib.nullcontext()
+    keeps: contextlib.AbstractContextManager[object] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    return keeps
+
+
+class Recorder:
+    """Keeps the `StepState` of each forward pass of the current step, so that the step can be run again.
+
+    A step of gradient accumulation has several. The recomputation of a checkpointed model is not one of them, nor are
+    the forward passes of a replay.
+
+    Example:
+        >>> recorder = Recorder(model)
+        >>> for batch in loader:
+        ...     recorder.begin_step()
+        ...     loss = train_step(batch)
+        ...     if not math.isfinite(loss):
+        ...         print(find_culprit(model, train_step, state=recorder.states, batch=batch))
+    """
+
+    def __init__(self, model: Module, *, keep_batch: bool = False) -> None:
+        """Attaches itself to ``model``.
+
+        Args:
+            model: The outermost module that is called; a compiled one as `torch.compile` returned it.
+            keep_batch: Whether to keep what the model is called with, too, and with it that memory until the next step.
+        """
+        self.states: list[StepState] = []
+        self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._keep_batch = keep_batch
+        self._last: StepState | None = None
+        hook: Any = self._before_forward
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            hook = torch.compiler.disable(hook)  # compiled in place, with its hooks
+        self._handle: Any = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward() or _replays or torch.compiler.is_compiling():
+            return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return  # copies would become part of the graph
+        self._last = StepState.capture(model, self._last)
+        self.states.append(self._last)
+        if self._keep_batch:
+            self.inputs.append((args, kwargs))
+
+    def begin_step(self) -> None:
+        """Forgets the forward passes so far: a new step begins."""
+        self.states = []
+        self.inputs = []
+
+    def detach(self) -> None:
+        """Takes the hook off the model and lets go of everything kept."""
+        self._handle.remove()
+        self.begin_step()
+        self._last = None
+
+
+_replays: list[object] = []  # those that run now
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    """No `Recorder` records inside."""
+    _replays.append(None)
+    try:
+        yield
+    finally:
+        _replays.pop()
+
+
+def in_backward() -> bool:
+    """Whether this runs inside of a backward pass, as the recomputation of a checkpoint does."""
+    return torch._C._current_autograd_node() is not None

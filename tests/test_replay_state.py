@@ -1,0 +1,370 @@
+"""Recorder, StepState and what find_culprit puts back: the same step is run again, and nothing remembers it."""
+
+import copy
+import math
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradstat import amp, guarded_step, step_counters
+from gradstat.monitor.replay import find_culprit
+from gradstat.monitor.step_state import Recorder, StepState
+
+
+def bits(value: Any) -> Any:
+    """Something that is equal only if every tensor in ``value`` has the same bits."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.detach().contiguous().view(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    return value
+
+
+class Net(nn.Module):
+    """Everything that changes in a step: batch norm, dropout, a counter, a buffer that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(6, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("latest", None)
+        self.register_buffer("table", torch.arange(70_000.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.latest = x.detach()
+        self.table[0] += 1
+        h: Tensor = self.last(self.drop(self.norm(self.first(x))))
+        return h
+
+
+class Training:
+    """A model some steps into its training, with a gradient half accumulated, and all that a step touches."""
+
+    def __init__(self) -> None:
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        for _ in range(3):
+            self.step(torch.randn(8, 4))
+        self.model(torch.randn(8, 4)).sum().backward()
+
+    def step(self, x: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(x + torch.rand(())).square().mean() + random.random() + np.random.rand()  # noqa: NPY002
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+
+    def state(self) -> Any:
+        generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr] # noqa: NPY002
+        return bits(
+            {
+                "model": self.model.state_dict(),
+                "training": [module.training for module in self.model.modules()],
+                "gradients": [p.grad for p in self.model.parameters()],
+                "versions": [p._version for p in self.model.parameters()],
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "rng": generators,
+            }
+        )
+
+    def identities(self) -> list[int]:
+        objects = [*self.model.parameters(), *(p.grad for p in self.model.parameters())]
+        states = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [
+            id(o) for o in [*objects, *self.model.buffers(), *states, self.scaler._scale, vars(self.optimizer)["step"]]
+        ]
+
+
+def raises(training: Training, x: Tensor) -> None:
+    training.step(x)
+    raise KeyError("after all")
+
+
+def writes_parameters(training: Training, x: Tensor) -> None:
+    training.step(x)
+    with torch.no_grad():
+        for p in training.model.parameters():
+            p.mul_(2)
+        training.model.first.weight.data = torch.zeros(6, 4)
+    training.model.eval()
+    training.model.first.bias.requires_grad_(False)
+    training.model.register_buffer("new", torch.ones(3))
+    training.optimizer.param_groups[0]["lr"] = 5.0
+    x.fill_(math.nan)
+
+
+STEPS: dict[str, Callable[[Training, Tensor], None]] = {
+    "a whole step": Training.step,
+    "one that raises": raises,
+    "one that writes what it should not": writes_parameters,
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("poison", [False, True])
+def test_everything_is_as_before_bit_for_bit(kind: str, poison: bool) -> None:
+    training = Training()
+    recorder = Recorder(training.model)
+    x = torch.randn(8, 4)
+    training.model(x)
+    if poison:
+        training.model.first.weight.data[0, 0] = math.nan
+    batch = bits(x)
+    before, identities = training.state(), training.identities()
+    next_random = copy.deepcopy(torch.get_rng_state())
+    arguments: dict[str, Any] = {"optimizer": training.optimizer, "scaler": training.scaler, "state": recorder.states}
+    if kind == "one that raises" and not poison:
+        with pytest.raises(KeyError, match="after all"):
+            find_culprit(training.model, lambda x: STEPS[kind](training, x), batch=x, **arguments)
+    else:
+        culprit = find_culprit(training.model, lambda x: STEPS[kind](training, x), batch=x, **arguments)
+        assert (culprit is not None) == poison
+    after = training.state()
+    assert after.keys() == before.keys()
+    for key in before:
+        if key != "versions" or kind == "a whole step":
+            assert after[key] == before[key], key
+    assert bits(x) == batch
+    assert training.identities() == identities
+    drawn = torch.rand(3)
+    torch.set_rng_state(next_random)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_an_optimizer_that_was_not_named_is_put_back_too() -> None:
+    training = Training()
+    before = training.state()
+    assert find_culprit(training.model, lambda: training.step(torch.ones(8, 4)), scaler=training.scaler) is None
+    after = training.state()
+    for key in before:
+        if key != "versions":
+            assert after[key] == before[key], key
+
+
+def test_gradients_begin_as_none_and_are_the_same_objects_afterwards() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    kept = model.weight.grad
+    seen = []
+
+    def step() -> None:
+        seen.append(model.weight.grad)
+        model(torch.ones(1, 2)).sum().backward()
+
+    find_culprit(model, step)
+    assert seen == [None]
+    assert model.weight.grad is kept
+
+
+def test_a_closure_is_run_once() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        loss = (model(torch.zeros(1, 2)) * 0).sum().log()
+        loss.backward()
+        return loss
+
+    culprit = find_culprit(model, lambda: optimizer.step(closure), optimizer=optimizer)
+    assert calls == [1]
+    assert culprit is not None
+    assert culprit.op == "log"
+
+
+def test_a_guarded_step_is_not_counted() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        guarded_step(optimizer, max_norm=1.0)
+
+    assert find_culprit(model, step, optimizer=optimizer) is None
+    with pytest.raises(KeyError, match="has not been stepped"):
+        step_counters(optimizer)
+    step()
+    before = bits([model.state_dict(), optimizer.state_dict()]), step_counters(optimizer).read(wait=True)
+    assert find_culprit(model, step, optimizer=optimizer) is None
+    assert (bits([model.state_dict(), optimizer.state_dict()]), step_counters(optimizer).read(wait=True)) == before
+
+
+def test_the_scaler_of_gradstat_is_put_back() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    before = bits([scaler.state_dict(), model.state_dict()]), scaler.status()
+    assert find_culprit(model, step, optimizer=optimizer, scaler=scaler) is None
+    assert (bits([scaler.state_dict(), model.state_dict()]), scaler.status()) == before
+
+
+# The same step again ------------------------------------------------------------------------------------------
+
+
+class Unlucky(nn.Module):
+    """Bad only if dropout takes all of a row, once in eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.weight * x, 0.5).sum().log()
+
+
+def test_a_fault_that_depends_on_dropout_comes_again() -> None:
+    model = Unlucky()
+    recorder = Recorder(model)
+    outcomes = []
+    for _ in range(60):
+        recorder.begin_step()
+        bad = not math.isfinite(model(torch.ones(3)).item())
+        torch.rand(5)  # what came after must not matter
+        culprit = find_culprit(model, lambda: model(torch.ones(3)).backward(), state=recorder.states)
+        assert (culprit is not None) == bad
+        outcomes.append(bad)
+    assert True in outcomes
+    assert False in outcomes
+
+
+def test_every_forward_pass_of_a_step_begins_with_its_own_random_state() -> None:
+    model = Unlucky()
+    recorder = Recorder(model)
+
+    def step(draws: int) -> list[float]:
+        losses = []
+        for _ in range(4):
+            torch.rand(draws)
+            loss = model(torch.ones(3))
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    for _ in range(5):
+        recorder.begin_step()
+        happened = step(1)
+        assert len(recorder.states) == 4
+        again: list[list[float]] = []
+        find_culprit(model, lambda: again.append(step(7)), state=recorder.states)  # noqa: B023
+        assert len(recorder.states) == 4  # those of the replay are not recorded
+        assert again == [happened]
+
+
+def test_buffers_begin_as_they_were() -> None:
+    model = nn.BatchNorm1d(3)
+    recorder = Recorder(model)
+    seen: list[list[float]] = []
+
+    def step(x: Tensor) -> None:
+        seen.append(model.running_mean.tolist())  # type: ignore[union-attr, operator]
+        model(x).sum().backward()
+
+    x = torch.randn(4, 3)
+    step(x)
+    now = bits(dict(model.named_buffers()))
+    find_culprit(model, step, batch=x, state=recorder.states)
+    assert seen[0] == seen[1] == [0.0, 0.0, 0.0]
+    assert bits(dict(model.named_buffers())) == now
+
+
+def test_a_recorder_copies_large_buffers_only_when_they_changed() -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.zeros(70_000))
+    model.forward = lambda: None  # type: ignore[method-assign]
+    recorder = Recorder(model)
+    for change in (False, False, True):
+        if change:
+            model.mask[5] = 1.0
+        model()
+    a, b, c = (state._buffers["mask"].copy for state in recorder.states)
+    assert a is b
+    assert c is not a
+    assert c[5] == 1.0
+    recorder.states[0].restore(model)
+    assert model.mask[5] == 0.0
+
+
+def test_a_recorder_starts_over_and_goes_away() -> None:
+    model = nn.Linear(2, 2)
+    recorder = Recorder(model, keep_batch=True)
+    x = torch.ones(1, 2)
+    model(x)
+    model(input=x)
+    assert [len(args) + len(kwargs) for args, kwargs in recorder.inputs] == [1, 1]
+    assert recorder.inputs[0][0][0] is x
+    recorder.begin_step()
+    assert (recorder.states, recorder.inputs) == ([], [])
+    model(x)
+    recorder.detach()
+    model(x)
+    assert recorder.states == []
+    assert not model._forward_pre_hooks
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+
+
+def test_a_model_compiled_in_place_is_recorded() -> None:
+    model = nn.Linear(3, 3)
+    model.compile(backend="eager")
+    recorder = Recorder(model)
+    for _ in range(2):
+        model(torch.ones(1, 3))
+    assert len(recorder.states) == 2
+    assert find_culprit(model, lambda: model(torch.ones(1, 3)).sum().backward(), state=recorder.states) is None
+
+
+def test_capturing_does_not_initialise_cuda() -> None:
+    before = torch.cuda.is_initialized()
+    StepState.capture(nn.Linear(1, 1)).restore(nn.Linear(1, 1))
+    assert torch.cuda.is_initialized() == before
+
+
+# On a GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_dropout_comes_again_and_the_backward_pass_is_seen() -> None:
+    model = Unlucky().cuda()
+    recorder = Recorder(model)
+    x = torch.ones(3, device="cuda")
+    for _ in range(30):
+        recorder.begin_step()
+        bad = not math.isfinite(model(x).item())
+        state = torch.cuda.get_rng_state()
+        culprit = find_culprit(model, lambda: model(x).backward(), state=recorder.states)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        assert (culprit is not None) == bad
+    weight = nn.Parameter(torch.zeros(3, device="cuda"))
+    model.weight = weight
+    culprit = find_culprit(model, lambda: (weight * x).sqrt().sum().backward())
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.op) == ("backward", "inf", "sqrt")
+    assert "sqrt().sum()" in culprit.line
