@@ -611,3 +611,100 @@ pytest_plugins = ["gradstat.pytest_plugin"]
 
 def test_the_fixture_is_the_function(assert_healthy: Any) -> None:
     assert assert_healthy is gradstat.monitor.assert_healthy
+
+
+# Replays -------------------------------------------------------------------------------------------------
+
+
+class Rooted(nn.Module):
+    """Takes the root of what dropout leaves, so that its derivative at 0 is infinite if anything was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.inner(x).abs() + 1).sqrt().sum()  # the root
+
+
+def test_replays_the_very_step_by_itself_and_says_where() -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    batches: list[Tensor] = []
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        monitor.step(loss)
+        return loss
+
+    monitor = gradstat.Monitor(
+        model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step, keep_batch=True
+    )
+    torch.manual_seed(1)
+
+    def train() -> None:
+        for _ in range(300):
+            batches.append(torch.randn(2, 4))
+            monitor.batch(batches[-1])
+            step(batches[-1])
+            optimizer.step()
+
+    with pytest.warns(AnomalyWarning, match="derivative of sqrt"), pytest.raises(AnomalyError, match="sqrt"):
+        train()
+    culprit = monitor.culprit
+    assert culprit is not None
+    assert (culprit.kind, culprit.phase, culprit.op, culprit.module) == ("inf", "backward", "sqrt", "")
+    assert culprit.line.endswith("# the root")
+    assert 1 < monitor.steps == len(batches)
+    assert "the root" in str(monitor.diagnose())
+    assert monitor.recording().meta["culprit"].startswith("Inf")
+
+
+def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone() -> None:
+    model, optimizer, monitor = made(replay=True)
+    trained(model, optimizer, monitor, 3)
+    x = torch.randn(32, 8)
+    x[3, 3] = math.inf
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(x), torch.zeros(32, dtype=torch.long)).backward()
+
+    step()
+    monitor.step()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    culprit = monitor.replay(step)
+    assert culprit is not None
+    assert culprit.kind in ("inf", "nan")
+    after = [p.grad for p in model.parameters()]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))  # type: ignore[union-attr]
+    assert monitor.steps == 4
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="parameters have changed"):
+        monitor.replay(step)
+    with pytest.raises(TypeError, match="no function to run"):
+        monitor.replay()
+
+
+def test_a_clean_replay_says_what_that_means() -> None:
+    model, optimizer, monitor = made(replay=True)
+    trained(model, optimizer, monitor, 2)
+    x = torch.randn(32, 8)
+    optimizer.zero_grad()
+    cross_entropy(model(x), torch.zeros(32, dtype=torch.long)).backward()
+    model.last.weight.grad[0, 0] = math.nan  # type: ignore[index]  # as a flipped bit would
+    monitor.step()
+    assert monitor.replay(lambda: cross_entropy(model(x), torch.zeros(32, dtype=torch.long)).backward()) is None
+    assert "hardware" in str(monitor.diagnose())
+
+
+def test_a_replay_needs_to_have_been_prepared() -> None:
+    _, _, monitor = made()
+    with pytest.raises(RuntimeError, match="replay=True"):
+        monitor.replay(lambda: None)
+    with pytest.raises(TypeError, match="replay=step_fn"):
+        made(on_anomaly="replay")

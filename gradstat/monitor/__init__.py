@@ -1,11 +1,14 @@
 """From statistics of every step to an answer: what went wrong, since when, where it started, what to try."""
 
+from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
 from gradstat.monitor.recording import Recording, Series
+from gradstat.monitor.replay import find_culprit
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
+from gradstat.monitor.schedule import Schedule
 from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
 from gradstat.monitor.watching import DEFAULT_WATCH
 
@@ -15,15 +18,18 @@ __all__ = [
     "RULES",
     "AnomalyError",
     "AnomalyWarning",
+    "Culprit",
     "Diagnosis",
     "Finding",
     "Incident",
     "Monitor",
     "Recording",
     "Rule",
+    "Schedule",
     "Series",
     "UnhealthyTrainingError",
     "assert_healthy",
     "default_rules",
+    "find_culprit",
     "rule",
 ]

@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,14 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
 from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collecting import Collector, Pending, eps_of
+from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.intake import Intake
-from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner
+from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, outside
 from gradstat.monitor.recording import Recording
+from gradstat.monitor.replaying import CLEAN, Replaying
 from gradstat.monitor.reviewing import Reviewer
 from gradstat.monitor.rows import Facts, Window
 from gradstat.monitor.rules import Rule, default_rules
@@ -71,9 +73,10 @@ class Monitor:
         classes: Into how many classes integer labels in batches fall, for `batch`.
         ignore_index: A label that stands for none.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none.
-        replay: The function that does a step, for ``on_anomaly="replay"`` (see `replay`); True to remember what a
-            replay needs, and do none by itself. Costs tens of microseconds a step for the states of generators.
-        keep_batch: Whether `batch` keeps the batch for a replay.
+        replay: The function that does a step, for ``on_anomaly="replay"``; True to remember what `replay` needs, and do
+            none by itself. Costs tens of microseconds for each forward pass, for the states of random generators, and
+            a copy of the buffers. ``on_anomaly="replay"`` reads numbers at once, as ``lag=0``.
+        keep_batch: Whether `batch` keeps the batch, so that a replay calls the function with it.
         review_every: At most so many steps are between two reviews of healthy steps.
         max_bytes: For the history.
         snapshot_every: For ``"rollback"``: every how many steps the state is copied to the host's memory.
@@ -83,6 +86,7 @@ class Monitor:
         findings: What was found, in order.
         should_stop: Whether the policy ``"stop"`` has been met; for the training loop to look at.
         steps: How many steps were taken.
+        culprit: What the last replay found; None if there was none, or it was clean.
 
     Raises:
         TypeError, ValueError: An argument makes no sense; the message says what was expected.
@@ -103,7 +107,7 @@ class Monitor:
         classes: int | None = None,
         ignore_index: int = -100,
         save_to: str | Path | None = None,
-        replay: Any = False,
+        replay: Callable[..., Any] | bool = False,
         keep_batch: bool = False,
         review_every: int = 64,
         max_bytes: int = 256 * 2**20,
@@ -132,8 +136,10 @@ class Monitor:
         self.findings: list[Finding] = []
         self.should_stop = False
         self.steps = 0
+        self.culprit: Culprit | None = None
+        self._replayed = ""
         self._pending: deque[Pending] = deque()
-        self._looked_closer = self._saved = -_QUIET
+        self._looked_closer = self._saved = self._last_replay = -_QUIET
         self._paused = False
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
@@ -142,6 +148,16 @@ class Monitor:
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._snapshot_every = snapshot_every
+        self._replaying: Replaying | None = None
+        step_fn = replay if callable(replay) else None
+        if self._policies.uses("replay"):
+            if step_fn is None:
+                raise TypeError(
+                    "on_anomaly='replay' needs the function that does a step: gradstat.Monitor(..., replay=step_fn)"
+                )
+            self._lag = 0  # the next step would overwrite what a replay needs
+        if replay:
+            self._replaying = Replaying(model, optimizer, scaler, step_fn, keep_batch)
         if self._save_to is not None:
             atexit.register(_save_at_exit, weakref.ref(self))  # what is left when the program ends
 
@@ -166,6 +182,8 @@ class Monitor:
         if self._paused:
             return _NOTHING
         pending = self._collector.collect(self.steps, loss, lr)
+        if self._replaying is not None:
+            self._replaying.note(list(self._model.parameters()))
         self._pending.append(pending)
         self.steps += 1
         if self._skipping is not None:
@@ -189,6 +207,8 @@ class Monitor:
         if self._paused or not self._watch["batch"]:
             return _NOTHING
         known = len(self.findings)
+        if self._replaying is not None:
+            self._replaying.see_batch(batch)
         seen = self._collector.see_batch(self.steps, batch)
         if seen:
             self._intake.observations += seen
@@ -201,6 +221,33 @@ class Monitor:
         self._read(0)
         self._review()
         return self.findings[known:]
+
+    def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
+        """Runs the newest step again under watch, and names the first place that made a NaN or Inf.
+
+        To be called before the optimizer has stepped, or if it was skipped. Afterwards everything is as before. See
+        `gradstat.monitor.find_culprit`, and docs/replay.md.
+
+        Args:
+            step_fn: Forward and backward, or a whole training step; called with the batch if it was kept. None takes
+                the function given as ``replay``.
+
+        Returns:
+            The culprit, which is also in `culprit` and in the diagnosis; None if all was finite this time.
+
+        Raises:
+            RuntimeError: The monitor was made without ``replay``, or the parameters have changed since.
+            TypeError: There is no function.
+        """
+        if self._replaying is None:
+            raise RuntimeError("nothing was kept to run a step again: gradstat.Monitor(..., replay=True)")
+        paused, self._paused = self._paused, True  # the step calls this monitor
+        try:
+            self.culprit = self._replaying.run(step_fn, self._skipping is not None)
+        finally:
+            self._paused = paused
+        self._replayed = CLEAN if self.culprit is None else str(self.culprit)
+        return self.culprit
 
     # From numbers to findings ----------------------------------------------------------------------------
 
@@ -255,11 +302,25 @@ class Monitor:
                 self._save_incident(finding)
             elif policy == "rollback":
                 self._roll_back(finding)
+            elif policy == "replay":
+                self._replay_once(finding)
         if finding.severity == "error" and self._save_to is not None and finding.step - self._saved >= _QUIET:
             self._saved = finding.step
             self.save(self._save_to, why=str(finding))
         if raising:
-            raise AnomalyError(f"{finding}\n{_in_words(finding)}", finding)
+            replayed = f"\n{self._replayed}" if self._replayed else ""
+            raise AnomalyError(f"{finding}{replayed}\n{_in_words(finding)}", finding)
+
+    def _replay_once(self, finding: Finding) -> None:
+        """Replays the step that was found bad, once in an incident; says what came of it."""
+        if finding.step + 1 != self.steps or finding.step - self._last_replay < _QUIET:
+            return
+        self._last_replay = finding.step
+        try:
+            self.replay()
+        except Exception as error:  # watching must not end what is watched
+            self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
+        warnings.warn(f"gradstat: step {finding.step}: {self._replayed}", AnomalyWarning, stacklevel=outside())
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
@@ -288,13 +349,14 @@ class Monitor:
             "steps": self.steps,
             "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "why": why,
+            "culprit": self._replayed,
         }
         return recording
 
     def diagnose(self) -> Diagnosis:
         """What was found so far, in the order of cause and effect; ``print`` it. Waits for the device."""
         self.flush()
-        return Diagnosis.of(self.recording())
+        return Diagnosis.of(self.recording(), self._replayed)
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
         """Writes the recording to one file, for ``python -m gradstat view``; replaces it only by a whole one."""
@@ -348,6 +410,8 @@ class Monitor:
             self._collector.remove()
             if self._skipping is not None:
                 self._skipping.remove()
+            if self._replaying is not None:
+                self._replaying.remove()
 
     def __enter__(self) -> Self:
         return self

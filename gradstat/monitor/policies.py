@@ -113,11 +113,11 @@ class Warner:
         held = self._held.pop(finding.rule, 0)
         more = f" ({held} more since the last warning)" if held else ""
         advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
-        warnings.warn(f"gradstat: {finding}{more}.{advice}", AnomalyWarning, stacklevel=_outside())
+        warnings.warn(f"gradstat: {finding}{more}.{advice}", AnomalyWarning, stacklevel=outside())
 
 
-def _outside() -> int:
-    """The stack level of the first frame outside of gradstat, as ``warnings.warn`` counts from `Warner.warn`."""
+def outside() -> int:
+    """The stack level of the first frame outside of gradstat, as ``warnings.warn`` counts from the caller."""
     import sys
 
     level, frame = 1, sys._getframe(1)

@@ -132,6 +132,7 @@ class Recorder:
         self.states: list[StepState] = []
         self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._keep_batch = keep_batch
+        self._ended = False
         self._last: StepState | None = None
         hook: Any = self._before_forward
         if getattr(model, "_compiled_call_impl", None) is not None:
@@ -143,6 +144,8 @@ class Recorder:
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # copies would become part of the graph
+        if self._ended:
+            self.begin_step()
         self._last = StepState.capture(model, self._last)
         self.states.append(self._last)
         if self._keep_batch:
@@ -152,6 +155,11 @@ class Recorder:
         """Forgets the forward passes so far: a new step begins."""
         self.states = []
         self.inputs = []
+        self._ended = False
+
+    def end_step(self) -> None:
+        """Says that the next forward pass begins a new step; until then this one can be run again."""
+        self._ended = True
 
     def detach(self) -> None:
         """Takes the hook off the model and lets go of everything kept."""
