@@ -1,4 +1,4 @@
-"""`save` and `load`: a `Recording` as one file that survives crashes and is never unpickled (docs/flight-recorder.md)."""
+"""`save` and `load`: a `Recording` as one file that survives crashes and is never unpickled."""
 
 from __future__ import annotations
 
@@ -138,6 +138,8 @@ def _read(archive: _archive.Reader) -> Recording:
         _strings(header["backward_order"]),
         dict(header["meta"]),
     )
+    if any(abs(finding.step) >= 1 << 63 for finding in recording.findings):
+        raise _archive.DamagedError("a finding is of no possible step")
     if len(recording.scalars) != len(scalars) or len(tables) != len(header["tables"]):
         raise _archive.DamagedError("two of its series have one name")
     _check(recording)
