@@ -1,4 +1,4 @@
-"""What a recording says at first glance: its worst news in a sentence, and the step to look at."""
+"""What a recording says at first glance: its worst news in a sentence, and the step to look at; safe words for it."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def verdict(recording: Recording) -> tuple[str, str]:
     if not measured:
         return "ok", "No step was recorded"
     return "ok", f"Nothing was found in {measured:,} step{'s' * (measured != 1)}"
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks and what would drive a terminal, for names from files that may come from anywhere."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:
