@@ -269,7 +269,7 @@ def test_diff_has_the_exit_status_of_diff(
     capsys.readouterr()
     main(["diff", a, b, "--json"])
     assert json.loads(capsys.readouterr().out)["step"] == 4
-    other = str(save(recording(5, 8, start=500), tmp_path / "c.gradstat"))
+    other = str(save(recording(5, 8, start=500, incident=None), tmp_path / "c.gradstat"))
     assert main(["diff", a, other]) == 2
     assert "cannot be compared" in capsys.readouterr().out
     with pytest.raises(SystemExit) as caught:

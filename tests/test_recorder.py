@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,15 @@ from gradstat.monitor.recording import COLUMNS
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return save(recording(12, 6, incident=9), tmp_path / "run.gradstat")
+
+
+def test_the_examples_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "flight-recorder.md").read_text(), re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:
+        exec(example, {})
+    assert (tmp_path / "runs" / "today.html").exists()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -49,7 +49,7 @@ def verdict(recording: Recording) -> tuple[str, str]:
 
 
 def one_line(text: str) -> str:
-    """``text`` without line breaks and what would drive a terminal, for names from files that may come from anywhere."""
+    """``text`` without line breaks and what would drive a terminal: names from files that come from anywhere."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -69,7 +69,7 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], bad 
   Plotly.newPlot(plot, [line, broken, found], {
     ...baseLayout({ l: 48, r: 8, t: 6, b: 22 }), dragmode: false,
     xaxis: axis({ range: [steps[0] - pad, steps[steps.length - 1] + pad], showgrid: false, tickformat: "d", nticks: 6 }),
-    yaxis: axis(log ? { type: "log", tickvals: decades.map((z) => 10 ** z), ticktext: decades.map(power) } : { nticks: 5, tickformat: largest < 1e-2 ? ".1~e" : "~g" }),
+    yaxis: axis(log ? { type: "log", tickvals: decades.map((z) => 10 ** z), ticktext: decades.map(power) } : largest < 1e-2 ? { nticks: 5, exponentformat: "e", minexponent: 2 } : { nticks: 5, tickformat: "~g" }),
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
   }, CONFIG);
   if (onStep) plot.on("plotly_click", (event) => onStep(steps.indexOf(event.points[0].x)));

@@ -70,7 +70,7 @@ class HeatMap {
     const ticks = this.ticks(low, high);
     const narrow = window.innerWidth < 720;
     const length = narrow ? 18 : 34;
-    const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : 15))) + 48;
+    const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
     const rows = this.rowTicks(height - 48);
     this.plot.style.height = this.profile.style.height = `${height}px`;
     this.margin = { t: 6, b: 42 };
@@ -149,7 +149,7 @@ class HeatMap {
   }
 
   rowTicks(height) {
-    const every = Math.max(1, Math.ceil((this.table.n * 14) / height));
+    const every = Math.max(1, Math.ceil((this.table.n * 13) / height));
     return Array.from({ length: Math.ceil(this.table.n / every) }, (_, r) => r * every);
   }
 

@@ -32,8 +32,7 @@ function drawFindings(data, { onStep, onName }) {
       show.addEventListener("click", () => onName(finding.about, finding.name));
       where.append(show);
     }
-    body.append(where);
-    box.append(body);
+    box.append(body, where);
     return box;
   });
   list.replaceChildren(...made);
