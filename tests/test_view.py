@@ -186,6 +186,7 @@ def page(browser: Any, hostile: Path) -> Iterator[Page]:
 
 
 Z = "document.getElementById('heat').data[0].z"
+BAD = "document.getElementById('heat').data.find((t) => t.name === 'bad').z"
 
 
 def test_it_opens_at_the_incident_with_the_verdict(page: Page) -> None:
@@ -206,12 +207,10 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page(f"[{Z}.length, {Z}[0].length]") == [24, 40]
     value = recording(names=HOSTILE).tables["gradient"].values
     assert page(f"{Z}[5][7]") == pytest.approx(np.log10(value[7, 5, 0]), abs=1e-4)
-    assert (
-        page("document.getElementById('heat').data.find((t) => t.name === 'bad').z.flat().filter((x) => x).length") == 1
-    )
-    assert page("document.getElementById('heat').data.find((t) => t.name === 'bad').z[12][30]") == 1
+    assert page(f"{BAD}.flatMap((row) => [...row]).filter((x) => x === 1).length") == 1
+    assert page(f"{BAD}[12][30]") == 1
     absent = "document.getElementById('heat').data.find((t) => t.name === 'absent').z"
-    assert page(f"[{absent}[1].every((x) => x === 1), {absent}[2].some((x) => x)]") == [True, False]
+    assert page(f"[{absent}[1].every((x) => x === 1), {absent}[2].some((x) => x === 1)]") == [True, False]
     page.choose("column", "largest |x|")
     largest = np.abs(value[7, 5, 3:5]).max()
     assert page(f"{Z}[5][7]") == pytest.approx(np.log10(largest), abs=1e-4)
@@ -267,11 +266,13 @@ def test_keys_and_buttons_move_the_step(page: Page) -> None:
     page.press(Keys.ARROW_LEFT)
     page.press(Keys.ARROW_LEFT)
     assert page.step == "step 29 of 39"
-    page.press(Keys.HOME)
+    page.browser.find_element("id", "step").send_keys(Keys.HOME)
     assert page.step == "step 0 of 39"
     page.press("i")
     assert page.step == "step 30 of 39"
-    page.press(Keys.END)
+    page.browser.find_element("id", "incident").send_keys(Keys.ARROW_RIGHT)  # a button has no use for it
+    assert page.step == "step 31 of 39"
+    page.browser.find_element("id", "step").send_keys(Keys.END)
     assert page.step == "step 39 of 39"
     page.click("#incident")
     assert page.step == "step 30 of 39"
@@ -300,6 +301,12 @@ def test_a_name_shows_every_field_of_its_tensor(page: Page) -> None:
     marks = "document.querySelector('#fields [data-series=l2_norm] .plot').data[1].x"
     assert page(marks) == [30]
     assert page("document.querySelectorAll('#fields .js-plotly-plot').length") == 9
+    page.choose("kind", "parameter")
+    assert page("document.getElementById('detail-title').textContent") == CULPRIT
+    assert page("document.getElementById('detail-size').textContent").startswith("parameter, ")
+    assert page("document.querySelector('#fields [data-series=l2_norm] .plot').data[0].x") == [*range(0, 40, 5)]
+    page.scrub(12)
+    assert page("document.querySelectorAll('#fields .cursor')[0].style.left") != ""
     page.click("#close")
     assert page("document.getElementById('detail').hidden")
 
@@ -372,6 +379,11 @@ def test_dark_and_small_screens(page: Page) -> None:
         page.wait(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
         page.wait("document.getElementById('heat')._fullLayout.width < 400")
         assert page("document.documentElement.scrollWidth") <= 400
+        # The curtain begins where the map was measured up to, in its new size.
+        plot = "document.getElementById('heat')"
+        edge = f"{plot}._fullLayout.xaxis._offset + {plot}._fullLayout.xaxis.d2p(30.5)"
+        page.wait(f"Math.abs(parseFloat(document.getElementById('curtain').style.left) - ({edge})) < 1")
+        page.wait(f"{plot}._fullLayout.margin.l < 140")
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
@@ -394,9 +406,7 @@ def test_long_runs_are_pooled_and_lose_no_bad_step(browser: Any, tmp_path: Path)
         spoil(made.tables["gradient"], i, 3, inf=1)
     made.tables["gradient"].values[1200, 0, COLUMNS.index("l2_norm")] = 1e12
     page = Page(browser, write_page(made, tmp_path / "page.html"))
-    bad = page(
-        "document.getElementById('heat').data.find((t) => t.name === 'bad').z[3].flatMap((x, i) => x ? [i] : [])"
-    )
+    bad = page(f"[...{BAD}[3]].flatMap((x, i) => (x === 1 ? [i] : []))")
     assert bad == [7 // 3, 1201 // 3, 2499 // 3]
     assert page(f"{Z}[0][400]") == pytest.approx(12, abs=1e-3)
     assert page.step == "step 7 of 2499"

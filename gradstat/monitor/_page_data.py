@@ -16,7 +16,7 @@ from gradstat.monitor._incident import bad_cells, first_incident, verdict
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import COLUMNS, Recording, Series
 
-CELLS = 3_000_000
+CELLS = 2_000_000
 """Tensors times steps, of all kinds together, that a page may hold; about 8 bytes each."""
 # 13 bits of the mantissa: four digits are shown, and what is dropped need not be packed.
 _DROPPED_BITS = 10

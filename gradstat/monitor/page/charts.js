@@ -75,7 +75,9 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], bad 
   if (onStep) plot.on("plotly_click", (event) => onStep(steps.indexOf(event.points[0].x)));
   const follow = {
     box,
+    step: null,
     move(step) {
+      follow.step = step;
       const size = plot._fullLayout._size;
       cursor.style.left = `${pixel(plot, steps[step])}px`;
       cursor.style.top = `${plot.offsetTop + size.t}px`;
@@ -85,6 +87,7 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], bad 
       value.textContent = missing(step) ? "\u2013" : format(values[step]);
     },
   };
+  plot.on("plotly_afterplot", () => { if (follow.step !== null) follow.move(follow.step); }); // of another size now
   cursors.add(follow);
   return follow;
 }

@@ -103,7 +103,7 @@ function shown(column, x) {
 
 function shortened(name, length) {
   if (name.length <= length) return name;
-  const head = Math.floor(length / 3);
+  const head = length < 20 ? 0 : Math.floor(length / 3); // of short ones the end, where names differ
   return `${name.slice(0, head)}\u2026${name.slice(head + 1 - length)}`;
 }
 

@@ -19,23 +19,23 @@ const scale = (colors) => {
 
 // How values of a field become colours: `map` from value to z, `back` from z to the value of a tick.
 function colouring(table, column) {
-  const values = Array.from(table.column(column)).filter(Number.isFinite);
+  const values = table.column(column).filter(Number.isFinite);
   if (COUNTS.has(column)) {
     const high = Math.max(1, Math.log10(1 + values.reduce((a, b) => Math.max(a, b), 0)));
     return { map: (x) => Math.log10(1 + x), back: (z) => 10 ** z - 1, low: 0, high, scale: scale(COUNTING) };
   }
   if (column === "zero_fraction") return { map: (x) => x, back: (z) => z, low: 0, high: 1, scale: scale(SEQUENTIAL) };
-  const sizes = values.map(Math.abs).filter((x) => x > 0).sort((a, b) => a - b);
+  const sizes = values.map(Math.abs).filter((x) => x > 0).sort(); // typed: as numbers
   const largest = sizes.length ? Math.log10(sizes[sizes.length - 1]) : 0;
   if (MAGNITUDES.has(column)) {
     // A few tiny values do not take the colours from all others.
     const smallest = sizes.length ? Math.log10(sizes[Math.floor(sizes.length * 0.01)]) : -1;
     const low = Math.min(smallest, largest - 0.5);
-    return { map: (x) => (x > 0 ? Math.log10(x) : low), back: (z) => 10 ** z, low, high: largest, scale: scale(SEQUENTIAL) };
+    return { map: (x) => (x > 0 ? Math.log10(x) : x === 0 ? low : NaN), back: (z) => 10 ** z, low, high: largest, scale: scale(SEQUENTIAL) };
   }
   // Signed: logarithmic on both sides of a middle that is a thousandth of the median.
   const floor = sizes.length ? sizes[sizes.length >> 1] / 1e3 : 1;
-  const map = (x) => Math.sign(x) * Math.max(0, Math.log10(Math.abs(x) / floor + 1e-30));
+  const map = (x) => Math.sign(x) * Math.max(0, Math.log10(Math.abs(x) / floor));
   const high = Math.max(1, largest - Math.log10(floor));
   return { map, back: (z) => Math.sign(z) * floor * 10 ** Math.abs(z) * (z !== 0), low: -high, high, scale: scale(DIVERGING) };
 }
@@ -74,13 +74,14 @@ class HeatMap {
     const rows = this.rowTicks(height - 48);
     this.plot.style.height = this.profile.style.height = `${height}px`;
     this.margin = { t: 6, b: 42 };
-    const left = Math.max(40, Math.min(narrow ? 120 : 250, 14 + 7 * Math.max(0, ...rows.map((j) => Math.min(length, table.names[j].length)))));
+    const left = Math.max(40, Math.min(narrow ? 136 : 250, 14 + 7 * Math.max(0, ...rows.map((j) => Math.min(length, table.names[j].length)))));
     const y = { tickvals: rows, range: [table.n - 0.5, -0.5], fixedrange: table.n < 40 };
     Plotly.react(this.plot, [
       { type: "heatmap", name: "values", z, zmin: low, zmax: high, colorscale: this.colours.scale, hoverinfo: "none",
         hoverongaps: true, zsmooth: false,
         colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks.map((t) => t.z), ticktext: ticks.map((t) => t.text), len: 1, xpad: 8 } },
-      flat("absent", absent, color("absent")), flat("bad", bad, color("error")), this.pointers(bad, left, height - 48),
+      ...[["absent", absent, "absent"], ["bad", bad, "error"]].map(([name, rows, tint]) => (
+        flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(bad, left, height - 48),
     ], {
       ...baseLayout({ l: left, r: 70, ...this.margin }),
       xaxis: axis({ range: [-0.5, this.bins - 0.5], fixedrange: false, showgrid: false, title: { text: "step", standoff: 4 }, ...this.stepTicks() }),
@@ -101,7 +102,7 @@ class HeatMap {
     const x = [], y = [];
     if (width < 5 || height / this.table.n < 5) {
       bad.forEach((row, j) => row.forEach((b, i) => {
-        if (b && !(i && row[i - 1]) && x.length < 300) { x.push(i - 0.5 - 4 / width); y.push(j); }
+        if (b === 1 && !(i && row[i - 1] === 1) && x.length < 300) { x.push(i - 0.5 - 4 / width); y.push(j); }
       }));
     }
     return {
@@ -110,23 +111,33 @@ class HeatMap {
     };
   }
 
+  // Rows of the values' colours, and of where there is something bad, or nothing; what nobody needs is not made.
   cells() {
     const { table, pooled, bins } = this;
     const { map } = this.colours;
-    const values = table.column(this.column), counting = COUNTS.has(this.column);
-    const z = [], bad = [], absent = [];
+    const values = table.column(this.column), nan = table.column("nan_count"), inf = table.column("inf_count");
+    const counting = COUNTS.has(this.column), blank = () => new Float32Array(bins).fill(NaN);
+    const none = blank(), z = [], bad = [], absent = [];
     for (let j = 0; j < table.n; j++) {
-      const zs = new Array(bins).fill(null), bads = new Array(bins).fill(null), nones = new Array(bins).fill(null);
+      const zs = blank();
+      let bads = none, nones = none;
       for (let b = 0; b < bins; b++) {
-        let best = null, none = true;
-        for (let i = b * pooled; i < Math.min(table.m, (b + 1) * pooled); i++) {
-          const x = values[j * table.m + i];
-          none &&= table.absent(j, i);
-          if (!counting && table.bad(j, i)) bads[b] = 1;
-          if (Number.isFinite(x) && (best === null || Math.abs(x) > Math.abs(best))) best = x;
+        const from = j * table.m + b * pooled, to = Math.min((j + 1) * table.m, from + pooled);
+        let best = NaN, there = false;
+        for (let k = from; k < to; k++) {
+          const x = values[k];
+          there ||= nan[k] === nan[k];
+          if (!counting && (nan[k] > 0 || inf[k] > 0)) {
+            if (bads === none) bads = blank();
+            bads[b] = 1;
+          }
+          if (Number.isFinite(x) && !(Math.abs(x) <= Math.abs(best))) best = x;
         }
-        if (best !== null) zs[b] = map(best);
-        if (none) nones[b] = 1;
+        zs[b] = map(best); // NaN stays NaN
+        if (!there) {
+          if (nones === none) nones = blank();
+          nones[b] = 1;
+        }
       }
       z.push(zs);
       bad.push(bads);
@@ -161,12 +172,18 @@ class HeatMap {
 
   // Uncovers what had been measured by a step, and draws that step's profile.
   show(step) {
+    this.step = step;
+    this.cover();
+    if (getComputedStyle(this.profile).display !== "none") this.drawProfile(this.table.measurement(step));
+  }
+
+  cover() {
     const { table, plot } = this;
-    const i = table.measurement(step);
+    if (this.step === undefined) return;
+    const i = table.measurement(this.step);
     const size = plot._fullLayout._size, x = pixel(plot, (i + 1) / this.pooled - 0.5);
     Object.assign(this.curtain.style, { left: `${x}px`, width: `${Math.max(0, size.l + size.w - x)}px`, top: `${size.t}px`, height: `${size.h}px` });
     this.curtain.dataset.measurement = i;
-    if (getComputedStyle(this.profile).display !== "none") this.drawProfile(i);
   }
 
   drawProfile(i) {
@@ -208,7 +225,8 @@ class HeatMap {
     });
     this.plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
     this.plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
-    this.plot.on("plotly_relayout", () => this.onZoom?.());
+    this.plot.on("plotly_relayout", () => this.show(this.step));
+    this.plot.on("plotly_afterplot", () => this.cover()); // of another size now
   }
 
   // What lies under the pointer, of measurements from one to before another.

@@ -158,7 +158,8 @@ function drawDetail(data, table, j, onStep) {
       bad: COUNTS.has(column) ? [] : bad.map((p) => places.indexOf(p)), format: (x) => shown(column, x),
       onStep: (i) => onStep(places[i]),
     });
-    const move = follow.move.bind(follow);
-    follow.move = (step) => move(Math.max(0, table.measurement(step)));
+    // The cursor of the page is one of its steps, that of the chart one of the measurements.
+    cursors.delete(follow);
+    cursors.add({ box: part, move: (step) => follow.move(Math.max(0, table.measurement(step))) });
   }
 }

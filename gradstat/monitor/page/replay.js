@@ -32,7 +32,6 @@ async function main() {
   const tables = data.tables.filter((t) => t.n && t.m);
   const worst = new WorstTable((j) => detail(j));
   const heat = new HeatMap(data, { onTensor: (j) => detail(j), onMeasurement: (i) => goTo(state.table.at[i]) });
-  heat.onZoom = () => heat.show(state.step);
   for (const id of ["heat-title", "worst-title"]) byId(id).closest("section").hidden = !tables.length;
 
   byId("kind").append(...tables.map((t, i) => element("option", { value: i, textContent: t.kind })));
@@ -44,9 +43,13 @@ async function main() {
   play.addEventListener("click", () => (timer === null ? start() : stop()));
   byId("incident").disabled = data.incident < 0;
   byId("incident").addEventListener("click", () => goTo(data.incident));
-  byId("close").addEventListener("click", () => { byId("detail").hidden = true; state.tensor = null; clearCharts(byId("fields")); });
+  byId("close").addEventListener("click", close);
   document.addEventListener("keydown", pressed);
-  window.addEventListener("resize", () => requestAnimationFrame(() => show(state.step)));
+  let resized = null;
+  window.addEventListener("resize", () => {
+    clearTimeout(resized);
+    resized = setTimeout(() => choose(state.table, state.column), 200); // other widths, other margins and ticks
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   marks();
   if (tables.length) state.table = tables[0];
@@ -61,12 +64,12 @@ async function main() {
   }
 
   function choose(table, column) {
-    if (table && table !== state.table) {
-      byId("detail").hidden = true;
-      state.tensor = null;
-      clearCharts(byId("fields"));
-    }
+    const opened = state.tensor !== null && table !== state.table ? state.table.names[state.tensor] : null;
     Object.assign(state, { table, column });
+    if (opened !== null) {  // the same tensor of another kind, if there is one
+      const j = table.names.indexOf(opened);
+      if (j < 0) close(); else detail(j, false);
+    }
     if (table) {
       byId("kind").value = tables.indexOf(table);
       byId("column").value = column;
@@ -97,6 +100,12 @@ async function main() {
     byId("detail").scrollIntoView({ behavior: calm ? "auto" : "smooth", block: "end" });
   }
 
+  function close() {
+    byId("detail").hidden = true;
+    state.tensor = null;
+    clearCharts(byId("fields"));
+  }
+
   // From before the incident to it, from behind it to the end, and from an end from the beginning.
   function start() {
     const incident = data.incident >= 0 ? data.incident : last;
@@ -118,19 +127,17 @@ async function main() {
     play.textContent = "Play";
   }
 
+  // Keys of the whole page, except where they mean something already.
   function pressed(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const at = event.target.closest("input, select, button, summary, textarea");
-    if (at && (at !== slider || event.key.startsWith("Arrow") || ["Home", "End"].includes(event.key))) {
-      if (at !== slider && event.key !== "i" ) return;
-      if (at === slider) return; // it moves by itself
-    }
-    const moves = { ArrowLeft: () => goTo(state.step - 1), ArrowRight: () => goTo(state.step + 1), Home: () => goTo(0),
-      End: () => goTo(last), i: () => goTo(data.incident >= 0 ? data.incident : state.step), " ": () => play.click() };
-    const move = moves[event.key];
-    if (!move) return;
+    const { key, target } = event;
+    if (event.ctrlKey || event.metaKey || event.altKey || target.closest("select, textarea, input:not(#step)")) return;
+    if (key.startsWith("Arrow") && target === slider) return;
+    if (key === " " && target.closest("button, summary")) return;
+    const moves = { ArrowLeft: () => goTo(state.step - 1), ArrowRight: () => goTo(state.step + 1), " ": () => play.click(),
+      i: () => goTo(data.incident >= 0 ? data.incident : state.step) };
+    if (!(key in moves)) return;
     event.preventDefault();
-    move();
+    moves[key]();
   }
 
   // Above the slider: where something was found, or was not finite.
