@@ -169,7 +169,9 @@ class Page:
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = recording(names=HOSTILE)
-    made.meta["title"] = made.scalars["</script><b>x"] = made.scalars["loss"]  # type: ignore[assignment]
+    made.scalars["</script><b>x"] = made.scalars["loss"]
+    gradient = made.tables["gradient"]
+    gradient.names = (*gradient.names[:20], "<b>&amp;</b>", *gradient.names[21:])  # short enough for a whole label
     made.meta["title"] = HOSTILE[1]
     words = Finding(
         "<i>rule", "info", 12, HOSTILE[1], {HOSTILE[0]: HOSTILE[1]}, HOSTILE, HOSTILE, HOSTILE[0], "gradient"
@@ -338,6 +340,7 @@ def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
         assert page("document.getElementById('detail-title').textContent") == name
     labels = page("[...document.querySelectorAll('#heat .ytick text')].map((t) => t.textContent)")
     assert labels[0].startswith("</script>")
+    assert "<b>&amp;</b>" in labels
     assert page("document.querySelectorAll('main img, main a, #heat a').length") == 0
     assert page("document.getElementById('run').textContent") == HOSTILE[0]
     assert page("document.querySelector('#told pre').textContent") == HOSTILE[1]
