@@ -1,4 +1,4 @@
-"""The command line: ``python -m gradstat info``, ``demo`` and ``bench``."""
+"""The command line: ``python -m gradstat info``, ``demo``, ``bench``, ``view`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="what checks, clips and detect_anomaly cost on your own model and machine (--help for options)",
         add_help=False,
     )
-    # Demo and bench have options of their own, which only they know.
+    commands.add_parser(
+        "view",
+        help="what a recording of a run says, and a page to look at it (--help for options)",
+        add_help=False,
+    )
+    commands.add_parser(
+        "diff",
+        help="in which step two recorded runs part, and what parts first (--help for options)",
+        add_help=False,
+    )
+    # All but info have options of their own, which only they know.
     options, rest = parser.parse_known_args(arguments)
     if options.command == "demo":
         from gradstat.demo import main as run_demo
@@ -40,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gradstat.bench import main as run_bench
 
         return run_bench(rest)
+    if options.command in ("view", "diff"):
+        from gradstat.monitor import command
+
+        return (command.view_main if options.command == "view" else command.diff_main)(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     collected = collect_info()

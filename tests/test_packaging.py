@@ -59,7 +59,12 @@ def test_the_wheel_works_and_serves_every_python(source_distribution: Path, tmp_
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
         names = set(archive.namelist())
-    assert {"gradstat/_C.abi3.so", "gradstat/kernels/stats.py", "gradstat/py.typed"} <= names
+    assert {
+        "gradstat/_C.abi3.so",
+        "gradstat/kernels/stats.py",
+        "gradstat/py.typed",
+        "gradstat/monitor/page/page.html",
+    } <= names
     assert not any(name.startswith(("kernels/", "tests/", "benchmarks/")) for name in names)
     code = (
         "import gradstat, gradstat.kernels, torch; print(gradstat.__file__)\n"

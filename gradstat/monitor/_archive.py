@@ -1,0 +1,179 @@
+"""The container of recordings: a zip of a JSON header and ``.npy`` arrays; written at once, read with distrust."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+HEADER = "header.json"
+_HEADER_LIMIT = 64 << 20
+_FLOAT = "$float"  # a JSON object of this one key is a float that JSON has no number for
+_PAIRS = "$pairs"  # and of this one a mapping whose keys could be mistaken for these two
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# No deflated byte stands for more than 1032 bytes: a member that declares more lies.
+_DEFLATE_RATIO = 1032
+
+
+class DamagedError(Exception):
+    """What is read is not what was written; the message says in what."""
+
+
+def encoded(value: Any) -> Any:
+    """``value`` in strict JSON: NaN and Inf tagged, numpy's numbers as Python's, what JSON has no word for as text.
+
+    A recording is saved when a run has failed; then one odd value must not cost the rest.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, Mapping):
+        pairs = [(key if isinstance(key, str) else str(key), encoded(item)) for key, item in value.items()]
+        if any(key in (_FLOAT, _PAIRS) for key, _ in pairs):
+            return {_PAIRS: [list(pair) for pair in pairs]}
+        return dict(pairs)
+    if isinstance(value, (list, tuple)):
+        return [encoded(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return encoded(value.tolist())
+    return str(value)
+
+
+def decoded(value: Any) -> Any:
+    """The inverse of `encoded`."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if isinstance(value, dict):
+        if len(value) == 1 and _FLOAT in value:
+            return _NONFINITE[value[_FLOAT]]
+        if len(value) == 1 and _PAIRS in value:
+            return {key: decoded(item) for key, item in value[_PAIRS]}
+        return {key: decoded(item) for key, item in value.items()}
+    return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that becomes ``path`` at the end, at once and on the disk; if anything fails, ``path`` stays as it is.
+
+    Missing folders are made. A process killed meanwhile leaves a hidden ``.tmp`` file beside ``path``.
+    """
+    path = Path(os.path.realpath(path))  # through a link, not in its place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(unfinished, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    try:  # that the new name is on the disk, too: where folders can be synchronized
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(folder)
+    except OSError:
+        pass
+    finally:
+        os.close(folder)
+
+
+def write(file: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Writes the archive; the same content gives the same bytes."""
+    text = json.dumps(
+        encoded(header), allow_nan=False, separators=(",", ":")
+    )  # ASCII: any string survives, surrogates too
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
+        archive.writestr(_entry(HEADER), text.encode("ascii"), zipfile.ZIP_DEFLATED, _LEVEL)
+        for name, array in arrays.items():
+            with archive.open(_entry(f"{name}.npy"), "w", force_zip64=array.nbytes >= 1 << 31) as member:
+                little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+                np.lib.format.write_array(member, np.ascontiguousarray(little), version=(1, 0), allow_pickle=False)
+
+
+# More costs several times as long and saves a few percent of what are mostly mantissas.
+_LEVEL = 3
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name)  # dated 1980, so that the time does not show in the bytes
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    entry._compresslevel = _LEVEL  # type: ignore[attr-defined]  # `open` has no argument for it
+    entry.external_attr = 0o600 << 16
+    return entry
+
+
+class Reader:
+    """An archive, none of whose claims is believed before it is checked.
+
+    Args:
+        file: What to read.
+        limit: Bytes that all its members together may have.
+
+    Raises:
+        DamagedError, and what zipfile, zlib and struct raise, here as in the methods: it is not such an archive.
+    """
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._archive = zipfile.ZipFile(file)
+        self._left = limit
+
+    def header(self) -> dict[str, Any]:
+        member = self._member(HEADER)
+        if member.file_size > _HEADER_LIMIT:
+            raise DamagedError(
+                f"its header declares {member.file_size:,} bytes, more than the {_HEADER_LIMIT:,} allowed"
+            )
+        header = decoded(json.loads(self._archive.read(member)))
+        if not isinstance(header, dict):
+            raise DamagedError("its header is not a JSON object")
+        return header
+
+    def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """The array of that name, which has to have that dtype (``"<f4"``) and shape, known from elsewhere."""
+        entry = self._member(f"{name}.npy")
+        with self._archive.open(entry) as member:
+            if np.lib.format.read_magic(member) != (1, 0):
+                raise DamagedError(f"{name} is not an .npy array of version 1.0")
+            there, fortran, kind = np.lib.format.read_array_header_1_0(member)
+            if kind != np.dtype(dtype) or there != shape or fortran:
+                raise DamagedError(f"{name} is {kind} of shape {there}; expected {np.dtype(dtype)} of shape {shape}")
+            size = math.prod(shape) * kind.itemsize
+            if member.tell() + size != entry.file_size:  # before anything is allocated
+                raise DamagedError(f"{name} declares {size:,} bytes, its member holds {entry.file_size:,}")
+            data = member.read()  # to the end, where the checksum is compared
+        if len(data) != size:
+            raise DamagedError(f"{name} ends early")
+        return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape).astype(kind.newbyteorder("="), copy=False)
+
+    def _member(self, name: str) -> zipfile.ZipInfo:
+        try:
+            entry = self._archive.getinfo(name)
+        except KeyError:
+            raise DamagedError(f"it has no {name}") from None
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise DamagedError(f"{name} is compressed by method {entry.compress_type}, which gradstat never uses")
+        if entry.file_size > _DEFLATE_RATIO * entry.compress_size + 64:
+            raise DamagedError(f"{name} declares {entry.file_size:,} bytes in {entry.compress_size:,} compressed ones")
+        self._left -= entry.file_size
+        if self._left < 0:
+            raise DamagedError(f"unpacked it is larger than the limit by {-self._left:,} bytes or more")
+        return entry

@@ -1,0 +1,142 @@
+"""Two recordings side by side: the steps and tensors that both have, and to what a difference is relative."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat.monitor.recording import COLUMNS, Recording, Series
+
+# What a step computes from what. A kind that is not here is a state of the optimizer.
+_FIRST_KINDS = ("batch", "parameter", "activation")
+_LAST_KIND = "update"
+_FIRST_SERIES = ("lr", "loss_scale")  # set before the step
+_LOSS = "loss"
+# Float32 has 24 bits: below this share of the whole norm, elements are what rounding left of larger ones.
+_ROUNDING = 1e-7
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What both recordings have of one kind.
+
+    Attributes:
+        kind: As in `Recording.tables`, or ``"series"``.
+        names: ``[n]``.
+        steps: ``[m]`` that both have.
+        columns: What the last axis is.
+        a, b: ``[m, n, columns]`` float64.
+        scale: The same shape: what a difference is divided by.
+        beyond_rounding: The same shape: whether a difference may be more than rounding.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    steps: npt.NDArray[np.int64]
+    columns: tuple[str, ...]
+    a: npt.NDArray[np.float64]
+    b: npt.NDArray[np.float64]
+    scale: npt.NDArray[np.float64]
+    beyond_rounding: npt.NDArray[np.bool_]
+
+
+def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
+    """What both have, in the order in which a step computes it, and sentences about what only one has."""
+    structure = _one_sided("series", tuple(a.scalars), tuple(b.scalars))
+    structure += _one_sided("tables of kind", tuple(a.tables), tuple(b.tables))
+    kinds = [kind for kind in a.tables if kind in b.tables]
+    states = [kind for kind in kinds if kind not in (*_FIRST_KINDS, "gradient", _LAST_KIND)]
+    tables: dict[str, Measured] = {}
+    for kind in kinds:
+        tables[kind] = _tables(kind, a.tables[kind], b.tables[kind])
+        structure += _one_sided(f"{kind}s", a.tables[kind].names, b.tables[kind].names)
+        structure += _sizes(kind, a.tables[kind], b.tables[kind])
+    scalars = [name for name in a.scalars if name in b.scalars]
+    rest = [name for name in scalars if name not in (*_FIRST_SERIES, _LOSS)]
+    order = [
+        _scalars(a, b, [name for name in scalars if name in _FIRST_SERIES]),
+        *(tables[kind] for kind in _FIRST_KINDS if kind in tables),
+        _scalars(a, b, [name for name in scalars if name == _LOSS]),
+        *(tables[kind] for kind in ("gradient",) if kind in tables),
+        _scalars(a, b, rest),
+        *(tables[kind] for kind in (*states, _LAST_KIND) if kind in tables),
+    ]
+    return [measured for measured in order if measured.names], tuple(structure)
+
+
+def _scalars(a: Recording, b: Recording, names: list[str]) -> Measured:
+    steps, at, bt = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
+
+    def rows(recording: Recording, places: Any) -> npt.NDArray[np.float64]:
+        values = np.array([recording.scalars[name] for name in names], np.float64).reshape(
+            len(names), len(recording.steps)
+        )
+        return np.ascontiguousarray(values[:, places].T[:, :, None])
+
+    x, y = rows(a, at), rows(b, bt)
+    scale = np.maximum(np.abs(x), np.abs(y))
+    return Measured("series", tuple(names), steps, ("",), x, y, scale, np.ones(x.shape, bool))
+
+
+def _tables(kind: str, a: Series, b: Series) -> Measured:
+    steps, at, bt = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
+    place = {name: j for j, name in enumerate(b.names)}
+    pairs = [(i, place[name]) for i, name in enumerate(a.names) if name in place]
+    aj, bj = np.array(pairs, np.int64).reshape(-1, 2).T
+    x = a.values[np.ix_(at, aj)].astype(np.float64)
+    y = b.values[np.ix_(bt, bj)].astype(np.float64)
+    scale, size = np.ones_like(x), np.zeros_like(x)
+
+    def larger(column: str) -> npt.NDArray[np.float64]:
+        c = COLUMNS.index(column)
+        values: npt.NDArray[np.float64] = np.fmax(np.abs(x[..., c]), np.abs(y[..., c]))
+        return values
+
+    norm = larger("l2_norm")
+    elements = np.maximum(a.numel[aj], 1)
+    rms = norm / np.sqrt(elements)
+    largest = np.fmax(larger("min"), larger("max"))
+    for column, relative_to in (
+        ("l2_norm", norm),
+        ("mean", np.fmax(rms, larger("mean"))),
+        ("std", np.fmax(rms, larger("std"))),
+        ("min", largest),
+        ("max", largest),
+    ):
+        scale[..., COLUMNS.index(column)] = relative_to
+    for column in ("nan_count", "inf_count"):
+        scale[..., COLUMNS.index(column)] = 0  # any difference matters
+    # By how much each column's difference changes the tensor's norm, at most.
+    difference = np.abs(x - y)
+    root = np.sqrt(elements)[None, :]
+    for column, weight in (("l2_norm", 1.0), ("mean", root), ("std", root), ("min", 1.0), ("max", 1.0)):
+        size[..., COLUMNS.index(column)] = difference[..., COLUMNS.index(column)] * weight
+    for column in ("zero_fraction", "nan_count", "inf_count"):
+        size[..., COLUMNS.index(column)] = np.inf
+    whole = np.sqrt(np.nansum(norm**2, 1))[:, None, None]
+    beyond = ~(size <= _ROUNDING * whole)  # NaN, of which one side is, is beyond
+    return Measured(kind, tuple(a.names[i] for i, _ in pairs), steps, COLUMNS, x, y, scale, beyond)
+
+
+def _one_sided(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> list[str]:
+    there, here = set(b), set(a)
+    sentences = []
+    for which, names in (("first", [n for n in a if n not in there]), ("second", [n for n in b if n not in here])):
+        if names:
+            more = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
+            sentences.append(f"{what} of the {which} only: {', '.join(names[:_MOST_NAMES])}{more}")
+    return sentences
+
+
+def _sizes(kind: str, a: Series, b: Series) -> list[str]:
+    if kind in ("activation", "batch"):  # whose sizes vary with the input
+        return []
+    size = dict(zip(b.names, b.numel.tolist(), strict=True))
+    pairs = zip(a.names, a.numel.tolist(), strict=True)
+    other = [f"{name} ({n:,} and {size[name]:,})" for name, n in pairs if name in size and size[name] != n]
+    more = f" and {len(other) - _MOST_NAMES} more" * (len(other) > _MOST_NAMES)
+    return [f"{kind}s of other sizes: {', '.join(other[:_MOST_NAMES])}{more}"] if other else []

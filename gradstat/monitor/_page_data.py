@@ -1,0 +1,137 @@
+"""A recording as the JSON that the page decodes (page/data.js): rounded to what can be seen, packed, never too much."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat._version import __version__
+from gradstat.monitor import _archive
+from gradstat.monitor._incident import bad_cells, first_incident, verdict
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.recording import COLUMNS, Recording, Series
+
+CELLS = 2_000_000
+"""Tensors times steps, of all kinds together, that a page may hold; about 8 bytes each."""
+# 13 bits of the mantissa: four digits are shown, and what is dropped need not be packed.
+_DROPPED_BITS = 10
+_COUNTS = ("nan_count", "inf_count")
+
+
+def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
+    """Everything the page shows, JSON-able; numbers are packed as base64 of deflated bytes.
+
+    Args:
+        recording: What to show.
+        cells: If there are more, steps are left out, evenly, but none with NaN or Inf, with a finding, or of the last.
+    """
+    every = [recording.steps, *(series.steps for series in recording.tables.values())]
+    steps = np.unique(np.concatenate(every)).astype(np.int64)
+    kept = _kept(recording, steps, cells)
+    left_out = len(steps) - len(kept)
+    steps = kept
+    incident = first_incident(recording)
+    level, sentence = verdict(recording)
+    return {
+        "level": level,
+        "verdict": sentence,
+        "steps": steps.tolist(),
+        "leftOut": left_out,
+        # Of one that is older than what was kept, the oldest that was.
+        "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
+        "scalars": _scalars(recording, steps),
+        "tables": [_table(kind, series, steps) for kind, series in recording.tables.items()],
+        "columns": list(COLUMNS),
+        "findings": [_finding(finding, steps) for finding in recording.findings],
+        "backwardOrder": list(recording.backward_order),
+        "meta": [[key, _word(value)] for key, value in recording.meta.items()],
+        "gradstat": __version__,
+    }
+
+
+def _place(steps: npt.NDArray[np.int64], step: int) -> int:
+    return min(int(np.searchsorted(steps, step)), len(steps) - 1)
+
+
+def _kept(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt.NDArray[np.int64]:
+    """The steps to show: all, if there are few enough."""
+    width = max(1, sum(len(s.names) for s in recording.tables.values()))
+    room = max(100, cells // width)
+    if len(steps) <= room:
+        return steps
+    important = [steps[-room // 4 :], np.array([f.step for f in recording.findings], np.int64)]
+    important += [series.steps[bad_cells(series).any(1)] for series in recording.tables.values()]
+    chosen = np.concatenate(important)
+    # A run that is bad throughout would fill the page with its end: then its bad steps are thinned, the first one kept.
+    if len(chosen) > room:
+        chosen = np.concatenate([chosen.min(keepdims=True), chosen[:: len(chosen) // (room // 2) + 1]])
+    evenly = steps[np.linspace(0, len(steps) - 1, room // 2).astype(int)]
+    return np.intersect1d(steps, np.concatenate([chosen, evenly]))
+
+
+def _scalars(recording: Recording, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
+    there = np.isin(recording.steps, steps)
+    rows = np.array(list(recording.scalars.values()), np.float64).reshape(len(recording.scalars), len(recording.steps))
+    at = np.searchsorted(steps, recording.steps[there])
+    return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, there].astype("<f8"))}
+
+
+def _table(kind: str, series: Series, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
+    there = np.isin(series.steps, steps)
+    values = series.values[there].astype("<f4").transpose(2, 1, 0).copy()
+    for c, column in enumerate(COLUMNS):
+        if column not in _COUNTS:
+            values[c] = _rounded(values[c])
+    return {
+        "kind": kind,
+        "names": list(series.names),
+        "numel": series.numel.tolist(),
+        "at": np.searchsorted(steps, series.steps[there]).tolist(),
+        "data": _packed(values),
+    }
+
+
+def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    bits = values.view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + (1 << (_DROPPED_BITS - 1))) >> _DROPPED_BITS << _DROPPED_BITS).astype(
+        np.uint32
+    )
+    result = rounded.view(np.float32)
+    return np.where(np.isfinite(values) & np.isfinite(result), result, values)
+
+
+def _packed(values: npt.NDArray[Any]) -> str:
+    """First bytes of all numbers, then their second ones and so on: like beside like is smaller deflated."""
+    planes = np.ascontiguousarray(values.reshape(-1).view(np.uint8).reshape(-1, values.dtype.itemsize).T)
+    return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode("ascii")
+
+
+def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
+    return {
+        "rule": finding.rule,
+        "severity": finding.severity,
+        "step": finding.step,
+        "at": _place(steps, finding.step) if len(steps) else -1,
+        "name": finding.name,
+        "about": finding.about,
+        "text": finding.text,
+        "evidence": [[str(key), _word(value)] for key, value in finding.evidence.items()],
+        "causes": list(finding.causes),
+        "advice": list(finding.advice),
+    }
+
+
+def _word(value: Any) -> str:
+    """A value of `meta` or of evidence as it is shown."""
+    if isinstance(value, (float, np.floating)):
+        return {"nan": "NaN", "inf": "Inf", "-inf": "\N{MINUS SIGN}Inf"}.get(str(float(value)), f"{value:.4g}")
+    if isinstance(value, (bool, int, str)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_word, value))
+    return json.dumps(_archive.encoded(value))

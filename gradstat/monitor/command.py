@@ -1,0 +1,163 @@
+"""``python -m gradstat view`` and ``diff``: a recording shown, and two compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradstat.monitor import _archive
+from gradstat.monitor._incident import first_incident, one_line, verdict
+from gradstat.monitor.diff import TOLERANCE, compare
+from gradstat.monitor.recorder import RecordingFileError, load
+from gradstat.monitor.recording import Recording
+from gradstat.monitor.view import ViewerMissingError, write_page
+
+FAILED = 2
+"""The exit status when a file cannot be read or written, as of argparse and of diff(1)."""
+
+
+class _UsageError(Exception):
+    """What was asked for would do harm; the message says what."""
+
+
+def describe(recording: Recording) -> str:
+    """What a recording says, for a terminal: its verdict, then every finding with evidence, causes and advice."""
+    _, sentence = verdict(recording)
+    tensors = ", ".join(f"{len(series.names)} {kind}s" for kind, series in recording.tables.items())
+    steps = recording.steps
+    extent = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
+    lines = [one_line(sentence), f"Recorded: {extent}" + one_line(f"; {tensors}") * bool(tensors)]
+    for finding in recording.findings:
+        lines += ["", one_line(str(finding))]
+        if finding.evidence:
+            words = ", ".join(f"{key} {_word(value)}" for key, value in finding.evidence.items())
+            lines.append(f"  evidence: {one_line(words)}")
+        lines += [f"  perhaps: {one_line(cause)}" for cause in finding.causes]
+        lines += [f"  try: {one_line(advice)}" for advice in finding.advice]
+    return "\n".join(lines)
+
+
+def view_main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``view``; returns 0, or 2 when the recording cannot be read or the page not be written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradstat view",
+        description="Print what a recording says and write it as one HTML page to look at, which needs no network.",
+        epilog='The page needs plotly: pip install "gradstat[view]". Exit status: 0, or 2 if a file cannot be read or '
+        "written.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a recording, usually *.gradstat")
+    parser.add_argument(
+        "--output", type=Path, metavar="PAGE.html", help="where to write the page (default: FILE with the suffix .html)"
+    )
+    parser.add_argument("--no-page", action="store_true", help="only print")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    options = parser.parse_args(arguments)
+    if options.no_page and options.output is not None:
+        parser.error("--output names a page that --no-page forbids")
+    return _reporting("view", lambda: _view(options))
+
+
+def diff_main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``diff``; returns 0 if nothing differs that matters, 1 if something does, 2 if they cannot be compared."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradstat diff",
+        description="Say in which step two recorded runs part, to the bit and in a way that matters, and what first.",
+        epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
+        "cannot be read or have no step in common.",
+    )
+    parser.add_argument("first", type=Path, metavar="A", help="a recording")
+    parser.add_argument("second", type=Path, metavar="B", help="another one, of the same steps")
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=TOLERANCE,
+        help="relative difference up to which numbers count as equal (default %(default)s; 0: to the bit)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    options = parser.parse_args(arguments)
+    return _reporting("diff", lambda: _diff(options))
+
+
+def _reporting(command: str, run: Callable[[], int]) -> int:
+    """Runs a command, with its expected errors as one line."""
+    try:
+        return run()
+    except OSError as error:
+        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        reason = named
+    except (RecordingFileError, ViewerMissingError, _UsageError) as error:
+        reason = str(error)
+    print(f"gradstat {command}: {one_line(reason)}", file=sys.stderr)
+    return FAILED
+
+
+def _view(options: argparse.Namespace) -> int:
+    recording = load(options.file)
+    page: Path | None = None
+    if not options.no_page:
+        page = options.output or options.file.with_suffix(".html")
+        if options.output is None and page == options.file:
+            page = options.file.with_name(options.file.name + ".page.html")
+        if page.exists() and page.samefile(options.file):
+            raise _UsageError(f"--output {page} is the recording itself")
+    if options.json:
+        level, sentence = verdict(recording)
+        _print_json(
+            {
+                "verdict": sentence,
+                "level": level,
+                "incident": first_incident(recording),
+                "steps": [int(recording.steps[0]), int(recording.steps[-1])] if len(recording.steps) else None,
+                "findings": [finding.to_dict() for finding in recording.findings],
+                "meta": recording.meta,
+                "page": None if page is None else str(page),
+            }
+        )
+    else:
+        print(describe(recording))
+    if page is not None:
+        write_page(recording, page, title=options.file.name)
+        if not options.json:
+            print(f"\npage: {page}")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    comparison = compare(load(options.first), load(options.second), options.tolerance)
+    if options.json:
+        _print_json(comparison.to_dict())
+    else:
+        print(f"first: {one_line(str(options.first))}, second: {one_line(str(options.second))}")
+        print(comparison)
+    if not comparison.comparable:
+        return FAILED
+    return 0 if comparison.same else 1
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text}")
+    return value
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(_plain(_archive.encoded(content)), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """What `_archive.encoded` made of NaN and Inf as their names: this is read by others, who do not know its tags."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return value["$float"] if list(value) == ["$float"] else {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _word(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -1,0 +1,284 @@
+"""`compare`: where two recordings part, to the bit and in a way that matters, and what parts first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat.monitor._differences import Measured, measured_of
+from gradstat.monitor._incident import one_line
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.recording import Recording
+
+TOLERANCE = 1e-3
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where one thing that was measured parts.
+
+    Attributes:
+        kind: As in `Recording.tables`, or ``"series"``.
+        name: The tensor's, or the scalar's.
+        exact_step: The first step in which any bit of it differs.
+        step: The first in which it differs by more than the tolerance; None if it never does.
+        column: What differs most there, ``"l2_norm"`` for example; in ``exact_step`` if ``step`` is None, and empty for
+            a scalar.
+        a, b: Its values there.
+    """
+
+    kind: str
+    name: str
+    exact_step: int
+    step: int | None
+    column: str
+    a: float
+    b: float
+
+    def __str__(self) -> str:
+        what = self.name if self.kind == "series" else f"{self.kind} of {self.name}, {self.column}"
+        return one_line(f"{what}: {self.a:.6g} and {self.b:.6g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare` found.
+
+    Attributes:
+        tolerance: Relative differences up to it do not matter.
+        steps_a, steps_b: First and last step of each; None of an empty one.
+        common_steps: How many steps both have.
+        exact_step: The first common step in which any bit differs; None if none does.
+        step: The first one in which anything differs by more than ``tolerance``; None if none does.
+        partings: Everything that differs in any bit: what parts in a way that matters first, by step; within a step
+            what comes first in it (learning rate, batch, parameters, activations, loss, gradients, norms, optimizer,
+            updates), tensors in the order of the model.
+        structure: Sentences about what cannot be compared: kinds, names or sizes that only one has.
+        findings_a, findings_b: Findings, of the common steps, that only one has.
+        backward_first: Of the gradients that part in ``step``, the one that was complete first; None if not known.
+    """
+
+    tolerance: float
+    steps_a: tuple[int, int] | None
+    steps_b: tuple[int, int] | None
+    common_steps: int
+    exact_step: int | None
+    step: int | None
+    partings: tuple[Parting, ...]
+    structure: tuple[str, ...]
+    findings_a: tuple[Finding, ...]
+    findings_b: tuple[Finding, ...]
+    backward_first: str | None
+
+    @property
+    def comparable(self) -> bool:
+        """Whether they have a step in common."""
+        return self.common_steps > 0
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs that matters: structure alike, no number beyond the tolerance."""
+        return self.comparable and self.step is None and not self.structure
+
+    @property
+    def first(self) -> tuple[Parting, ...]:
+        """What parts in `step`, what comes first in it at the front."""
+        return tuple(parting for parting in self.partings if self.step is not None and parting.step == self.step)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values; NaN and Inf as text."""
+        return {
+            "same": self.same,
+            "comparable": self.comparable,
+            "tolerance": self.tolerance,
+            "steps_a": self.steps_a and list(self.steps_a),
+            "steps_b": self.steps_b and list(self.steps_b),
+            "common_steps": self.common_steps,
+            "exact_step": self.exact_step,
+            "step": self.step,
+            "backward_first": self.backward_first,
+            "partings": [
+                {
+                    "kind": p.kind,
+                    "name": p.name,
+                    "exact_step": p.exact_step,
+                    "step": p.step,
+                    "column": p.column,
+                    "a": _jsonable(p.a),
+                    "b": _jsonable(p.b),
+                }
+                for p in self.partings
+            ],
+            "structure": list(self.structure),
+            "findings_a": [finding.to_dict() for finding in self.findings_a],
+            "findings_b": [finding.to_dict() for finding in self.findings_b],
+        }
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        if self.comparable:
+            lines += [f"  {line}" for line in self._what_parts()]
+        lines += [one_line(f"Structure: {line}") for line in self.structure]
+        for which, findings in (("first", self.findings_a), ("second", self.findings_b)):
+            lines += [one_line(f"Found in the {which} only: {finding}") for finding in findings[:_SHOWN]]
+            if len(findings) > _SHOWN:
+                lines.append(f"... and {len(findings) - _SHOWN} more findings in the {which} only")
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if not self.comparable:
+            return (
+                f"The recordings cannot be compared: the first has {_range(self.steps_a)}, the second "
+                f"{_range(self.steps_b)}, and no step is in both. Record the same steps of both runs"
+            )
+        common = (
+            f"the {self.common_steps:,} steps that both have" if self.common_steps > 1 else "the step that both have"
+        )
+        if self.step is not None:
+            if self.step == self._first_common:
+                before = "the first that both have, so what parted them lies there, before it or in how they began"
+            elif self.exact_step == self.step:
+                before = "equal to the last bit before"
+            else:
+                before = f"in single bits since step {self.exact_step}"
+            return f"The runs part in step {self.step} by more than {self.tolerance:g} ({before}):"
+        if self.exact_step is not None:
+            return (
+                f"The runs differ in single bits since step {self.exact_step}, but nowhere by more than "
+                f"{self.tolerance:g}, in {common}:"
+            )
+        return f"The runs never part: equal to the last bit in {common}" + "." * (not self.structure)
+
+    @property
+    def _first_common(self) -> int | None:
+        if self.steps_a is None or self.steps_b is None:
+            return None
+        return max(self.steps_a[0], self.steps_b[0])
+
+    def _what_parts(self) -> list[str]:
+        at = self.first or tuple(p for p in self.partings if p.exact_step == self.exact_step)
+        lines = [str(parting) for parting in at[:_SHOWN]]
+        if len(at) > _SHOWN:
+            lines.append(f"... and {len(at) - _SHOWN} more in this step")
+        if self.backward_first is not None:
+            lines.append(f"the backward pass met {one_line(self.backward_first)} first")
+        later = [
+            parting for parting in self.partings if self.step is not None and parting.step not in (None, self.step)
+        ]
+        for parting in later[:3]:
+            lines.append(f"later, in step {parting.step}: {parting}")
+        return lines
+
+
+def _range(steps: tuple[int, int] | None) -> str:
+    if steps is None:
+        return "no steps"
+    return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
+
+
+def _jsonable(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Comparison:
+    """Where two runs part.
+
+    NaN equals NaN; that one is finite and the other not always matters, as do counts of NaN and Inf. A norm's
+    difference is relative to the larger norm, a mean's and a deviation's to the tensor's root mean square, that of an
+    extreme to the largest magnitude, and a share's is absolute. What would change the norm of all tensors of its kind
+    by less than a ten-millionth is rounding.
+
+    Args:
+        a, b: The recordings; the steps that both have are compared.
+        tolerance: What relative difference matters. With 0, any bit does.
+
+    Raises:
+        ValueError: ``tolerance`` is negative or NaN.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be a number of at least 0, not {tolerance}")
+    both, structure = measured_of(a, b)
+    partings = [parting for measured in both for parting in _partings(measured, tolerance)]
+    # Stable: within a step they stay in the order in which it computes them.
+    partings.sort(key=lambda p: (p.step is None, p.exact_step if p.step is None else p.step))
+    step = min((p.step for p in partings if p.step is not None), default=None)
+    common = np.intersect1d(a.steps, b.steps)
+    return Comparison(
+        tolerance,
+        _extent(a.steps),
+        _extent(b.steps),
+        len(common),
+        min((p.exact_step for p in partings), default=None),
+        step,
+        tuple(partings),
+        structure,
+        _only_in(a, b, common),
+        _only_in(b, a, common),
+        _backward_first(partings, step, a.backward_order or b.backward_order),
+    )
+
+
+def _partings(measured: Measured, tolerance: float) -> list[Parting]:
+    """What differs of one kind, in the order of the model."""
+    if not len(measured.steps):
+        return []
+    differs = (measured.a != measured.b) & ~(np.isnan(measured.a) & np.isnan(measured.b))  # [m, n, columns]
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        excess = np.abs(measured.a - measured.b) / measured.scale
+    # Of the two, one NaN or infinite; or a difference where there is nothing to be relative to.
+    excess[differs & ~np.isfinite(excess)] = np.inf
+    excess[~differs] = 0
+    # What is rounding is a difference, but none that matters; unless every bit shall.
+    matters = differs & ((excess > tolerance) if tolerance else True) & (measured.beyond_rounding | (tolerance == 0))
+    found = []
+    any_bit, any_matter = differs.any(2), matters.any(2)
+    for j in np.flatnonzero(any_bit.any(0)):
+        exact = int(np.argmax(any_bit[:, j]))
+        at = int(np.argmax(any_matter[:, j])) if any_matter[:, j].any() else None
+        i = exact if at is None else at
+        c = _telling(measured.columns, (differs if at is None else matters)[i, j], excess[i, j])
+        found.append(
+            Parting(
+                measured.kind,
+                measured.names[j],
+                int(measured.steps[exact]),
+                None if at is None else int(measured.steps[at]),
+                measured.columns[c],
+                float(measured.a[i, j, c]),
+                float(measured.b[i, j, c]),
+            )
+        )
+    return found
+
+
+def _telling(columns: tuple[str, ...], of: npt.NDArray[np.bool_], excess: npt.NDArray[np.float64]) -> int:
+    """Which column to name: what has no measure (NaN here, none there), else the norm, else what differs most."""
+    c = int(np.argmax(np.where(of, excess, -1)))
+    norm = columns.index("l2_norm") if "l2_norm" in columns else c
+    return norm if of[norm] and np.isfinite(excess[c]) else c
+
+
+def _extent(steps: npt.NDArray[np.int64]) -> tuple[int, int] | None:
+    return (int(steps[0]), int(steps[-1])) if len(steps) else None
+
+
+def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) -> tuple[Finding, ...]:
+    """Findings of the common steps that have no equal in the other; of what they rest on only the place counts."""
+    shared = set(common.tolist())
+    known = {(finding.rule, finding.step, finding.name, finding.about) for finding in other.findings}
+    return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in known)
+
+
+def _backward_first(partings: list[Parting], step: int | None, order: tuple[str, ...]) -> str | None:
+    """Of the gradients that part first, the one complete first, if gradients are what parts first and that is known."""
+    first = [p for p in partings if step is not None and p.step == step]
+    tensors = [p for p in first if p.kind != "series"]
+    if len(tensors) < 2 or tensors[0].kind != "gradient":
+        return None
+    names = {p.name for p in tensors if p.kind == "gradient"}
+    return next((name for name in order if name in names), None)

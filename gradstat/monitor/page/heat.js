@@ -1,0 +1,253 @@
+// The heat map of one field, tensors by steps, and beside it the same rows in the step looked at.
+
+const SEQUENTIAL = {
+  light: ["#f0eee8", "#cbd8e0", "#8db2cc", "#4b83ad", "#22527d", "#0d2846"],
+  dark: ["#22262b", "#1f3b54", "#2c638c", "#5796c1", "#a5cce4", "#f0f7fb"],
+};
+const DIVERGING = {
+  light: ["#1f5f99", "#8db8d8", "#f2f0ea", "#e5b07a", "#9a5212"],
+  dark: ["#6fb4ea", "#2f5f87", "#22262b", "#7d5528", "#eba75c"],
+};
+const COUNTING = { light: ["#f0eee8", "#e58a8f", "#c81e2c"], dark: ["#22262b", "#8c343c", "#ff6470"] };
+const MOST_COLUMNS = 900;
+
+const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
+const scale = (colors) => {
+  const list = colors[isDark() ? "dark" : "light"];
+  return list.map((c, i) => [i / (list.length - 1), c]);
+};
+
+// How values of a field become colours: `map` from value to z, `back` from z to the value of a tick.
+function colouring(table, column) {
+  const values = table.column(column).filter(Number.isFinite);
+  if (COUNTS.has(column)) {
+    const high = Math.max(1, Math.log10(1 + values.reduce((a, b) => Math.max(a, b), 0)));
+    return { map: (x) => Math.log10(1 + x), back: (z) => 10 ** z - 1, low: 0, high, scale: scale(COUNTING) };
+  }
+  if (column === "zero_fraction") return { map: (x) => x, back: (z) => z, low: 0, high: 1, scale: scale(SEQUENTIAL) };
+  const sizes = values.map(Math.abs).filter((x) => x > 0).sort(); // typed: as numbers
+  const largest = sizes.length ? Math.log10(sizes[sizes.length - 1]) : 0;
+  if (MAGNITUDES.has(column)) {
+    // A few tiny values do not take the colours from all others.
+    const smallest = sizes.length ? Math.log10(sizes[Math.floor(sizes.length * 0.01)]) : -1;
+    const low = Math.min(smallest, largest - 0.5);
+    return { map: (x) => (x > 0 ? Math.log10(x) : x === 0 ? low : NaN), back: (z) => 10 ** z, low, high: largest, scale: scale(SEQUENTIAL) };
+  }
+  // Signed: logarithmic on both sides of a middle that is a thousandth of the median.
+  const floor = sizes.length ? sizes[sizes.length >> 1] / 1e3 : 1;
+  const map = (x) => Math.sign(x) * Math.max(0, Math.log10(Math.abs(x) / floor));
+  const high = Math.max(1, largest - Math.log10(floor));
+  return { map, back: (z) => Math.sign(z) * floor * 10 ** Math.abs(z) * (z !== 0), low: -high, high, scale: scale(DIVERGING) };
+}
+
+class HeatMap {
+  constructor(data, { onTensor, onMeasurement }) {
+    this.data = data;
+    this.plot = byId("heat");
+    this.profile = byId("profile");
+    this.curtain = byId("curtain");
+    this.onTensor = onTensor;
+    this.curtain.addEventListener("click", (event) => {
+      const rect = this.plot.getBoundingClientRect(), { xaxis } = this.plot._fullLayout;
+      const bin = xaxis.p2d(event.clientX - rect.left - xaxis._offset);
+      onMeasurement(Math.min(this.table.m - 1, Math.max(0, Math.floor((bin + 0.5) * this.pooled))));
+    });
+  }
+
+  draw(table, column) {
+    this.table = table;
+    this.column = column;
+    this.colours = colouring(table, column);
+    // As many columns as there are pixels; of several steps in one column the largest is shown, and each bad one.
+    this.pooled = Math.max(1, Math.ceil(table.m / MOST_COLUMNS));
+    this.bins = Math.ceil(table.m / this.pooled);
+    const { z, bad, absent } = this.cells();
+    const flat = (name, z, tint) => ({
+      type: "heatmap", name, z, zmin: 0, zmax: 1, colorscale: [[0, tint], [1, tint]], showscale: false, hoverinfo: "skip",
+      xgap: 0, ygap: 0,
+    });
+    const { low, high } = this.colours;
+    const ticks = this.ticks(low, high);
+    const narrow = window.innerWidth < 720;
+    const length = narrow ? 18 : 34;
+    const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
+    const rows = this.rowTicks(height - 48);
+    this.plot.style.height = this.profile.style.height = `${height}px`;
+    this.margin = { t: 6, b: 42 };
+    const left = Math.max(40, Math.min(narrow ? 136 : 250, 14 + 7 * Math.max(0, ...rows.map((j) => Math.min(length, table.names[j].length)))));
+    const y = { tickvals: rows, range: [table.n - 0.5, -0.5], fixedrange: table.n < 40 };
+    Plotly.react(this.plot, [
+      { type: "heatmap", name: "values", z, zmin: low, zmax: high, colorscale: this.colours.scale, hoverinfo: "none",
+        hoverongaps: true, zsmooth: false,
+        colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks.map((t) => t.z), ticktext: ticks.map((t) => t.text), len: 1, xpad: 8 } },
+      ...[["absent", absent, "absent"], ["bad", bad, "error"]].map(([name, rows, tint]) => (
+        flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(bad, left, height - 48),
+    ], {
+      ...baseLayout({ l: left, r: 70, ...this.margin }),
+      xaxis: axis({ range: [-0.5, this.bins - 0.5], fixedrange: false, showgrid: false, title: { text: "step", standoff: 4 }, ...this.stepTicks() }),
+      yaxis: axis({ ...y, showgrid: false, ticktext: rows.map((j) => escaped(shortened(table.names[j], length))) }),
+    }, CONFIG);
+    this.rowAxis = y;
+    this.plot.setAttribute("aria-label", `Heat map: ${COLUMN_LABELS[column]} of ${plural(table.n, "tensor")} in ${plural(table.m, "step")}. `
+      + "The table below holds the same numbers.");
+    if (!this.listening) this.listen();
+    byId("heat-note").textContent = this.pooled > 1
+      ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
+  }
+
+  // Where cells are too small to be seen, an arrow to the first bad one of each stretch; drawn before it, where the
+  // curtain does not hide it.
+  pointers(bad, left, height) {
+    const width = (this.plot.clientWidth - left - 70) / this.bins;
+    const x = [], y = [];
+    if (width < 5 || height / this.table.n < 5) {
+      bad.forEach((row, j) => row.forEach((b, i) => {
+        if (b === 1 && !(i && row[i - 1] === 1) && x.length < 300) { x.push(i - 0.5 - 4 / width); y.push(j); }
+      }));
+    }
+    return {
+      type: "scatter", mode: "markers", name: "pointers", x, y, hoverinfo: "skip",
+      marker: { symbol: "triangle-right", size: 11, color: color("error"), line: { width: 1.5, color: color("surface") } },
+    };
+  }
+
+  // Rows of the values' colours, and of where there is something bad, or nothing; what nobody needs is not made.
+  cells() {
+    const { table, pooled, bins } = this;
+    const { map } = this.colours;
+    const values = table.column(this.column), nan = table.column("nan_count"), inf = table.column("inf_count");
+    const counting = COUNTS.has(this.column), blank = () => new Float32Array(bins).fill(NaN);
+    const none = blank(), z = [], bad = [], absent = [];
+    for (let j = 0; j < table.n; j++) {
+      const zs = blank();
+      let bads = none, nones = none;
+      for (let b = 0; b < bins; b++) {
+        const from = j * table.m + b * pooled, to = Math.min((j + 1) * table.m, from + pooled);
+        let best = NaN, there = false;
+        for (let k = from; k < to; k++) {
+          const x = values[k];
+          there ||= nan[k] === nan[k];
+          if (!counting && (nan[k] > 0 || inf[k] > 0)) {
+            if (bads === none) bads = blank();
+            bads[b] = 1;
+          }
+          if (Number.isFinite(x) && !(Math.abs(x) <= Math.abs(best))) best = x;
+        }
+        zs[b] = map(best); // NaN stays NaN
+        if (!there) {
+          if (nones === none) nones = blank();
+          nones[b] = 1;
+        }
+      }
+      z.push(zs);
+      bad.push(bads);
+      absent.push(nones);
+    }
+    return { z, bad, absent };
+  }
+
+  ticks(low, high) {
+    const { column } = this, { map } = this.colours;
+    const exact = powers(low, high, 6);
+    if (MAGNITUDES.has(column) && exact.length > 1) return exact.map((z) => ({ z, text: power(z) }));
+    if (column === "zero_fraction") return [0, 0.25, 0.5, 0.75, 1].map((z) => ({ z, text: `${100 * z} %` }));
+    if (COUNTS.has(column)) {
+      const decades = powers(0, high, 5).map((z) => 10 ** z);
+      return [0, ...decades].map((x) => ({ z: map(x), text: x < 10 ? String(x) : power(Math.round(Math.log10(x))) }));
+    }
+    const zs = Array.from({ length: 5 }, (_, i) => low + ((high - low) * i) / 4);
+    return zs.map((z) => ({ z, text: short(Number(this.colours.back(z).toPrecision(1))) }));
+  }
+
+  rowTicks(height) {
+    const every = Math.max(1, Math.ceil((this.table.n * 13) / height));
+    return Array.from({ length: Math.ceil(this.table.n / every) }, (_, r) => r * every);
+  }
+
+  stepTicks() {
+    const count = Math.min(this.bins, Math.max(2, Math.floor(this.plot.clientWidth / 110)));
+    const bins = [...new Set(Array.from({ length: count }, (_, i) => Math.round((i * (this.bins - 1)) / Math.max(1, count - 1))))];
+    return { tickvals: bins, ticktext: bins.map((b) => String(this.data.steps[this.table.at[b * this.pooled]])) };
+  }
+
+  // Uncovers what had been measured by a step, and draws that step's profile.
+  show(step) {
+    this.step = step;
+    this.cover();
+    if (getComputedStyle(this.profile).display !== "none") this.drawProfile(this.table.measurement(step));
+  }
+
+  cover() {
+    const { table, plot } = this;
+    if (this.step === undefined) return;
+    const i = table.measurement(this.step);
+    const size = plot._fullLayout._size, x = pixel(plot, (i + 1) / this.pooled - 0.5);
+    Object.assign(this.curtain.style, { left: `${x}px`, width: `${Math.max(0, size.l + size.w - x)}px`, top: `${size.t}px`, height: `${size.h}px` });
+    this.curtain.dataset.measurement = i;
+  }
+
+  drawProfile(i) {
+    const { table, column } = this;
+    const { map, low, high, scale } = this.colours;
+    // Bars in the map's own scale, so that long is dark; they begin where the colours do.
+    const base = SIGNED.has(column) ? 0 : low;
+    const zs = table.names.map((_, j) => {
+      const x = i < 0 ? NaN : table.value(column, j, i);
+      return Number.isFinite(x) ? map(x) - base : 0;
+    });
+    const tint = scale[Math.max(0, scale.length - 3)][1];
+    const bad = table.names.map((_, j) => i >= 0 && table.bad(j, i));
+    const ticks = this.ticks(low, high);
+    Plotly.react(this.profile, [{
+      type: "bar", orientation: "h", y: table.names.map((_, j) => j), x: zs, base, hoverinfo: "none",
+      marker: { color: bad.map((b) => (b ? color("error") : SIGNED.has(column) ? color("accent") : tint)) },
+    }], {
+      ...baseLayout({ l: 4, r: 16, ...this.margin }), bargap: table.n > 60 ? 0.1 : 0.3, dragmode: false,
+      xaxis: axis({ range: [low, high + (high - low) * 0.02], tickvals: ticks.map((t) => t.z).filter((_, k) => k % 2 === 0),
+        ticktext: ticks.map((t) => t.text).filter((_, k) => k % 2 === 0), title: { text: i < 0 ? "" : `in step ${this.data.steps[table.at[i]]}`, standoff: 4 } }),
+      yaxis: axis({ ...this.rowAxis, range: this.plot._fullLayout.yaxis.range, showticklabels: false, showgrid: false }),
+    }, CONFIG);
+    this.profile.setAttribute("aria-label", `${COLUMN_LABELS[column]} of each tensor in this step`);
+    if (!this.profileListening) {
+      this.profileListening = true;
+      this.profile.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, this.shownAt, this.shownAt + 1));
+      this.profile.on("plotly_unhover", () => { byId("tip").hidden = true; });
+      this.profile.on("plotly_click", (e) => this.onTensor(e.points[0].y));
+    }
+    this.shownAt = i;
+  }
+
+  listen() {
+    this.listening = true;
+    this.plot.on("plotly_hover", (e) => {
+      const { x, y } = e.points[0];
+      this.tip(e.event, y, x * this.pooled, Math.min(this.table.m, (x + 1) * this.pooled));
+    });
+    this.plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
+    this.plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
+    this.plot.on("plotly_relayout", () => this.show(this.step));
+    this.plot.on("plotly_afterplot", () => this.cover()); // of another size now
+  }
+
+  // What lies under the pointer, of measurements from one to before another.
+  tip(event, j, from, to) {
+    const { table, column, data } = this;
+    if (from < 0) return;
+    let best = from, nan = 0, inf = 0;
+    for (let i = from; i < to; i++) {
+      const x = Math.abs(table.value(column, j, i));
+      if (x > Math.abs(table.value(column, j, best)) || Number.isNaN(table.value(column, j, best))) best = i;
+      nan = Math.max(nan, table.value("nan_count", j, i) || 0);
+      inf = Math.max(inf, table.value("inf_count", j, i) || 0);
+    }
+    const steps = to - from > 1 ? `steps ${data.steps[table.at[from]]}\u2013${data.steps[table.at[to - 1]]}` : `step ${data.steps[table.at[from]]}`;
+    const what = table.absent(j, best) ? "not there" : `${COLUMN_LABELS[column]} ${shown(column, table.value(column, j, best))}`;
+    const counts = [[nan, "NaN"], [inf, "Inf"]].filter(([n]) => n).map(([n, kind]) => `, ${short(n)} ${kind}`).join("");
+    const tip = byId("tip");
+    tip.replaceChildren(element("b", { textContent: table.names[j] }), `${steps}: ${what}${counts}`);
+    tip.hidden = false;
+    const left = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
+    tip.style.left = `${Math.max(8, left)}px`;
+    tip.style.top = `${Math.max(8, Math.min(event.clientY + 14, window.innerHeight - tip.offsetHeight - 8))}px`;
+  }
+}

@@ -1,0 +1,165 @@
+// What is told in words and rows: findings, the worst tensors of a step, one tensor in detail.
+
+const FINDINGS_SHOWN = 4;
+const ROWS_SHOWN = 12;
+
+function drawFindings(data, { onStep, onName }) {
+  const order = { error: 0, warning: 1, info: 2 };
+  const sorted = [...data.findings].sort((a, b) => order[a.severity] - order[b.severity] || a.step - b.step);
+  const list = byId("findings");
+  const made = sorted.map((finding, i) => {
+    const box = element("details", { className: "finding", open: i === 0 && finding.severity === "error" });
+    box.dataset.severity = finding.severity;
+    box.append(element("summary", {},
+      element("span", { className: "severity", textContent: `${finding.severity}, step ${finding.step}` }),
+      finding.text || finding.name, element("span", { className: "rule", textContent: finding.rule })));
+    const body = element("div", { className: "body" });
+    const part = (title, tag, items) => {
+      if (items.length) body.append(element("div", {}, element("h3", { textContent: title }), element(tag, {}, ...items)));
+    };
+    const lines = (texts) => texts.map((textContent) => element("li", { textContent }));
+    part("Evidence", "dl", finding.evidence.flatMap(([key, value]) => [element("dt", { textContent: key }), element("dd", { textContent: value })]));
+    part("Possible causes", "ol", lines(finding.causes));
+    part("What to try", "ol", lines(finding.advice));
+    const where = element("div", { className: "where" });
+    if (finding.at >= 0) {
+      const go = element("button", { type: "button", className: "name", textContent: `Go to step ${finding.step}` });
+      go.addEventListener("click", () => onStep(finding.at));
+      where.append(go);
+    }
+    if (data.tables.some((t) => t.kind === finding.about && t.names.includes(finding.name))) {
+      const show = element("button", { type: "button", className: "name", textContent: `Show ${finding.name}` });
+      show.addEventListener("click", () => onName(finding.about, finding.name));
+      where.append(show);
+    }
+    box.append(body, where);
+    return box;
+  });
+  list.replaceChildren(...made);
+  made.forEach((box, i) => { box.hidden = i >= FINDINGS_SHOWN; });
+  const all = byId("all-findings");
+  all.hidden = made.length <= FINDINGS_SHOWN;
+  all.textContent = `Show all ${made.length} findings`;
+  all.onclick = () => { made.forEach((box) => { box.hidden = false; }); all.hidden = true; };
+  byId("diagnosis").hidden = !made.length && !byId("told").textContent.trim();
+}
+
+// The columns of the table of the worst: what is written above, and its number for a tensor in a measurement.
+const WORST = [
+  ["name", "Tensor", null],
+  ["nan_count", "NaN", (t, j, i) => t.value("nan_count", j, i)],
+  ["inf_count", "Inf", (t, j, i) => t.value("inf_count", j, i)],
+  ["usual", "\u00d7 usual norm", (t, j, i) => t.value("l2_norm", j, i) / t.usualNorm(j)],
+  ["l2_norm", "L2 norm", (t, j, i) => t.value("l2_norm", j, i)],
+  ["max_abs", "Largest |x|", (t, j, i) => t.value("max_abs", j, i)],
+  ["mean", "Mean", (t, j, i) => t.value("mean", j, i)],
+  ["std", "Std", (t, j, i) => t.value("std", j, i)],
+  ["zero_fraction", "Zeros", (t, j, i) => t.value("zero_fraction", j, i)],
+];
+
+class WorstTable {
+  constructor(onTensor) {
+    this.onTensor = onTensor;
+    this.sort = null; // not finite first, then what is most unusual
+    this.all = false;
+    const row = element("tr");
+    this.heads = WORST.map(([key, label]) => {
+      const button = element("button", { type: "button", textContent: label });
+      button.addEventListener("click", () => this.sortBy(key));
+      const head = element("th", { scope: "col" }, button);
+      head.dataset.key = key;
+      row.append(head);
+      return head;
+    });
+    byId("worst").tHead.replaceChildren(row);
+    byId("all-rows").addEventListener("click", () => { this.all = true; this.fill(); });
+  }
+
+  sortBy(key) {
+    const down = this.sort?.key === key ? !this.sort.down : key !== "name";
+    this.sort = { key, down };
+    this.fill();
+  }
+
+  show(data, table, step) {
+    Object.assign(this, { table, i: table.measurement(step) });
+    const { i } = this;
+    byId("worst-title").textContent = i < 0 ? "Worst" : `Worst in step ${data.steps[table.at[i]]}`;
+    byId("measured").textContent = i < 0 ? `No ${table.kind} had been measured by this step.`
+      : table.at[i] === step ? table.kind : `${table.kind}, measured last in step ${data.steps[table.at[i]]}`;
+    this.fill();
+  }
+
+  order() {
+    const { table, i, sort } = this;
+    const there = table.names.map((_, j) => j).filter((j) => i >= 0 && !table.absent(j, i));
+    const unusual = (j) => Math.abs(Math.log((table.value("l2_norm", j, i) || 1e-45) / (table.usualNorm(j) || 1e-45))) || 0;
+    if (!sort) {
+      const bad = (j) => table.value("nan_count", j, i) + table.value("inf_count", j, i);
+      return there.map((j) => [j, bad(j), unusual(j)]).sort((a, b) => b[1] - a[1] || b[2] - a[2]).map(([j]) => j);
+    }
+    const sign = sort.down ? -1 : 1;
+    if (sort.key === "name") return sort.down ? there.reverse() : there; // in the order of the model
+    const number = WORST.find(([key]) => key === sort.key)[2];
+    const last = (x) => (Number.isNaN(x) ? 1 : 0); // wherever it is sorted to
+    return there.map((j) => [j, number(table, j, i)])
+      .sort((a, b) => last(a[1]) - last(b[1]) || sign * (a[1] - b[1]) || a[0] - b[0]).map(([j]) => j);
+  }
+
+  fill() {
+    const { table, i } = this;
+    const order = this.order(), shownRows = this.all ? order : order.slice(0, ROWS_SHOWN);
+    for (const head of this.heads) {
+      if (this.sort?.key === head.dataset.key) head.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
+      else head.removeAttribute("aria-sort");
+    }
+    const focused = document.activeElement?.closest?.("#worst tbody") ? document.activeElement.dataset.tensor : null;
+    byId("worst").tBodies[0].replaceChildren(...shownRows.map((j) => {
+      const name = element("button", { type: "button", className: "name", textContent: table.names[j] || "(no name)" });
+      name.dataset.tensor = j;
+      name.addEventListener("click", () => this.onTensor(j));
+      return element("tr", {}, element("td", {}, name), ...WORST.slice(1).map(([key, , number]) => {
+        const x = number(table, j, i), count = COUNTS.has(key);
+        const text = count && x === 0 ? "\u2013" : Number.isNaN(x) ? "\u2013" : shown(key, x);
+        return element("td", { textContent: text, className: count && x > 0 ? "bad" : "" });
+      }));
+    }));
+    if (focused !== null) byId("worst").querySelector(`[data-tensor="${focused}"]`)?.focus();
+    const more = byId("all-rows");
+    more.hidden = shownRows.length === order.length;
+    more.textContent = `Show all ${order.length}`;
+  }
+}
+
+const FIELDS = ["l2_norm", "max_abs", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count"];
+
+// Every field of one tensor over the steps.
+function drawDetail(data, table, j, onStep) {
+  const box = byId("detail");
+  box.hidden = false;
+  byId("detail-title").textContent = table.names[j] || "(no name)";
+  byId("detail-size").textContent = `${table.kind}, ${plural(table.numel[j], "element")}`;
+  clearCharts(byId("fields"));
+  const bad = [], gone = new Uint8Array(data.steps.length).fill(1);
+  for (let i = 0; i < table.m; i++) {
+    if (table.bad(j, i)) bad.push(table.at[i]);
+    gone[table.at[i]] = table.absent(j, i) ? 1 : 0;
+  }
+  // Kinds that are measured now and then are drawn through; a tensor that was not there is a gap.
+  for (const column of FIELDS) {
+    const values = new Float64Array(table.m), places = table.at;
+    for (let i = 0; i < table.m; i++) values[i] = table.value(column, j, i);
+    if (COUNTS.has(column) && values.every((x) => !(x > 0))) continue;
+    const part = element("div");
+    byId("fields").append(part);
+    const steps = places.map((p) => data.steps[p]);
+    const follow = drawSeries(part, {
+      name: column, label: COLUMN_LABELS[column], steps, values, missing: (i) => i < 0 || gone[places[i]] === 1,
+      bad: COUNTS.has(column) ? [] : bad.map((p) => places.indexOf(p)), format: (x) => shown(column, x),
+      onStep: (i) => onStep(places[i]),
+    });
+    // The cursor of the page is one of its steps, that of the chart one of the measurements.
+    cursors.delete(follow);
+    cursors.add({ box: part, move: (step) => follow.move(Math.max(0, table.measurement(step))) });
+  }
+}

@@ -1,0 +1,166 @@
+// The page: which step is looked at, of what, and everything that follows when that changes.
+
+const LONGEST_REPLAY = 15_000; // milliseconds
+
+async function main() {
+  const data = await readRecording();
+  const last = data.steps.length - 1;
+  const state = { step: data.incident >= 0 ? data.incident : Math.max(0, last), table: null, column: "l2_norm", tensor: null };
+  const slider = byId("step"), play = byId("play");
+  let timer = null;
+
+  document.querySelector("main").hidden = false;
+  byId("verdict").textContent = data.verdict;
+  byId("verdict").dataset.level = data.level;
+  const left = data.leftOut ? `, ${plural(data.leftOut, "step")} left out to keep the page small, none of the bad ones unless all are` : "";
+  byId("extent").textContent = data.steps.length ? `steps ${data.steps[0]}\u2013${data.steps[last]}${left}` : "no steps";
+  byId("meta").replaceChildren(...[...data.meta, ["viewed with", `gradstat ${data.gradstat}`]]
+    .flatMap(([key, value]) => [element("dt", { textContent: key }), element("dd", { textContent: value })]));
+
+  const goTo = (step) => { stop(); show(step); };
+  drawFindings(data, { onStep: goTo, onName: (kind, name) => {
+    const table = data.tables.find((t) => t.kind === kind);
+    choose(table, state.column);
+    detail(table.names.indexOf(name));
+  } });
+  if (!data.steps.length) {
+    for (const section of document.querySelectorAll("main > section:not(#diagnosis)")) section.hidden = true;
+    document.body.dataset.ready = "yes";
+    return;
+  }
+
+  const tables = data.tables.filter((t) => t.n && t.m);
+  const worst = new WorstTable((j) => detail(j));
+  const heat = new HeatMap(data, { onTensor: (j) => detail(j), onMeasurement: (i) => goTo(state.table.at[i]) });
+  for (const id of ["heat-title", "worst-title"]) byId(id).closest("section").hidden = !tables.length;
+
+  byId("kind").append(...tables.map((t, i) => element("option", { value: i, textContent: t.kind })));
+  byId("column").append(...Object.entries(COLUMN_LABELS).map(([value, textContent]) => element("option", { value, textContent })));
+  byId("kind").addEventListener("change", () => choose(tables[byId("kind").value], state.column));
+  byId("column").addEventListener("change", () => choose(state.table, byId("column").value));
+  slider.max = last;
+  slider.addEventListener("input", () => goTo(Number(slider.value)));
+  play.addEventListener("click", () => (timer === null ? start() : stop()));
+  byId("incident").disabled = data.incident < 0;
+  byId("incident").addEventListener("click", () => goTo(data.incident));
+  byId("close").addEventListener("click", close);
+  document.addEventListener("keydown", pressed);
+  let resized = null;
+  window.addEventListener("resize", () => {
+    clearTimeout(resized);
+    resized = setTimeout(() => choose(state.table, state.column), 200); // other widths, other margins and ticks
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  marks();
+  if (tables.length) state.table = tables[0];
+  draw();
+  document.body.dataset.ready = "yes";
+
+  // Everything anew: at first, and when the colours change.
+  function draw() {
+    drawScalars(data, goTo);
+    choose(state.table, state.column);
+    if (state.tensor !== null) detail(state.tensor, false);
+  }
+
+  function choose(table, column) {
+    const opened = state.tensor !== null && table !== state.table ? state.table.names[state.tensor] : null;
+    Object.assign(state, { table, column });
+    if (opened !== null) {  // the same tensor of another kind, if there is one
+      const j = table.names.indexOf(opened);
+      if (j < 0) close(); else detail(j, false);
+    }
+    if (table) {
+      byId("kind").value = tables.indexOf(table);
+      byId("column").value = column;
+      heat.draw(table, column);
+    }
+    show(state.step);
+  }
+
+  function show(step) {
+    state.step = Math.min(last, Math.max(0, step));
+    slider.value = state.step;
+    slider.setAttribute("aria-valuetext", `step ${data.steps[state.step]}`);
+    byId("now").textContent = `step ${data.steps[state.step]} of ${data.steps[last]}`;
+    for (const follow of cursors) follow.move(state.step);
+    if (state.table) {
+      heat.show(state.step);
+      worst.show(data, state.table, state.step);
+    }
+  }
+
+  function detail(j, move = true) {
+    state.tensor = j;
+    drawDetail(data, state.table, j, goTo);
+    for (const follow of cursors) follow.move(state.step);
+    if (!move) return;
+    byId("detail-title").focus({ preventScroll: true });
+    const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    byId("detail").scrollIntoView({ behavior: calm ? "auto" : "smooth", block: "end" });
+  }
+
+  function close() {
+    byId("detail").hidden = true;
+    state.tensor = null;
+    clearCharts(byId("fields"));
+  }
+
+  // From before the incident to it, from behind it to the end, and from an end from the beginning.
+  function start() {
+    const incident = data.incident >= 0 ? data.incident : last;
+    let goal = state.step > incident ? last : incident;
+    if (state.step === last || state.step === incident) { show(0); goal = incident; }
+    const stride = Math.max(1, Math.ceil(goal / 300));
+    const pause = Math.min(200, Math.max(40, LONGEST_REPLAY / Math.max(1, (goal - state.step) / stride)));
+    play.textContent = "Pause";
+    const advance = () => {
+      show(Math.min(goal, state.step + stride));
+      if (state.step >= goal) stop(); else timer = setTimeout(advance, pause);
+    };
+    timer = setTimeout(advance, pause);
+  }
+
+  function stop() {
+    clearTimeout(timer);
+    timer = null;
+    play.textContent = "Play";
+  }
+
+  // Keys of the whole page, except where they mean something already.
+  function pressed(event) {
+    const { key, target } = event;
+    if (event.ctrlKey || event.metaKey || event.altKey || target.closest("select, textarea, input:not(#step)")) return;
+    if (key.startsWith("Arrow") && target === slider) return;
+    if (key === " " && target.closest("button, summary")) return;
+    const moves = { ArrowLeft: () => goTo(state.step - 1), ArrowRight: () => goTo(state.step + 1), " ": () => play.click(),
+      i: () => goTo(data.incident >= 0 ? data.incident : state.step) };
+    if (!(key in moves)) return;
+    event.preventDefault();
+    moves[key]();
+  }
+
+  // Above the slider: where something was found, or was not finite.
+  function marks() {
+    const places = new Map();
+    for (const table of data.tables) {
+      const nan = table.column("nan_count"), inf = table.column("inf_count");
+      for (let k = 0; k < nan.length; k++) if (nan[k] > 0 || inf[k] > 0) places.set(table.at[k % table.m], "error");
+    }
+    const rank = ["info", "warning", "error"];
+    for (const f of data.findings) {
+      if (f.at >= 0 && rank.indexOf(f.severity) > rank.indexOf(places.get(f.at))) places.set(f.at, f.severity);
+    }
+    byId("marks").replaceChildren(...[...places].map(([place, severity]) => {
+      const mark = element("i", { className: severity });
+      mark.style.left = `${(100 * place) / Math.max(1, last)}%`;
+      return mark;
+    }));
+  }
+}
+
+main().catch((error) => {
+  byId("verdict").textContent = typeof DecompressionStream === "undefined"
+    ? "This browser is too old for this page: it needs one of 2023 or later." : `The page could not be drawn: ${error.message}`;
+  throw error;
+});

@@ -1,0 +1,181 @@
+"""`save` and `load`: a `Recording` as one file that survives crashes and is never unpickled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat._version import __version__
+from gradstat.monitor import _archive
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.recording import COLUMNS, Recording, Series
+
+SUFFIX = ".gradstat"
+FORMAT = "gradstat recording"
+VERSION = (1, 0)
+"""Major: what an older gradstat would misread. Minor: additions that it may pass over."""
+LIMIT = 4 << 30
+"""Bytes that a file may hold unpacked before `load` refuses it."""
+
+
+class RecordingFileError(ValueError):
+    """A file is no recording, a damaged one, or one of a newer gradstat; the message names it and the remedy."""
+
+
+def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
+    """Writes ``recording`` as one file, by convention named ``*.gradstat``.
+
+    The file appears at once and complete: whatever happens meanwhile, ``path`` is what it was or what it shall be.
+
+    Args:
+        recording: What to save. Values of ``meta`` and of evidence that JSON has no word for are saved as text.
+        path: Where. Missing folders are made, an existing file is replaced.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ValueError: The arrays of ``recording`` do not fit together; nothing is written.
+        OSError: The disk does not take it; nothing is left behind.
+    """
+    _check(recording)
+    header = {
+        "format": FORMAT,
+        "version": list(VERSION),
+        "gradstat": __version__,
+        "columns": list(COLUMNS),
+        "n_steps": len(recording.steps),
+        "scalars": list(recording.scalars),
+        "tables": [
+            {"kind": kind, "names": list(series.names), "n_steps": len(series.steps)}
+            for kind, series in recording.tables.items()
+        ],
+        "findings": [finding.to_dict() for finding in recording.findings],
+        "backward_order": list(recording.backward_order),
+        "meta": recording.meta,
+    }
+    shape = (len(recording.scalars), len(recording.steps))
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "steps": np.asarray(recording.steps, np.int64),
+        "scalars": np.array(list(recording.scalars.values()), np.float64).reshape(shape),
+    }
+    for i, series in enumerate(recording.tables.values()):
+        arrays[f"tables/{i}/numel"] = np.asarray(series.numel, np.int64)
+        arrays[f"tables/{i}/steps"] = np.asarray(series.steps, np.int64)
+        # One tensor's field over the steps lies together: neighbours resemble each other, which compresses.
+        arrays[f"tables/{i}/values"] = np.asarray(series.values, np.float32).transpose(2, 1, 0)
+    target = Path(path)
+    with _archive.replacing(target) as file:
+        _archive.write(file, header, arrays)
+    return target
+
+
+def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
+    """Reads what `save` wrote, bit for bit.
+
+    Nothing in the file is executed or believed: sizes are checked before memory is taken, so that it may come from
+    anywhere.
+
+    Args:
+        path: The file.
+        limit: Bytes that it may hold unpacked.
+
+    Raises:
+        RecordingFileError: It is no recording, is damaged, exceeds ``limit``, or a newer gradstat wrote it.
+        OSError: It cannot be opened.
+    """
+    target = Path(path)
+    with open(target, "rb") as file:
+        try:
+            return _read(_archive.Reader(file, limit))
+        except RecordingFileError as error:
+            raise RecordingFileError(f"{target}: {error}") from None
+        except Exception as error:
+            # Hostile bytes raise whatever they like from zipfile, zlib, json, ast and numpy; callers get one kind.
+            reason = str(error) or type(error).__name__
+            raise RecordingFileError(
+                f"{target} is not a gradstat recording, or is damaged: {reason}. Expected is a file that "
+                "gradstat.monitor.recorder.save wrote; if it was copied, copy it again"
+            ) from error
+
+
+def _read(archive: _archive.Reader) -> Recording:
+    header = archive.header()
+    if header.get("format") != FORMAT:
+        raise _archive.DamagedError(f"its header does not say {FORMAT!r}")
+    major, minor = map(int, header["version"])
+    if major != VERSION[0]:
+        raise RecordingFileError(
+            f"written by gradstat {header.get('gradstat', 'unknown')!s:.40} in version {major}.{minor} of the format, "
+            f"this is gradstat {__version__}, which reads version {VERSION[0]}. "
+            "Upgrade gradstat: pip install -U gradstat"
+        )
+    columns = [str(name) for name in header["columns"]]
+    order = [columns.index(name) for name in COLUMNS]
+    n_steps, scalars = int(header["n_steps"]), _strings(header["scalars"])
+    tables: dict[str, Series] = {}
+    if not isinstance(header["tables"], list):
+        raise _archive.DamagedError("its tables are not a list")
+    steps = archive.array("steps", "<i8", (n_steps,))
+    rows = archive.array("scalars", "<f8", (len(scalars), n_steps))
+    for i, table in enumerate(header["tables"]):
+        names, measured = _strings(table["names"]), int(table["n_steps"])
+        numel = archive.array(f"tables/{i}/numel", "<i8", (len(names),))
+        when = archive.array(f"tables/{i}/steps", "<i8", (measured,))
+        values = archive.array(f"tables/{i}/values", "<f4", (len(columns), len(names), measured))
+        restored = np.ascontiguousarray(values[order].transpose(2, 1, 0))
+        tables[_strings([table["kind"]])[0]] = Series(names, numel, when, restored)
+    recording = Recording(
+        steps,
+        # Each its own memory: a row of a shared array would keep all alive and be changed with it.
+        {name: row.copy() for name, row in zip(scalars, rows, strict=True)},
+        tables,
+        tuple(map(Finding.from_dict, header["findings"])),
+        _strings(header["backward_order"]),
+        dict(header["meta"]),
+    )
+    if any(abs(finding.step) >= 1 << 63 for finding in recording.findings):
+        raise _archive.DamagedError("a finding is of no possible step")
+    if len(recording.scalars) != len(scalars) or len(tables) != len(header["tables"]):
+        raise _archive.DamagedError("two of its series have one name")
+    _check(recording)
+    return recording
+
+
+def _strings(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise _archive.DamagedError("a list of names is not one of strings")
+    return tuple(values)
+
+
+def _check(recording: Recording) -> None:
+    """Raises ValueError unless shapes agree and steps rise."""
+    _check_steps("steps", recording.steps)
+    for name, values in recording.scalars.items():
+        if np.shape(values) != np.shape(recording.steps):
+            raise ValueError(
+                f"scalars[{name!r}] has shape {np.shape(values)}; expected one number for each of the "
+                f"{len(recording.steps)} steps"
+            )
+    for kind, series in recording.tables.items():
+        _check_steps(f"tables[{kind!r}].steps", series.steps)
+        n, m = len(series.names), len(series.steps)
+        if np.shape(series.numel) != (n,) or (n and np.min(series.numel) < 0):
+            raise ValueError(f"tables[{kind!r}].numel must hold {n} counts, one for each name")
+        if np.shape(series.values) != (m, n, len(COLUMNS)):
+            raise ValueError(
+                f"tables[{kind!r}].values has shape {np.shape(series.values)}; expected [steps, names, columns], "
+                f"which is {(m, n, len(COLUMNS))}"
+            )
+
+
+def _check_steps(what: str, steps: npt.NDArray[np.int64]) -> None:
+    values = np.asarray(steps)
+    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
+        raise ValueError(f"{what} must be a list of integers, not {values.dtype} of shape {values.shape}")
+    if values.size and (values[0] < 0 or np.any(values[1:] <= values[:-1])):
+        raise ValueError(f"{what} must be counted from 0 and rise from entry to entry")

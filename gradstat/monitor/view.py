@@ -1,0 +1,101 @@
+"""`write_page`: a recording as one interactive HTML page that needs no network and runs nothing but its own scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from pathlib import Path
+
+from gradstat.monitor import _archive
+from gradstat.monitor._page_data import page_data
+from gradstat.monitor.recording import Recording
+
+_FOLDER = Path(__file__).parent / "page"
+_SCRIPTS = ("data.js", "charts.js", "heat.js", "lists.js", "replay.js")
+
+
+class ViewerMissingError(ImportError):
+    """plotly, which draws the page, is not installed."""
+
+
+def write_page(
+    recording: Recording,
+    path: str | os.PathLike[str],
+    title: str | None = None,
+    *,
+    diagnosis_text: str | None = None,
+    diagnosis_html: str | None = None,
+) -> Path:
+    """Writes one self-contained page that shows ``recording`` step by step.
+
+    Args:
+        recording: What to show.
+        path: The ``.html`` file; missing folders are made, an existing file is replaced at once.
+        title: What the run is called.
+        diagnosis_text: What to say above the findings; its line breaks are kept.
+        diagnosis_html: The same as HTML, put in **as it is**: everything in it that came from a model must be escaped.
+            The page runs none of its scripts.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ViewerMissingError: plotly is not installed.
+        OSError: The page cannot be written.
+    """
+    target = Path(path)
+    page = _page(recording, title or "Flight recording", _diagnosis(diagnosis_text, diagnosis_html))
+    with _archive.replacing(target) as file:
+        # Names may hold half of a surrogate pair, which UTF-8 has no bytes for.
+        file.write(page.encode("utf-8", "replace"))
+    return target
+
+
+def _diagnosis(text: str | None, markup: str | None) -> str:
+    shown = f"<pre>{html.escape(text)}</pre>" if text else ""
+    return shown + (markup or "")
+
+
+def _page(recording: Recording, title: str, diagnosis: str) -> str:
+    plotly = _plotly()
+    code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    code = f'(() => {{\n"use strict";\n{code}\n}})();'
+    # The browser is told to fetch nothing and to run these two scripts only: should a name ever get past the
+    # escaping, it still could not do anything.
+    allowed = " ".join(f"'sha256-{_hash(script)}'" for script in (plotly, code))
+    # "<" is the one character by which JSON could end its script element.
+    data = json.dumps(page_data(recording), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "@POLICY@": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
+        "@TITLE@": html.escape(title),
+        "@STYLE@": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "@RUN@": html.escape(title),
+        "@DIAGNOSIS@": diagnosis,
+        "@DATA@": data,
+        "@PLOTLY@": plotly,
+        "@CODE@": code,
+    }
+    page = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    pieces = []
+    for mark, content in parts.items():  # in order, so that a mark in a name is not taken for one of the template
+        before, _, page = page.partition(mark)
+        pieces += [before, content]
+    return "".join([*pieces, page])
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ViewerMissingError(
+            'the page is drawn by plotly, which is not installed: pip install "gradstat[view]"', name="plotly"
+        ) from error
+    source: str = get_plotlyjs()
+    return source

@@ -1,0 +1,119 @@
+"""Recordings for tests: random ones, ones with an incident, and names that mean harm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from gradstat.monitor import Finding, Recording, Series
+from gradstat.monitor.recording import COLUMNS
+
+HOSTILE = (
+    "</script><script>window.harmed = 1</script>",
+    '<img src=x onerror="window.harmed = 1">',
+    "\"'`;&lt;<b>bold</b><a href='javascript:window.harmed=1'>a</a>",
+    "größe.重み.\N{PILE OF POO}\u2028\u2029\x00\n",
+    "__proto__",
+    "",
+)
+
+
+def series(n: int, steps: np.ndarray, seed: int = 0, names: tuple[str, ...] = ()) -> Series:
+    """Plausible statistics of ``n`` tensors, the first ones named ``names``."""
+    rng = np.random.default_rng(seed)
+    m = len(steps)
+    scale = 10.0 ** rng.uniform(-4, 1, n) * np.exp(0.1 * rng.standard_normal((m, n)).cumsum(0))
+    values = np.zeros((m, n, len(COLUMNS)), np.float32)
+    numel = rng.integers(1, 10**6, n)
+    values[..., 0] = scale * np.sqrt(numel)
+    values[..., 1] = scale * rng.standard_normal((m, n)) * 0.01
+    values[..., 2] = scale
+    values[..., 3] = -scale * rng.uniform(3, 5, (m, n))
+    values[..., 4] = scale * rng.uniform(3, 5, (m, n))
+    values[..., 5] = rng.uniform(0, 1, (m, n)) * (rng.random(n) < 0.3)
+    layers = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    made = (f"blocks.{i // 8}.{layers[i // 2 % 4]}.{('weight', 'bias')[i % 2]}" for i in range(n))
+    return Series(tuple([*names, *made][:n]), numel, steps, values)
+
+
+def spoil(table: Series, i: int, j: int, nan: int = 0, inf: int = 0) -> None:
+    """Lets tensor ``j`` have bad elements in its ``i``-th measurement."""
+    table.values[i, j, COLUMNS.index("nan_count")] = nan
+    table.values[i, j, COLUMNS.index("inf_count")] = inf
+
+
+def recording(
+    m: int = 40, n: int = 24, *, start: int = 0, seed: int = 0, incident: int | None = 30, names: tuple[str, ...] = ()
+) -> Recording:
+    """A run of ``m`` steps; in the ``incident``-th a gradient has NaN and Inf, and the loss is NaN."""
+    rng = np.random.default_rng(seed + 1)
+    steps = np.arange(start, start + m)
+    gradient = series(n, steps, seed, names)
+    now_and_then = series(n, steps[::5], seed + 1, names)
+    norm = np.sqrt((gradient.values[..., 0].astype(np.float64) ** 2).sum(1))
+    scalars = {
+        "norm": norm.copy(),
+        "finite_norm": norm,
+        "nonfinite": np.zeros(m),
+        "missing": np.zeros(m),
+        "loss": 4.0 * np.exp(-np.arange(m) / 30) + 0.05 * rng.standard_normal(m),
+        "lr": 1e-3 * np.minimum(1.0, (np.arange(m) + 1) / 10),
+        "loss_scale": np.full(m, 65536.0),
+    }
+    findings: tuple[Finding, ...] = ()
+    if incident is not None:
+        culprit = n // 2
+        spoil(gradient, incident, culprit, nan=7, inf=2)
+        if n > 3:
+            gradient.values[:, 1] = np.nan  # a tensor that never was there
+        scalars["norm"][incident] = math.nan
+        scalars["nonfinite"][incident] = 9
+        scalars["loss"][incident] = math.nan
+        name = gradient.names[culprit]
+        findings = (
+            Finding("loss-spike", "warning", start + incident - 4, "loss", {"ratio": 3.2}, text="The loss tripled."),
+            Finding(
+                "nonfinite-gradient",
+                "error",
+                start + incident,
+                name,
+                {"nan_count": 7, "largest": math.inf, "before": math.nan, "low": -math.inf},
+                ("an overflow in the forward pass", "a bad sample"),
+                ("lower the learning rate",),
+                f"The gradient of {name} has 7 NaN and 2 Inf.",
+                "gradient",
+            ),
+        )
+    return Recording(
+        steps,
+        scalars,
+        {"gradient": gradient, "parameter": now_and_then},
+        findings,
+        tuple(reversed(gradient.names)),
+        {"model": "GPT", "torch": "2.13.0", "why": "an incident", "nested": {"nan": math.nan, "list": [1, 2.5, None]}},
+    )
+
+
+def assert_same(a: Recording, b: Recording) -> None:
+    """Holds two recordings equal, bit for bit."""
+
+    def same(x: np.ndarray, y: np.ndarray) -> None:
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        assert x.tobytes() == y.tobytes()
+
+    same(a.steps, b.steps)
+    assert list(a.scalars) == list(b.scalars)
+    for name in a.scalars:
+        same(a.scalars[name], b.scalars[name])
+    assert list(a.tables) == list(b.tables)
+    for kind in a.tables:
+        x, y = a.tables[kind], b.tables[kind]
+        assert x.names == y.names
+        same(x.numel, y.numel)
+        same(x.steps, y.steps)
+        same(x.values, y.values)
+    assert repr(a.findings) == repr(b.findings)  # NaN is not equal to itself, its words are
+    assert a.backward_order == b.backward_order
+    assert repr(a.meta) == repr(b.meta)

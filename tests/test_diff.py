@@ -1,0 +1,340 @@
+"""Where two recordings part, and the commands view and diff."""
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recordings import HOSTILE, assert_same, recording, series
+
+from gradstat.__main__ import main
+from gradstat.monitor import Finding, Recording
+from gradstat.monitor.command import describe
+from gradstat.monitor.diff import compare
+from gradstat.monitor.recorder import load, save
+from gradstat.monitor.recording import COLUMNS
+
+NORM, MEAN, ZEROS, NAN = (COLUMNS.index(name) for name in ("l2_norm", "mean", "zero_fraction", "nan_count"))
+
+
+def run(m: int = 30, n: int = 8) -> Recording:
+    """A healthy run of gradients of like norms."""
+    made = recording(m, n, incident=None)
+    made.tables["gradient"].values[..., NORM] = 1 + np.random.default_rng(3).random((m, n))
+    return made
+
+
+def test_equal_runs_never_part() -> None:
+    for make in (run, recording, lambda: recording(names=HOSTILE)):
+        comparison = compare(make(), make(), tolerance=0)
+        assert comparison.same
+        assert comparison.partings == ()
+        assert comparison.exact_step is None
+        assert "never part: equal to the last bit in the" in str(comparison)
+
+
+def test_bits_and_what_matters_are_told_apart() -> None:
+    a, b = run(), run()
+    values = b.tables["gradient"].values
+    values[7, 3, NORM] = np.nextafter(values[7, 3, NORM], 9)
+    values[12, 5, NORM] *= 1.01
+    values[12, 4, NORM] *= 0.5
+    values[20:] *= 2
+    comparison = compare(a, b)
+    assert not comparison.same
+    assert (comparison.exact_step, comparison.step) == (7, 12)
+    names = a.tables["gradient"].names
+    # The most upstream first, not the largest.
+    assert [(p.kind, p.name, p.step, p.column) for p in comparison.first] == [
+        ("gradient", names[4], 12, "l2_norm"),
+        ("gradient", names[5], 12, "l2_norm"),
+    ]
+    assert comparison.first[0].b == pytest.approx(comparison.first[0].a / 2)
+    assert comparison.backward_first == names[5]
+    third = next(p for p in comparison.partings if p.name == names[3])
+    assert (third.exact_step, third.step) == (7, 20)
+    assert str(comparison).startswith("The runs part in step 12 by more than 0.001 (in single bits since step 7):")
+    assert f"the backward pass met {names[5]} first" in str(comparison)
+
+
+def test_single_bits_alone_are_the_same_unless_every_bit_shall_matter() -> None:
+    a, b = run(), run()
+    b.scalars["loss"][9] = np.nextafter(b.scalars["loss"][9], 9)
+    comparison = compare(a, b)
+    assert comparison.same
+    assert (comparison.exact_step, comparison.step) == (9, None)
+    assert "differ in single bits since step 9, but nowhere by more than 0.001" in str(comparison)
+    exact = compare(a, b, tolerance=0)
+    assert not exact.same
+    assert exact.step == 9
+    assert "equal to the last bit before" in str(exact)
+
+
+def spoil_lr(r: Recording) -> None:
+    r.scalars["lr"][5:] *= 2
+
+
+def spoil_scale(r: Recording) -> None:
+    r.scalars["loss_scale"][5:] /= 2
+
+
+def spoil_nan(r: Recording) -> None:
+    r.tables["gradient"].values[5, 2, NAN] = 1
+
+
+def spoil_absent(r: Recording) -> None:
+    r.tables["gradient"].values[5, 2] = math.nan
+
+
+def spoil_mean(r: Recording) -> None:
+    r.tables["gradient"].values[5, 2, MEAN] += 1
+
+
+def spoil_zeros(r: Recording) -> None:
+    r.tables["gradient"].values[5, 2, ZEROS] += 0.01
+
+
+def spoil_loss(r: Recording) -> None:
+    r.scalars["loss"][5] = math.inf
+
+
+def spoil_parameter(r: Recording) -> None:
+    r.tables["parameter"].values[1, 2, NORM] *= 2  # the second measurement is of step 5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (spoil_lr, ("series", "lr", "")),
+        (spoil_scale, ("series", "loss_scale", "")),
+        (spoil_nan, ("gradient", 2, "nan_count")),
+        (spoil_absent, ("gradient", 2, "l2_norm")),
+        (spoil_mean, ("gradient", 2, "mean")),
+        (spoil_zeros, ("gradient", 2, "zero_fraction")),
+        (spoil_loss, ("series", "loss", "")),
+        (spoil_parameter, ("parameter", 2, "l2_norm")),
+    ],
+)
+def test_whatever_differs_is_named(spoil: Callable[[Recording], None], expected: tuple[str, str | int, str]) -> None:
+    for turned in (False, True):
+        a, b = run(), run()
+        spoil(b)
+        comparison = compare(b, a) if turned else compare(a, b)
+        assert comparison.exact_step == comparison.step == 5
+        (first,) = comparison.first
+        kind, name, column = expected
+        assert (first.kind, first.column) == (kind, column)
+        assert first.name == (a.tables[kind].names[name] if isinstance(name, int) else name)
+
+
+def test_within_a_step_causes_come_before_effects() -> None:
+    a, b = run(), run()
+    for r in (a, b):
+        for kind in ("exp_avg", "update", "activation", "batch"):
+            r.tables[kind] = series(3, r.steps)
+    for table in b.tables.values():
+        at = int(np.flatnonzero(table.steps == 10)[0])
+        table.values[at, 1, NORM] *= 3
+    b.scalars = {name: np.where(b.steps == 10, 3 * x + 1, x) for name, x in b.scalars.items()}
+    kinds = [p.kind if p.kind != "series" else p.name for p in compare(a, b).first]
+    order = ["lr", "loss_scale", "batch", "parameter", "activation", "loss", "gradient"]
+    assert kinds == [*order, "norm", "finite_norm", "nonfinite", "missing", "exp_avg", "update"]
+
+
+def test_what_rounding_leaves_does_not_matter() -> None:
+    a, b = run(), run()
+    for r, left in ((a, 1.0), (b, 4.0)):
+        r.tables["gradient"].values[:, 6] *= 0
+        r.tables["gradient"].values[:, 6, :5] = left * 1e-9  # of a bias that a norm cancels, say
+    comparison = compare(a, b)
+    assert comparison.same
+    assert comparison.exact_step == 0
+
+
+def test_names_sizes_kinds_and_series_of_one_only_are_named() -> None:
+    a, b = run(), run()
+    gradient = b.tables["gradient"]
+    gradient.names = ("other", *gradient.names[1:])
+    gradient.numel = gradient.numel + np.eye(8, dtype=np.int64)[3]
+    b.tables["update"] = series(2, b.steps)
+    del b.scalars["lr"]
+    comparison = compare(a, b)
+    assert not comparison.same
+    assert comparison.step is None
+    text = str(comparison)
+    for expected in (
+        "series of the first only: lr",
+        "tables of kind of the second only: update",
+        f"gradients of the first only: {a.tables['gradient'].names[0]}",
+        "gradients of the second only: other",
+        f"gradients of other sizes: {gradient.names[3]} (",
+    ):
+        assert expected in text
+    assert "equal to the last bit" in text
+
+
+def test_tensors_are_compared_by_name() -> None:
+    a, b = run(), run()
+    table, order = b.tables["gradient"], np.arange(8)[::-1]
+    table.names = tuple(table.names[j] for j in order)
+    table.numel, table.values = table.numel[order], table.values[:, order]
+    assert compare(a, b, tolerance=0).same
+
+
+def test_only_common_steps_are_compared() -> None:
+    a, b = run(30), run(30)
+    b.scalars["loss"][:12] += 1
+    later = cut(b, 12, 30)
+    comparison = compare(a, later)
+    assert comparison.same
+    assert comparison.common_steps == 18
+    later.scalars["loss"] += 1
+    assert "part in step 12 by more than 0.001 (the first that both have" in str(compare(a, later))
+
+
+def cut(r: Recording, start: int, stop: int) -> Recording:
+    made = copy.deepcopy(r)
+    keep = (made.steps >= start) & (made.steps < stop)
+    made.steps, made.scalars = made.steps[keep], {name: x[keep] for name, x in made.scalars.items()}
+    for table in made.tables.values():
+        keep = (table.steps >= start) & (table.steps < stop)
+        table.steps, table.values = table.steps[keep], table.values[keep]
+    return made
+
+
+def test_steps_that_do_not_overlap_are_said_to() -> None:
+    a = run()
+    for b, words in (
+        (recording(5, 8, start=100, incident=None), "the second steps 100 to 104"),
+        (Recording(np.zeros(0, np.int64), {}, {}), "the second no steps"),
+    ):
+        comparison = compare(a, b)
+        assert not comparison.comparable
+        assert not comparison.same
+        assert f"cannot be compared: the first has steps 0 to 29, {words}, and no step is in both" in str(comparison)
+
+
+def test_findings_of_one_only_are_listed() -> None:
+    a, b = run(), run()
+    b.findings = (
+        Finding("rule", "warning", 3, "loss", {}, text="It rose."),
+        Finding("rule", "warning", 99, "loss", {}),
+    )
+    comparison = compare(a, b)
+    assert comparison.same  # they are what rules made of equal numbers
+    assert comparison.findings_b == b.findings[:1]
+    assert "Found in the second only: [warning] step 3, rule: It rose." in str(comparison)
+
+
+def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
+    a, b = recording(names=HOSTILE), recording(names=HOSTILE)
+    b.tables["gradient"].values[3] *= 2
+    b.scalars["loss"][2] = math.nan
+    content = compare(a, b).to_dict()
+    text = json.dumps(content, allow_nan=False)
+    assert json.loads(text)["step"] == 2
+    assert content["partings"][0]["b"] == "nan"
+    assert all(line.isprintable() for line in str(compare(a, b)).split("\n"))
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
+def test_a_tolerance_that_is_none_is_refused(tolerance: float) -> None:
+    with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
+        compare(run(), run(), tolerance)
+
+
+# The commands.
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[str, str]:
+    a, b = run(), run()
+    b.tables["gradient"].values[4:] *= 1.01
+    return str(save(a, tmp_path / "a.gradstat")), str(save(b, tmp_path / "b.gradstat"))
+
+
+def test_diff_has_the_exit_status_of_diff(
+    two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = two
+    assert main(["diff", a, a]) == 0
+    assert main(["diff", a, b]) == 1
+    assert "The runs part in step 4" in capsys.readouterr().out
+    assert main(["diff", a, b, "--tolerance", "0.1"]) == 0
+    assert main(["diff", a, b, "--json"]) == 1
+    capsys.readouterr()
+    main(["diff", a, b, "--json"])
+    assert json.loads(capsys.readouterr().out)["step"] == 4
+    other = str(save(recording(5, 8, start=500, incident=None), tmp_path / "c.gradstat"))
+    assert main(["diff", a, other]) == 2
+    assert "cannot be compared" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["diff", a, b, "--tolerance", "-1"])
+    assert caught.value.code == 2
+
+
+def test_errors_are_one_line_without_a_traceback(
+    two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken\n.gradstat"
+    broken.write_bytes(b"nothing")
+    for arguments in (["diff", two[0], str(broken)], ["view", str(broken)], ["view", str(tmp_path / "none")]):
+        assert main(arguments) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.count("\n") == 1
+        assert told.err.startswith(f"gradstat {arguments[0]}: ")
+    assert "No such file" in told.err
+
+
+def test_view_tells_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(recording(names=HOSTILE), tmp_path / "run.gradstat")
+    assert main(["view", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Step 30: The gradient of blocks.0.mlp.down.weight has 7 NaN and 2 Inf.\n")
+    assert out.endswith(f"\npage: {tmp_path / 'run.html'}\n")
+    assert (tmp_path / "run.html").exists()
+    other = tmp_path / "folder" / "page.html"
+    assert main(["view", str(path), "--output", str(other), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert content["page"] == str(other)
+    assert content["incident"] == 30
+    assert content["findings"][1]["evidence"]["largest"] == "Infinity"
+    assert other.exists()
+
+
+def test_view_can_leave_the_page_out_and_never_overwrites_the_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recording()
+    path = save(made, tmp_path / "run.html")
+    assert main(["view", str(path)]) == 0
+    assert_same(load(path), made)
+    assert (tmp_path / "run.html.page.html").exists()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["view", str(path)]) == 2
+    assert 'pip install "gradstat[view]"' in capsys.readouterr().err
+    assert main(["view", str(path), "--no-page"]) == 0
+    with pytest.raises(SystemExit):
+        main(["view", str(path), "--no-page", "--output", "x.html"])
+    assert main(["view", str(path), "--output", str(path)]) == 2
+    assert_same(load(path), made)
+
+
+def test_a_description_names_findings_evidence_causes_and_advice() -> None:
+    text = describe(recording())
+    assert "[error] step 30, nonfinite-gradient: The gradient of" in text
+    assert "  evidence: nan_count 7, largest inf" in text
+    assert "  perhaps: an overflow in the forward pass\n" in text
+    assert "  try: lower the learning rate" in text
+    assert describe(run()).startswith(
+        "Nothing was found in 30 steps\nRecorded: steps 0 to 29; 8 gradients, 8 parameters"
+    )
+    assert describe(Recording(np.zeros(0, np.int64), {}, {})) == "No step was recorded\nRecorded: no steps"
+    bad = recording()
+    bad.findings = ()
+    assert describe(bad).startswith("Step 30: NaN or Inf in the gradient of blocks.1.mlp.up.weight\n")

@@ -1,0 +1,432 @@
+"""The page of a recording: what is written without a browser, and what it does in one, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recordings import HOSTILE, recording, spoil
+
+from gradstat.monitor import Finding, Recording, _page_data, view
+from gradstat.monitor.recording import COLUMNS
+from gradstat.monitor.view import ViewerMissingError, write_page
+
+CULPRIT = "blocks.0.mlp.down.weight"  # of `recording(names=HOSTILE)`
+
+
+def test_without_plotly_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ViewerMissingError, match=re.escape('pip install "gradstat[view]"')):
+        write_page(recording(), tmp_path / "page.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_is_one_file_that_asks_for_no_other(tmp_path: Path) -> None:
+    path = write_page(
+        recording(names=HOSTILE), tmp_path / "deep" / "page.html", "</title><script>", diagnosis_text="<b>"
+    )
+    text = path.read_text()
+    own = text.replace(view._plotly(), "")
+    assert "default-src 'none'" in own
+    assert not re.search(
+        r"""(?:src|href)\s*=\s*["']?(?!data:)\w+:""", own.replace("\\u003c", "<").split("<script type")[0]
+    )
+    assert own.count("</script>") == own.count("<script") == 3  # the data, plotly, the page's own
+    assert "&lt;/title&gt;&lt;script&gt;" in own
+    assert "<pre>&lt;b&gt;</pre>" in own
+    assert not [mark for mark in ("@DATA@", "@CODE@", "@STYLE@", "@RUN@") if mark in own]
+
+
+def test_marks_of_the_template_in_names_stay_what_they_are(tmp_path: Path) -> None:
+    made = recording(names=("@CODE@", "@DATA@"))
+    assert '"@CODE@","@DATA@"' in write_page(made, tmp_path / "page.html", "@STYLE@").read_text()
+
+
+def test_a_long_run_is_of_modest_size(tmp_path: Path) -> None:
+    path = write_page(recording(1000, 300, incident=700), tmp_path / "page.html")
+    assert path.stat().st_size < 15 << 20
+
+
+def test_rounding_keeps_four_digits_and_everything_special() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2**32, 100_000, np.uint32).view(np.float32)
+    rounded = _page_data._rounded(values)
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(rounded))
+    normal = np.isfinite(values) & (np.abs(values) > 1e-37)
+    np.testing.assert_allclose(rounded[normal], values[normal], rtol=1e-4)
+    limits = np.array([np.inf, -np.inf, 0, np.finfo(np.float32).max, -np.finfo(np.float32).max], np.float32)
+    np.testing.assert_array_equal(_page_data._rounded(limits), limits)
+
+
+@pytest.mark.parametrize("bad", [[7, 1500], list(range(100, 2000))])
+def test_too_long_a_run_is_thinned_but_keeps_what_matters(bad: list[int]) -> None:
+    made = recording(2000, 4, incident=None)
+    made.findings = (Finding("rule", "warning", 777, "loss", {}),)
+    for i in bad:
+        spoil(made.tables["gradient"], i, 2, nan=1)
+    data = _page_data.page_data(made, cells=2000)
+    steps = data["steps"]
+    assert len(steps) <= 500
+    assert data["leftOut"] == 2000 - len(steps)
+    assert {0, bad[0], 1999} <= set(steps)
+    if len(bad) < 10:
+        assert {*bad, 777, *range(1990, 2000)} <= set(steps)
+    assert steps[data["findings"][0]["at"]] >= 777
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One headless Chromium that has no network, for all tests here."""
+    required = os.environ.get("GRADSTAT_REQUIRE_BROWSER") == "1"
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        (pytest.fail if required else pytest.skip)("there is no chromium with chromedriver on the path")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1200"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    started.execute_cdp_cmd("Network.enable", {})
+    conditions = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+    started.execute_cdp_cmd("Network.emulateNetworkConditions", conditions)
+    yield started
+    started.quit()
+
+
+class Page:
+    """A page in the browser; what it holds is asked of it in JavaScript."""
+
+    def __init__(self, browser: Any, path: Path) -> None:
+        self.browser = browser
+        for kind in ("browser", "performance"):
+            browser.get_log(kind)  # of the page before
+        browser.get(path.as_uri())
+        self.wait("document.body.dataset.ready === 'yes'")
+
+    def __call__(self, expression: str, *arguments: object) -> Any:
+        return self.browser.execute_script(f"return {expression}", *arguments)
+
+    def wait(self, condition: str, seconds: float = 10) -> None:
+        end = time.monotonic() + seconds
+        while not self(condition):
+            assert time.monotonic() < end, f"{condition} did not come true: {self.browser.get_log('browser')}"
+            time.sleep(0.02)
+
+    def choose(self, id: str, value: str) -> None:
+        script = "const s = document.getElementById(arguments[0]);"
+        script += "s.value = [...s.options].find((o) => o.textContent === arguments[1]).value;"
+        script += "s.dispatchEvent(new Event('change'))"
+        self.browser.execute_script(script, id, value)
+
+    def scrub(self, value: int) -> None:
+        script = (
+            "const s = document.getElementById('step'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))"
+        )
+        self.browser.execute_script(script, value)
+
+    def click(self, selector: str) -> None:
+        self.browser.execute_script("document.querySelector(arguments[0]).click()", selector)
+
+    def press(self, key: str) -> None:
+        self.browser.execute_script("document.activeElement.blur()")
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.browser).send_keys(key).perform()
+
+    @property
+    def step(self) -> str:
+        return str(self("document.getElementById('now').textContent"))
+
+    def rows(self) -> list[list[str]]:
+        cells = "[...document.querySelectorAll('#worst tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        got: list[list[str]] = self(cells)
+        return got
+
+    def assert_clean(self) -> None:
+        """Nothing was complained about, nothing fetched and no name executed."""
+        assert self("typeof window.harmed") == "undefined"
+        assert self.browser.get_log("browser") == []
+        log = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
+        sent = [entry["params"]["request"]["url"] for entry in log if entry["method"] == "Network.requestWillBeSent"]
+        assert {"file"} <= {url.split(":")[0] for url in sent} <= {"file", "data", "blob"}
+        entries = self("performance.getEntriesByType('resource').map((e) => e.name)")
+        assert [name for name in entries if not name.startswith(("data:", "blob:"))] == []
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = recording(names=HOSTILE)
+    made.scalars["</script><b>x"] = made.scalars["loss"]
+    gradient = made.tables["gradient"]
+    gradient.names = (*gradient.names[:20], "<b>&amp;</b>", *gradient.names[21:])  # short enough for a whole label
+    made.meta["title"] = HOSTILE[1]
+    words = Finding(
+        "<i>rule", "info", 12, HOSTILE[1], {HOSTILE[0]: HOSTILE[1]}, HOSTILE, HOSTILE, HOSTILE[0], "gradient"
+    )
+    made.findings = (*made.findings, words)
+    return write_page(made, tmp_path_factory.mktemp("page") / "hostile.html", HOSTILE[0], diagnosis_text=HOSTILE[1])
+
+
+@pytest.fixture
+def page(browser: Any, hostile: Path) -> Iterator[Page]:
+    made = Page(browser, hostile)
+    yield made
+    made.assert_clean()
+
+
+Z = "document.getElementById('heat').data[0].z"
+BAD = "document.getElementById('heat').data.find((t) => t.name === 'bad').z"
+
+
+def test_it_opens_at_the_incident_with_the_verdict(page: Page) -> None:
+    assert (
+        page("document.getElementById('verdict').textContent")
+        == f"Step 30: The gradient of {CULPRIT} has 7 NaN and 2 Inf."
+    )
+    assert page.step == "step 30 of 39"
+    assert page("document.querySelectorAll('.finding').length") == 3
+    assert page("document.querySelector('.finding').dataset.severity") == "error"
+    assert "\N{MINUS SIGN}Inf" in page("document.querySelector('.finding dl').textContent")
+    assert page("document.querySelectorAll('#marks i').length") == 3
+    assert page.rows()[0][:3] == [CULPRIT, "7", "2"]
+
+
+def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
+    assert page("document.querySelectorAll('#heat .heatmaplayer image').length") >= 2
+    assert page(f"[{Z}.length, {Z}[0].length]") == [24, 40]
+    value = recording(names=HOSTILE).tables["gradient"].values
+    assert page(f"{Z}[5][7]") == pytest.approx(np.log10(value[7, 5, 0]), abs=1e-4)
+    assert page(f"{BAD}.flatMap((row) => [...row]).filter((x) => x === 1).length") == 1
+    assert page(f"{BAD}[12][30]") == 1
+    absent = "document.getElementById('heat').data.find((t) => t.name === 'absent').z"
+    assert page(f"[{absent}[1].every((x) => x === 1), {absent}[2].some((x) => x === 1)]") == [True, False]
+    page.choose("column", "largest |x|")
+    largest = np.abs(value[7, 5, 3:5]).max()
+    assert page(f"{Z}[5][7]") == pytest.approx(np.log10(largest), abs=1e-4)
+    for column in (
+        "NaN elements",
+        "share of zeros",
+        "mean",
+        "standard deviation",
+        "smallest",
+        "largest",
+        "Inf elements",
+    ):
+        page.choose("column", column)
+        assert page(f"{Z}[5].every(Number.isFinite)"), column
+    assert page(f"{Z}[12][30]") == pytest.approx(np.log10(3))
+    page.choose("kind", "parameter")
+    assert page(f"{Z}[0].length") == 8
+    assert (
+        "measured last in step 30" in page("document.getElementById('measured').textContent")
+        or page.step == "step 30 of 39"
+    )
+    page.scrub(33)
+    assert page("document.getElementById('measured').textContent") == "parameter, measured last in step 30"
+
+
+CURTAIN = "document.getElementById('curtain').getBoundingClientRect()"
+
+
+def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
+    widths = []
+    for step in (0, 20, 39):
+        page.scrub(step)
+        assert page.step == f"step {step} of 39"
+        assert page("document.getElementById('curtain').dataset.measurement") == str(step)
+        assert page("document.getElementById('worst-title').textContent") == f"Worst in step {step}"
+        widths.append(page(f"{CURTAIN}.width"))
+    map_width = page("document.getElementById('heat')._fullLayout._size.w")
+    assert widths[0] == pytest.approx(map_width * 39 / 40, abs=4)
+    assert widths[1] == pytest.approx(map_width * 19 / 40, abs=4)
+    assert widths[2] <= 2
+    bars = "document.getElementById('profile').data[0].x"
+    before = page(bars)
+    page.scrub(3)
+    assert page(bars) != before
+    assert page("document.querySelector('[data-series=loss] .value').textContent") != "NaN"
+
+
+def test_keys_and_buttons_move_the_step(page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.press(Keys.ARROW_RIGHT)
+    assert page.step == "step 31 of 39"
+    page.press(Keys.ARROW_LEFT)
+    page.press(Keys.ARROW_LEFT)
+    assert page.step == "step 29 of 39"
+    page.browser.find_element("id", "step").send_keys(Keys.HOME)
+    assert page.step == "step 0 of 39"
+    page.press("i")
+    assert page.step == "step 30 of 39"
+    page.browser.find_element("id", "incident").send_keys(Keys.ARROW_RIGHT)  # a button has no use for it
+    assert page.step == "step 31 of 39"
+    page.browser.find_element("id", "step").send_keys(Keys.END)
+    assert page.step == "step 39 of 39"
+    page.click("#incident")
+    assert page.step == "step 30 of 39"
+    page.browser.find_element("id", "step").send_keys(Keys.ARROW_LEFT)
+    assert page.step == "step 29 of 39"
+
+
+def test_play_replays_the_run_up_to_the_incident(page: Page) -> None:
+    page.click("#play")
+    assert page("document.getElementById('play').textContent") == "Pause"
+    page.wait("Number(document.getElementById('step').value) > 1 && Number(document.getElementById('step').value) < 30")
+    page.press(" ")
+    assert page("document.getElementById('play').textContent") == "Play"
+    page.scrub(27)
+    page.click("#play")
+    page.wait("document.getElementById('play').textContent === 'Play'")
+    assert page.step == "step 30 of 39"
+
+
+def test_a_name_shows_every_field_of_its_tensor(page: Page) -> None:
+    assert page("document.getElementById('detail').hidden")
+    page.click("#worst tbody button")
+    assert not page("document.getElementById('detail').hidden")
+    assert page("document.getElementById('detail-title').textContent") == CULPRIT
+    assert page("document.querySelectorAll('#fields .chart').length") == 9
+    marks = "document.querySelector('#fields [data-series=l2_norm] .plot').data[1].x"
+    assert page(marks) == [30]
+    assert page("document.querySelectorAll('#fields .js-plotly-plot').length") == 9
+    page.choose("kind", "parameter")
+    assert page("document.getElementById('detail-title').textContent") == CULPRIT
+    assert page("document.getElementById('detail-size').textContent").startswith("parameter, ")
+    assert page("document.querySelector('#fields [data-series=l2_norm] .plot').data[0].x") == [*range(0, 40, 5)]
+    page.scrub(12)
+    assert page("document.querySelectorAll('#fields .cursor')[0].style.left") != ""
+    page.click("#close")
+    assert page("document.getElementById('detail').hidden")
+
+
+def test_a_click_on_a_row_of_the_map_shows_the_tensor(page: Page) -> None:
+    from selenium.webdriver import ActionChains
+
+    layer = page.browser.find_element("css selector", "#heat .nsewdrag")
+    page.browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", layer)
+    height, width = layer.rect["height"], layer.rect["width"]
+    at = (int(-0.3 * width), int(((12 + 0.5) / 24 - 0.5) * height))
+    ActionChains(page.browser).move_to_element_with_offset(layer, *at).perform()
+    page.wait("!document.getElementById('tip').hidden")
+    assert page("document.getElementById('tip').textContent").startswith(CULPRIT + "step ")
+    ActionChains(page.browser).move_to_element_with_offset(layer, *at).click().perform()
+    page.wait("!document.getElementById('detail').hidden")
+    assert page("document.getElementById('detail-title').textContent") == CULPRIT
+
+
+def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
+    page.click("#all-rows")
+    shown = {row[0] for row in page.rows()}
+    assert {HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[4]} <= shown
+    for name in (HOSTILE[0], HOSTILE[2]):
+        script = (
+            "[...document.querySelectorAll('#worst tbody button')].find((b) => b.textContent === arguments[0]).click()"
+        )
+        page.browser.execute_script(script, name)
+        assert page("document.getElementById('detail-title').textContent") == name
+    labels = page("[...document.querySelectorAll('#heat .ytick text')].map((t) => t.textContent)")
+    assert labels[0].startswith("</script>")
+    assert "<b>&amp;</b>" in labels
+    assert page("document.querySelectorAll('main img, main a, #heat a').length") == 0
+    assert page("document.getElementById('run').textContent") == HOSTILE[0]
+    assert page("document.querySelector('#told pre').textContent") == HOSTILE[1]
+
+
+def test_the_table_sorts(page: Page) -> None:
+    page.click("#all-rows")
+    key: Callable[[str], float] = lambda text: float(text.replace(",", "").replace("\N{MINUS SIGN}", "-"))  # noqa: E731
+    page.click("#worst th[data-key=l2_norm] button")
+    norms = [key(row[4]) for row in page.rows()]
+    assert norms == sorted(norms, reverse=True)
+    assert len(norms) == 23  # of 24, one was never there
+    assert page("document.querySelector('th[aria-sort]').dataset.key") == "l2_norm"
+    page.click("#worst th[data-key=l2_norm] button")
+    norms = [key(row[4]) for row in page.rows()]
+    assert norms == sorted(norms)
+    page.click("#worst th[data-key=name] button")
+    assert [row[0] for row in page.rows()][-1] == recording(names=HOSTILE).tables["gradient"].names[-1]
+
+
+def test_lines_mark_what_is_not_finite_and_what_was_found(page: Page) -> None:
+    loss = "document.querySelector('[data-series=loss] .plot').data"
+    assert page(f"{loss}[1].x") == [30]
+    assert page(f"{loss}[1].text") == ["step 30: NaN"]
+    assert page(f"{loss}[2].text") == ["The loss tripled."]
+    assert page(f"{loss}[0].y[30]") is None
+    assert page("document.getElementById('constant').textContent") == (
+        "The same in every step: loss scale 65,536 · gradients missing 0."
+    )
+
+
+def test_dark_and_small_screens(page: Page) -> None:
+    light = page("getComputedStyle(document.body).backgroundColor")
+    feature = {"name": "prefers-color-scheme", "value": "dark"}
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    metrics = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.wait(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
+        page.wait("document.getElementById('heat')._fullLayout.width < 400")
+        assert page("document.documentElement.scrollWidth") <= 400
+        # The curtain begins where the map was measured up to, in its new size.
+        plot = "document.getElementById('heat')"
+        edge = f"{plot}._fullLayout.xaxis._offset + {plot}._fullLayout.xaxis.d2p(30.5)"
+        page.wait(f"Math.abs(parseFloat(document.getElementById('curtain').style.left) - ({edge})) < 1")
+        page.wait(f"{plot}._fullLayout.margin.l < 140")
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_diagnosis_in_html_is_shown_but_not_run(browser: Any, tmp_path: Path) -> None:
+    markup = "<p id='mine'>It was <b>this</b>.</p><script>window.harmed = 1</script>"
+    markup += HOSTILE[1].replace("src=x", "src=data:,")
+    page = Page(browser, write_page(recording(), tmp_path / "page.html", diagnosis_html=markup))
+    assert page("document.getElementById('mine').textContent") == "It was this."
+    refused = browser.get_log("browser")  # the policy is held, and said to be
+    assert len(refused) >= 2
+    assert all("Content Security Policy" in entry["message"] for entry in refused)
+    page.assert_clean()
+
+
+def test_long_runs_are_pooled_and_lose_no_bad_step(browser: Any, tmp_path: Path) -> None:
+    made = recording(2500, 5, incident=None)
+    for i in (7, 1201, 2499):
+        spoil(made.tables["gradient"], i, 3, inf=1)
+    made.tables["gradient"].values[1200, 0, COLUMNS.index("l2_norm")] = 1e12
+    page = Page(browser, write_page(made, tmp_path / "page.html"))
+    bad = page(f"[...{BAD}[3]].flatMap((x, i) => (x === 1 ? [i] : []))")
+    assert bad == [7 // 3, 1201 // 3, 2499 // 3]
+    assert page(f"{Z}[0][400]") == pytest.approx(12, abs=1e-3)
+    assert page.step == "step 7 of 2499"
+    page.assert_clean()
+
+
+def test_recordings_with_nothing_in_them_are_shown(browser: Any, tmp_path: Path) -> None:
+    nothing = Recording(np.zeros(0, np.int64), {}, {})
+    page = Page(browser, write_page(nothing, tmp_path / "nothing.html"))
+    assert page("document.getElementById('verdict').textContent") == "No step was recorded"
+    page.assert_clean()
+    one = recording(1, 1, incident=None)
+    page = Page(browser, write_page(one, tmp_path / "one.html"))
+    assert page("document.getElementById('verdict').textContent") == "Nothing was found in 1 step"
+    assert page("document.getElementById('incident').disabled")
+    page.assert_clean()
+    one.tables.clear()
+    page = Page(browser, write_page(one, tmp_path / "scalars.html"))
+    assert page("document.querySelectorAll('#series .chart, #constant').length") >= 1
+    page.assert_clean()
