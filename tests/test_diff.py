@@ -327,10 +327,10 @@ def test_view_can_leave_the_page_out_and_never_overwrites_the_recording(
 
 def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     text = describe(recording())
-    assert "[error] step 30, nonfinite-gradient: The gradient of" in text
-    assert "  evidence: nan_count 7, largest inf" in text
-    assert "  perhaps: an overflow in the forward pass\n" in text
-    assert "  try: lower the learning rate" in text
+    assert "nonfinite-gradient (error), since step 30\n   The gradient of" in text
+    assert "   evidence: nan_count 7, largest inf" in text
+    assert "   likely causes:\n     - an overflow in the forward pass\n" in text
+    assert "   what to try:\n     - lower the learning rate" in text
     assert describe(run()).startswith(
         "Nothing was found in 30 steps\nRecorded: steps 0 to 29; 8 gradients, 8 parameters"
     )

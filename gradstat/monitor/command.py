@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from gradstat.monitor import _archive
 from gradstat.monitor._incident import first_incident, one_line, verdict
+from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.diff import TOLERANCE, compare
 from gradstat.monitor.recorder import RecordingFileError, load
 from gradstat.monitor.recording import Recording
@@ -26,19 +26,15 @@ class _UsageError(Exception):
 
 
 def describe(recording: Recording) -> str:
-    """What a recording says, for a terminal: its verdict, then every finding with evidence, causes and advice."""
+    """What a recording says, for a terminal: its verdict, what there is to look at, and the diagnosis."""
     _, sentence = verdict(recording)
     tensors = ", ".join(f"{len(series.names)} {kind}s" for kind, series in recording.tables.items())
     steps = recording.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
     lines = [one_line(sentence), f"Recorded: {extent}" + one_line(f"; {tensors}") * bool(tensors)]
-    for finding in recording.findings:
-        lines += ["", one_line(str(finding))]
-        if finding.evidence:
-            words = ", ".join(f"{key} {_word(value)}" for key, value in finding.evidence.items())
-            lines.append(f"  evidence: {one_line(words)}")
-        lines += [f"  perhaps: {one_line(cause)}" for cause in finding.causes]
-        lines += [f"  try: {one_line(advice)}" for advice in finding.advice]
+    if recording.findings:
+        diagnosis = str(Diagnosis.of(recording, str(recording.meta.get("culprit", ""))))
+        lines += ["", *map(one_line, diagnosis.splitlines())]
     return "\n".join(lines)
 
 
@@ -98,6 +94,9 @@ def _reporting(command: str, run: Callable[[], int]) -> int:
 
 def _view(options: argparse.Namespace) -> int:
     recording = load(options.file)
+    culprit = str(recording.meta.get("culprit", ""))
+    # Cause before effect, also on the page.
+    recording.findings = Diagnosis.of(recording).findings
     page: Path | None = None
     if not options.no_page:
         page = options.output or options.file.with_suffix(".html")
@@ -121,7 +120,7 @@ def _view(options: argparse.Namespace) -> int:
     else:
         print(describe(recording))
     if page is not None:
-        write_page(recording, page, title=options.file.name)
+        write_page(recording, page, title=options.file.name, diagnosis_text=culprit or None)
         if not options.json:
             print(f"\npage: {page}")
     return 0
@@ -157,7 +156,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return value["$float"] if list(value) == ["$float"] else {key: _plain(item) for key, item in value.items()}
     return value
-
-
-def _word(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
