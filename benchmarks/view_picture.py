@@ -1,4 +1,4 @@
-"""Trains the demo's GPT with one fault, records it by hand, writes the page and photographs it for the documents.
+"""Trains the demo's GPT with one fault under a monitor, writes the page and photographs it for the documents.
 
     python benchmarks/view_picture.py [--output docs/view.png] [--page FOLDER]
 
@@ -13,16 +13,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import gradstat
 from gradstat.demo import corpus as text
 from gradstat.demo.model import GPT, SMALL
 from gradstat.demo.train import corrupt
-from gradstat.monitor import Finding, Recording, Series
+from gradstat.monitor import Recording
 from gradstat.monitor.recorder import save
-from gradstat.monitor.recording import COLUMNS
 from gradstat.monitor.view import write_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,72 +35,20 @@ def record(steps: int = STEPS, fault: int = FAULT) -> Recording:
     corpus = text.read(text.standard_library())
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    rows: dict[str, list[np.ndarray]] = {"gradient": [], "parameter": []}
-    scalars: dict[str, list[float]] = {
-        name: [] for name in ("norm", "finite_norm", "nonfinite", "missing", "loss", "lr")
-    }
-    findings: list[Finding] = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (step + 1) / 30)
-        handle = corrupt(model.blocks[LAYER].mlp.down) if step == fault else None
-        optimizer.zero_grad()
-        loss = model.loss(text.batch(corpus, SMALL.batch, SMALL.context + 1, generator, "cpu"))
-        loss.backward()
-        if handle is not None:
-            handle.remove()
-        report = gradstat.check(model)
-        rows["gradient"].append(columns_of(report))
-        rows["parameter"].append(columns_of(gradstat.check_tensors(dict(model.named_parameters()))))
-        measured = (report.total_norm, report.finite_norm, report.nan_count + report.inf_count, len(report.missing))
-        for name, value in zip(scalars, (*measured, loss.item(), optimizer.param_groups[0]["lr"]), strict=True):
-            scalars[name].append(value)
-        if report.ok:
-            gradstat.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        else:
-            findings.append(finding_of(report, step, loss.item()))
-    names = tuple(name for name, _ in model.named_parameters())
-    numel = np.array([p.numel() for p in model.parameters()])
-    when = np.arange(steps)
-    return Recording(
-        when,
-        {name: np.array(values, np.float64) for name, values in scalars.items()},
-        {kind: Series(names, numel, when, np.stack(values)) for kind, values in rows.items()},
-        tuple(findings),
-        tuple(reversed(names)),
-        {"model": "the demo's GPT", "torch": torch.__version__, "gradstat": gradstat.__version__, "device": "cpu"},
-    )
-
-
-def columns_of(report: gradstat.Report) -> np.ndarray:
-    """``[n, len(COLUMNS)]`` float32: a report as a `Series` holds it."""
-    return np.array([[getattr(stats, column) for column in COLUMNS] for stats in report], np.float32)
-
-
-def finding_of(report: gradstat.Report, step: int, loss: float) -> Finding:
-    worst = report.nonfinite[0]
-    clean = len(report) - len(report.nonfinite)
-    return Finding(
-        "nonfinite-gradient",
-        "error",
-        step,
-        worst.name,
-        {
-            "NaN": worst.nan_count,
-            "Inf": worst.inf_count,
-            "first element": worst.first_nonfinite,
-            "clean gradients": clean,
-            "loss": loss,
-        },
-        (
-            "What the layer saved of its input was changed behind the forward pass: the loss is finite",
-            "Memory that flips bits",
-        ),
-        ("Run this step again from the same state", "Compare with a run on another device: python -m gradstat diff"),
-        f"The gradient of {worst.name} is not finite, while all {clean} others are",
-        "gradient",
-    )
+    watch = {"parameters": 10, "optimizer": 10, "activations": 10}
+    with gradstat.Monitor(model, optimizer, on_anomaly="record", watch=watch) as monitor:
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * min(1.0, (step + 1) / 30)
+            handle = corrupt(model.blocks[LAYER].mlp.down) if step == fault else None
+            optimizer.zero_grad()
+            loss = model.loss(text.batch(corpus, SMALL.batch, SMALL.context + 1, generator, "cpu"))
+            loss.backward()
+            if handle is not None:
+                handle.remove()
+            monitor.step(loss)
+            gradstat.guarded_step(optimizer, max_norm=1.0)
+    return monitor.recording()
 
 
 def photograph(page: Path, picture: Path) -> None:

@@ -21,6 +21,9 @@ _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
+# Scalars that are 0 where nothing is said of them.
+_COUNTS = ("nonfinite", "missing")
+
 JudgeLabel = Callable[[int, str, float, float], list[Observation]]
 
 
@@ -133,9 +136,13 @@ class Intake:
         """Steps, scalars and rows that have come since the last call; their memory serves the next ones."""
         held, self._steps = self._steps, []
         steps = np.array([one.pending.step for one in held], dtype=np.int64)
-        names = dict.fromkeys(name for one in held for name in one.pending.scalars)
+        names = dict.fromkeys(_COUNTS if held else ())
+        for one in held:
+            names.update(dict.fromkeys(one.pending.scalars))
         scalars = {
-            name: np.array([one.pending.scalars.get(name, math.nan) for one in held], dtype=np.float64)
+            name: np.array(
+                [one.pending.scalars.get(name, 0.0 if name in _COUNTS else math.nan) for one in held], dtype=np.float64
+            )
             for name in names
         }
         tables: dict[str, Rows] = {}
