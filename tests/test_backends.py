@@ -177,7 +177,7 @@ LAYERS = [
     {"distributed"},
     {"monitor"},
     {"__init__"},
-    {"bench", "pytest_plugin"},
+    {"bench", "pytest_plugin", "integrations"},
     {"demo"},
     {"__main__"},
 ]

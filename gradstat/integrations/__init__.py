@@ -1,0 +1,1 @@
+"""Integrations with training frameworks; each is imported by its user."""

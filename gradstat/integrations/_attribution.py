@@ -1,0 +1,79 @@
+"""Which micro-batch of an accumulated step brought what a monitor found."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradstat.accumulation import AccumulationReport, MicroBatches
+
+_NAMED = 3
+
+
+class _Step(NamedTuple):
+    number: int
+    micro_batches: MicroBatches
+    losses: list[Tensor]
+
+
+class Attribution:
+    """Checks of the micro-batches of the newest steps, asked for only if something was found in one.
+
+    Args:
+        model: Whose gradients are checked after each micro-batch.
+        keep: For how many steps; the numbers of a step are read so much later.
+    """
+
+    def __init__(self, model: nn.Module, keep: int) -> None:
+        self._model = model
+        self._steps: deque[_Step] = deque(maxlen=keep)
+        self._current: MicroBatches | None = None
+
+    def check(self) -> None:
+        """To be called after a micro-batch's backward pass: one read of the gradients, no sync."""
+        if self._current is None:
+            self._current = MicroBatches(self._model)
+        self._current.check()
+
+    def end_step(self, number: int, losses: list[Tensor]) -> None:
+        """Says that the micro-batches since the last call were step ``number``, with these losses."""
+        if self._current is not None:
+            self._steps.append(_Step(number, self._current, losses))
+            self._current = None
+
+    def of(self, number: int) -> tuple[str, AccumulationReport] | None:
+        """Which micro-batch of a step was bad first, in words, and all reports; None if that is not known. Waits."""
+        for step in list(self._steps):
+            if step.number == number:
+                self._steps.remove(step)
+                report = step.micro_batches.result()
+                return _in_words(number, report, _numbers(step.losses)), report
+        return None
+
+
+def _numbers(losses: list[Tensor]) -> list[float]:
+    found: list[float] = torch.stack([loss.float() for loss in losses]).tolist() if losses else []
+    return found
+
+
+def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> str:
+    total = report.micro_batches
+    bad_losses = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+    if report.ok and not bad_losses:
+        return f"step {number}: no single micro-batch of {total} was bad"
+    if report.ok:
+        first, names = bad_losses[0], []
+    else:
+        first = min(report.first_bad.values())
+        names = [name for name, when in report.first_bad.items() if when == first]
+    words = [f"step {number}: micro-batch {first} of {total} (counted from 0) brought it"]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        words.append(f"gradients not finite from then on: {', '.join(names[:_NAMED])}{more}")
+    if first < len(losses):
+        words.append(f"its loss was {losses[first]:g}")
+    return "; ".join(words)
