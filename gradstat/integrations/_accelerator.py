@@ -13,11 +13,10 @@ from torch import Tensor
 from gradstat import _scaling
 from gradstat.adaptive import AdaptiveClip
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
+from gradstat.integrations._refusals import MARK, engine_clips, refuse_second
 from gradstat.integrations._replaced import Replaced
 from gradstat.integrations._watched import Watched, is_replaying, unwrapped
 from gradstat.monitor.policies import outside
-
-_MARK = "_gradstat_watch"
 
 
 class AcceleratorWatch:
@@ -51,7 +50,7 @@ class AcceleratorWatch:
             Replaced(accelerator, "clip_grad_norm_", lambda below: self._made_clip(below)),
             Replaced(accelerator, "backward", lambda below: self._made_backward(below)),
         ]
-        setattr(accelerator, _MARK, self)
+        setattr(accelerator, MARK, self)
 
     def _made_backward(self, below: Any) -> Callable[..., Any]:
         def backward(loss: Any, **options: Any) -> Any:
@@ -155,51 +154,5 @@ class AcceleratorWatch:
         """Gives the accelerator its own methods back."""
         for replaced in reversed(self._replaced):
             replaced.remove()
-        if getattr(self.accelerator, _MARK, None) is self:
-            delattr(self.accelerator, _MARK)
-
-
-def refuse_second(accelerator: Any) -> None:
-    """Raises RuntimeError if the accelerator is watched already."""
-    if getattr(accelerator, _MARK, None) is not None:
-        raise RuntimeError(
-            "gradstat is installed on this accelerator already, and a second time would measure and clip twice; call "
-            "remove() of the first handle before"
-        )
-
-
-def engine_clips(accelerator: Any) -> bool:
-    """Whether gradients are an engine's, which clips them itself; says what is visible then.
-
-    Raises:
-        NotImplementedError: Nothing at all would be visible, or there are no kernels.
-    """
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind == "MEGATRON_LM":
-        raise NotImplementedError(
-            "expected gradients that torch sees, got Megatron-LM, whose engine runs backward and step itself and shows "
-            "none. Use gradstat.Monitor inside of the engine's training loop"
-        )
-    if kind == "XLA":
-        raise NotImplementedError(
-            "expected gradients on a CPU or a CUDA device, got XLA, for which gradstat has no kernels. Use torch's own "
-            "clip_grad_norm_, and gradstat on another device"
-        )
-    if kind == "DEEPSPEED":
-        warnings.warn(
-            "gradstat: under DeepSpeed the engine keeps gradients to itself (`.grad` is None), clips and steps by "
-            "itself. Visible are losses, parameters and its gradient norm; not visible are gradients of parameters, so "
-            "nothing can be named, skipped or clipped here",
-            UserWarning,
-            stacklevel=outside(),
-        )
-        return True
-    if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
-        warnings.warn(
-            "gradstat: FSDP version 1 shows every rank its piece of flattened parameters. Statistics are those of this "
-            "rank's piece, under flattened names; the total norm is FSDP's own. With fsdp_version=2 all are whole",
-            UserWarning,
-            stacklevel=outside(),
-        )
-        return True
-    return False
+        if getattr(self.accelerator, MARK, None) is self:
+            delattr(self.accelerator, MARK)

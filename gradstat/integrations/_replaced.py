@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 
@@ -22,11 +23,12 @@ class Replaced:
         made = make(self._below)
         self._active = True
 
-        def layer(*args: Any, **kwargs: Any) -> Any:
+        def layer(_owner: Any, *args: Any, **kwargs: Any) -> Any:
             return made(*args, **kwargs) if self._active else self._below(*args, **kwargs)
 
-        self._layer = layer
-        setattr(owner, name, layer)
+        # A bound method, as torch's schedulers expect `step` of an optimizer to be.
+        self._layer = MethodType(layer, owner)
+        setattr(owner, name, self._layer)
 
     def remove(self) -> None:
         """Puts back what was there. If another replacement lies on top this one stays, and only hands calls on."""

@@ -43,13 +43,14 @@ class Options:
         self.given = dict(given)
         rules = given.get("rules")
         self.rules = default_rules() if rules is None else list(rules)
+        self.given["rules"] = self.rules
         self.replays = bool(given.get("replay"))
         if any(policy == "replay" for policy in _policies_in(given.get("on_anomaly"))):
             self.replays = True
         self.wraps = bool(periods(given.get("watch"))["origin"])
         # All that Monitor has to say about arguments it says now, on a model of no consequence.
         stand_in = nn.Linear(1, 1)
-        tried = dict(given, save_to=None, watch=_without_origin(given.get("watch")))
+        tried = dict(self.given, save_to=None, watch=_without_origin(given.get("watch")))
         if self.replays and not callable(given.get("replay")):
             tried["replay"] = _nothing
         Monitor(stand_in, torch.optim.SGD(stand_in.parameters(), lr=0.0), **tried).detach()
@@ -81,7 +82,7 @@ def is_replaying() -> bool:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """torch's optimizer inside of those of frameworks. Attributes set on a wrapper would not reach it."""
+    """The optimizer of torch inside of those of frameworks. Attributes set on a wrapper would not reach it."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     inner: Optimizer = optimizer
@@ -152,6 +153,10 @@ class Watched:
     def should_stop(self) -> bool:
         """Whether to stop, the same on all ranks."""
         return self._stops if self._several else self.monitor.should_stop
+
+    def saw_batch(self, batch: Any) -> None:
+        """Shows the monitor a batch, before the forward pass; raises as `step`."""
+        self._telling(lambda: self.monitor.batch(batch))
 
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         """Takes note of a backward pass; nothing is waited for.

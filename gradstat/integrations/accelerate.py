@@ -6,17 +6,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorWatch, engine_clips, refuse_second
+from gradstat.integrations._accelerator import AcceleratorWatch
+from gradstat.integrations._refusals import checked_limit, refuse_impossible, refuse_second
 from gradstat.integrations._replaced import Replaced
 from gradstat.integrations._requirements import require
 from gradstat.integrations._watched import Options, Watched, is_replaying, unwrapped
 from gradstat.monitor import Monitor
 
 require("accelerate", (1, 0))
+
+from accelerate import Accelerator  # noqa: E402
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,7 +64,7 @@ def install(
         ValueError: An option makes no sense, or asks for what the engine does not allow.
         NotImplementedError: The engine (Megatron-LM, XLA) shows no gradients that could be measured.
     """
-    require_accelerator(accelerator)
+    _require_accelerator(accelerator)
     refuse_second(accelerator)
     if not accelerator._models or not accelerator._optimizers:
         lacking = "model" if not accelerator._models else "optimizer"
@@ -212,55 +214,9 @@ def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options)
     return those[0] if those else None
 
 
-# Shared with the Trainer ------------------------------------------------------------------------------------
-
-
-def require_accelerator(accelerator: object) -> None:
+def _require_accelerator(accelerator: object) -> None:
     """Raises TypeError unless it is an instance of ``Accelerator``."""
-    from accelerate import Accelerator
-
     if not isinstance(accelerator, Accelerator):
+        what = f"the class {accelerator.__name__}" if isinstance(accelerator, type) else type(accelerator).__name__
         hint = "; pass an instance, not the class" if isinstance(accelerator, type) else ""
-        raise TypeError(f"expected an accelerate.Accelerator, got {_named(accelerator)}{hint}")
-
-
-def _named(thing: object) -> str:
-    return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
-
-
-def checked_limit(max_norm: Any) -> float | AdaptiveClip | None:
-    """``max_norm`` as a positive number, an adaptive clip or None.
-
-    Raises:
-        TypeError, ValueError: It is none of these.
-    """
-    if max_norm is None or isinstance(max_norm, AdaptiveClip):
-        return max_norm
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | torch.Tensor):
-        raise TypeError(f"max_norm: expected a number, an adaptive clip or None, got {type(max_norm).__name__}")
-    number = float(max_norm)
-    if not number > 0:
-        raise ValueError(f"max_norm is {number}; expected a number above 0, or None to leave clipping as it is")
-    return number
-
-
-def refuse_impossible(accelerator: Any, options: Options, max_norm: Any) -> None:
-    """Raises ValueError for what cannot be done to gradients that are an engine's; `engine_clips` says the rest."""
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind == "DEEPSPEED":
-        # None of them is missing: they are somewhere else.
-        options.rules = [rule for rule in options.rules if rule.name != "missing-gradient"]
-        for policy in ("skip", "rollback", "replay"):
-            if options.policies.uses(policy):
-                raise ValueError(
-                    f"on_anomaly={policy!r} cannot be done under DeepSpeed, whose engine steps by itself; use 'warn', "
-                    "'raise', 'stop' or 'snapshot'"
-                )
-    if kind in ("DEEPSPEED", "FSDP") and max_norm is not None and (kind == "DEEPSPEED" or not accelerator.is_fsdp2):
-        raise ValueError(
-            f"max_norm={max_norm!r}: expected None under {kind}, which clips by itself; set gradient_clipping in its "
-            "configuration, or pass a number to clip_grad_norm_"
-        )
-
-
-__all__ = ["Handle", "engine_clips", "install"]
+        raise TypeError(f"expected an accelerate.Accelerator, got {what}{hint}")

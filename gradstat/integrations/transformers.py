@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorWatch, refuse_second
+from gradstat.integrations._accelerator import AcceleratorWatch
+from gradstat.integrations._refusals import checked_limit, refuse_impossible, refuse_second
 from gradstat.integrations._replaced import Replaced
 from gradstat.integrations._requirements import require
 from gradstat.integrations._watched import Options, Watched, is_replaying, unwrapped, without_ddp
@@ -20,10 +21,10 @@ from gradstat.monitor.policies import outside
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
 
-from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers import Trainer  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint  # noqa: E402
 
-from gradstat.integrations.accelerate import checked_limit, refuse_impossible  # noqa: E402
+from gradstat.integrations._callback import GradstatCallback  # noqa: E402
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -85,6 +86,8 @@ def install(
     if not any(log is known for known in _LOGS) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     refuse_second(trainer.accelerator)
+    if monitor_options.get("keep_batch"):
+        raise TypeError("keep_batch is for loops; a replay here runs the Trainer's step on inputs that are kept anyway")
     options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "trainer")
     max_norm = checked_limit(max_norm)
     own = float(trainer.args.max_grad_norm or 0.0)
@@ -96,53 +99,6 @@ def install(
         )
     refuse_impossible(trainer.accelerator, options, max_norm)
     return Handle(trainer, options, max_norm, log, micro_batches)
-
-
-class GradstatCallback(TrainerCallback):
-    """The events of the Trainer that a `Handle` needs; added by `install`, and of no use by itself."""
-
-    def __init__(self, handle: Handle | None = None) -> None:
-        """Made by `install`.
-
-        Raises:
-            RuntimeError: There is no handle.
-        """
-        if handle is None:
-            raise RuntimeError(
-                "a callback alone cannot watch gradients: no event of the Trainer sees them complete and unclipped, and "
-                "callbacks get neither trainer nor accelerator. Build the Trainer without it, then call "
-                "gradstat.integrations.transformers.install(trainer), which adds it"
-            )
-        self._handle = handle
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Model and optimizer are what will be trained."""
-        self._handle.begin(state)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first micro-batch of a step comes next."""
-        self._handle.begin_step()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Gradients are clipped; or nobody has called the clip."""
-        self._handle.before_optimizer()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The optimizer has stepped."""
-        self._handle.after_optimizer()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stops and saves, if so decided."""
-        if self._handle.should_stop:
-            control.should_training_stop = control.should_save = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint was written."""
-        self._handle.save(state)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Reads what is left."""
-        self._handle.end()
 
 
 class Handle:
@@ -161,7 +117,7 @@ class Handle:
         self._watched: Watched | None = None
         self._resume: Any = None
         self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._told_of_filter = self._told_of_bypass = False
+        self._told_of_filter = self._told_of_bypass = self._told_of_stop = False
         self._watch = self._attach()
         if not self._is_later():
             trainer.create_optimizer()
@@ -172,9 +128,8 @@ class Handle:
         self._replaced = [
             Replaced(trainer, "train", lambda below: self._made_train(below)),
             Replaced(trainer, "log", lambda below: self._made_log(below)),
+            Replaced(trainer, "training_step", lambda below: self._made_training_step(below)),
         ]
-        if options.replays:
-            self._replaced.append(Replaced(trainer, "training_step", lambda below: self._made_training_step(below)))
 
     # The monitor -----------------------------------------------------------------------------------------
 
@@ -187,8 +142,8 @@ class Handle:
         """
         if self._watched is None:
             raise RuntimeError(
-                "the monitor is made when training begins, because model or optimizer are (model_init, FSDP, DeepSpeed, "
-                "or watch='origin'); look at it after trainer.train(), or in a callback"
+                "the monitor is made when training begins, because model or optimizer are (model_init, FSDP, "
+                "DeepSpeed, or watch='origin'); look at it after trainer.train(), or in a callback"
             )
         return self._watched.monitor
 
@@ -281,6 +236,20 @@ class Handle:
         if self._watched is not None:
             self._watched.measured = False
 
+    def stops(self, state: Any) -> bool:
+        """Whether to stop behind this step; says so once."""
+        if not self.should_stop:
+            return False
+        if not self._told_of_stop:
+            self._told_of_stop = True
+            warnings.warn(
+                f"gradstat: the Trainer stops behind step {state.global_step} and saves a checkpoint, as the policy "
+                "'stop' says (it is also that of the rule 'lost-loss', unless on_anomaly has another for it)",
+                AnomalyWarning,
+                stacklevel=outside(),
+            )
+        return True
+
     def _look_at(self, findings: list[Finding]) -> None:
         filtered = self.trainer.args.logging_nan_inf_filter
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
@@ -304,7 +273,10 @@ class Handle:
     def _made_training_step(self, below: Any) -> Callable[..., Any]:
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not is_replaying():
-                self._inputs.append((args, kwargs))
+                if self._options.replays:
+                    self._inputs.append((args, kwargs))
+                if self._watched is not None:
+                    self._watched.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
             return below(*args, **kwargs)
 
         return training_step
