@@ -1,0 +1,38 @@
+"""Ranks of the pool as those of an Accelerator, which learns of them from the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def accelerate_on_ranks() -> Iterator[None]:
+    """Inside, ``Accelerator(cpu=True)`` joins the process group that there is."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    wanted = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
