@@ -708,3 +708,15 @@ def test_a_replay_needs_to_have_been_prepared() -> None:
         monitor.replay(lambda: None)
     with pytest.raises(TypeError, match="replay=step_fn"):
         made(on_anomaly="replay")
+
+
+def test_gradients_that_are_all_nan_are_not_vanishing() -> None:
+    model, optimizer, monitor = made()
+    for _ in range(8):
+        optimizer.zero_grad()
+        (model(torch.randn(32, 8)).sum() * math.nan).backward()
+        monitor.step()
+    assert {finding.rule for finding in monitor.findings} & {"nonfinite-gradient", "vanishing-gradient"} == {
+        "nonfinite-gradient"
+    }
+    monitor.detach()

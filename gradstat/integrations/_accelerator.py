@@ -45,6 +45,7 @@ class AcceleratorWatch:
         self.max_norm = max_norm
         self._micro_batches = micro_batches
         self._told: set[str] = set()
+        self._is_over = False  # whether something was measured since the last backward pass
         self.clips_itself = engine_clips(accelerator)
         self._replaced = [
             Replaced(accelerator, "clip_grad_norm_", lambda below: self._made_clip(below)),
@@ -56,6 +57,10 @@ class AcceleratorWatch:
         def backward(loss: Any, **options: Any) -> Any:
             result = below(loss, **options)
             if not is_replaying():
+                if self._is_over:  # models that take turns are not to be told each other's losses
+                    self._is_over = False
+                    for one in self.watched:
+                        one.forget()
                 several = self._micro_batches() > 1 and not self.clips_itself
                 for one in self.watched:
                     one.saw_backward(loss, several)
@@ -111,6 +116,7 @@ class AcceleratorWatch:
         """Lets monitors look at the gradients as they are, each once in a step."""
         for one in watched:
             if not one.measured:
+                self._is_over = True
                 one.step(self.accelerator.gradient_accumulation_steps)
 
     def _those_with(self, parameters: Sequence[Tensor]) -> list[Watched]:

@@ -39,6 +39,10 @@ class Attribution:
             self._current = MicroBatches(self._model)
         self._current.check()
 
+    def forget(self) -> None:
+        """Gives up what was checked since the last step."""
+        self._current = None
+
     def end_step(self, number: int, losses: list[Tensor]) -> None:
         """Says that the micro-batches since the last call were step ``number``, with these losses."""
         if self._current is not None:

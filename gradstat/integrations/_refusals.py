@@ -81,8 +81,9 @@ def refuse_impossible(accelerator: Any, options: Options, max_norm: Any) -> None
     """Raises ValueError for what cannot be done to gradients that are an engine's; `engine_clips` says the rest."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind == "DEEPSPEED":
-        # None of them is missing: they are somewhere else.
-        options.rules = [rule for rule in options.rules if rule.name != "missing-gradient"]
+        # None of them is missing, or 0: they are somewhere else.
+        blind = {"missing-gradient", "vanishing-gradient"}
+        options.rules = [rule for rule in options.rules if rule.name not in blind]
         for policy in ("skip", "rollback", "replay"):
             if options.policies.uses(policy):
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -127,7 +128,7 @@ class Watched:
         self.model, self.optimizer = model, optimizer
         self.latest = Latest()
         given = dict(options.given)
-        given["rules"] = [*options.rules, self.latest]
+        given["rules"] = [*copy.deepcopy(options.rules), self.latest]  # rules remember what they have seen
         given.setdefault("max_norm", max_norm)
         if options.replays and not callable(given.get("replay")):
             given["replay"] = step_fn or given.get("replay", False)
@@ -157,6 +158,11 @@ class Watched:
     def saw_batch(self, batch: Any) -> None:
         """Shows the monitor a batch, before the forward pass; raises as `step`."""
         self._telling(lambda: self.monitor.batch(batch))
+
+    def forget(self) -> None:
+        """What was not measured belongs to another model's step."""
+        self._losses = []
+        self._attribution.forget()
 
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         """Takes note of a backward pass; nothing is waited for.

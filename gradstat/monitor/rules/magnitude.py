@@ -146,7 +146,7 @@ class VanishingGradient(Rule):
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        norms = window.scalars.get("finite_norm")
+        norms = window.scalars.get("norm")  # not the finite one: it is 0, too, where all is NaN
         if norms is not None:
             yield from self._small(window, norms)
         rows = window.rows("gradient")

@@ -1,0 +1,456 @@
+"""The integration with Hugging Face Accelerate, in plain loops under the real Accelerator."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from ranks import Ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradstat
+from gradstat.integrations.accelerate import Handle, install
+from gradstat.monitor import AnomalyError, AnomalyWarning
+
+QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Bad(nn.Module):
+    """Lets values through, and breaks them in chosen forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: set[int] = set()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        return torch.log(-x.abs()) if self.passes - 1 in self.at else x
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Bad(), nn.Linear(8, 1))
+
+
+def loader(batches: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4 * batches, 4, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+
+Prepared = tuple[Accelerator, Any, Any, Any]
+
+
+def prepare(
+    batches: int = 6,
+    accumulated: int = 1,
+    precision: str = "no",
+    optimizer: Callable[[Any], Any] = lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    bad_at: set[int] | None = None,
+) -> Prepared:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated, mixed_precision=precision)
+    if precision == "fp16":  # which Accelerate scales on a GPU only; from here on it is the same
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=1024.0), True
+    model = network()
+    model[2].at = bad_at or set()
+    return (accelerator, *accelerator.prepare(model, optimizer(model.parameters()), loader(batches)))
+
+
+def run(prepared: Prepared, clip: float | None = 0.5) -> list[float]:
+    """A loop as people write it. The norms that clipping returned."""
+    accelerator, model, optimizer, data = prepared
+    model.train()
+    norms = []
+    for x, y in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x).float(), y))
+            if accelerator.sync_gradients and clip is not None:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def parameters(prepared: Prepared) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in prepared[1].parameters()])
+
+
+def again(build: Callable[[], Prepared], clip: float | None) -> tuple[list[float], torch.Tensor]:
+    """What the same loop does without gradstat."""
+    prepared = build()
+    norms = run(prepared, clip)
+    result = parameters(prepared)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return norms, result
+
+
+# What a healthy run shows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_training_is_the_same_and_every_step_is_measured(precision: str, accumulated: int, clip: float | None) -> None:
+    def build() -> Prepared:
+        return prepare(accumulated=accumulated, precision=precision)
+
+    plain_norms, plain = again(build, clip)
+    prepared = build()
+    handle = install(prepared[0])
+    norms = run(prepared, clip)
+    assert norms == pytest.approx(plain_norms, rel=1e-4)
+    torch.testing.assert_close(parameters(prepared), plain, rtol=1e-4, atol=1e-6)
+    handle.monitor.flush()
+    recording = handle.monitor.recording()
+    assert recording.steps.tolist() == list(range(6 // accumulated))
+    assert recording.tables["gradient"].names == ("0.weight", "0.bias", "3.weight", "3.bias")
+    if clip is not None:  # unscaled and unclipped
+        assert recording.scalars["norm"].tolist() == pytest.approx(norms, rel=1e-4)
+        assert min(norms) > 0.5
+    assert not any(math.isnan(loss) for loss in recording.scalars["loss"])
+    handle.remove()
+
+
+def test_the_loss_of_an_accumulated_step_is_the_mean() -> None:
+    prepared = prepare(batches=3, accumulated=3)
+    accelerator, model, _, data = prepared
+    with torch.no_grad():
+        expected = sum(mse_loss(model(x), y) for x, y in data) / 3
+    model[2].passes = 0
+    with install(accelerator) as handle:
+        run(prepared)
+        assert handle.scalars()["gradstat/loss"] == pytest.approx(float(expected), rel=1e-5)
+        assert handle.scalars("x/", parameters=True)["x/norm/0.weight"] > 0
+
+
+def test_a_scheduler_made_afterwards_works() -> None:
+    """torch's schedulers wrap the optimizer's step, which is wrapped already."""
+    prepared = prepare()
+    handle = install(prepared[0])
+    scheduler = prepared[0].prepare(torch.optim.lr_scheduler.StepLR(prepared[2], 1))
+    run(prepared)
+    scheduler.step()
+    handle.remove()
+    run(prepared)
+    assert handle.monitor.steps == 6
+
+
+def test_remove_leaves_everything_as_it_was() -> None:
+    prepared = prepare()
+    accelerator, _, optimizer, _ = prepared
+    before = set(vars(accelerator)), set(vars(optimizer))
+    with install(accelerator):
+        run(prepared)
+    assert (set(vars(accelerator)), set(vars(optimizer))) == before
+    install(accelerator).remove()
+
+
+def test_several_models_have_a_monitor_each() -> None:
+    for precision in ("no", "fp16"):
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        if precision == "fp16":
+            accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=16.0), True
+        maker, judge = network(), nn.Linear(1, 1)
+        maker, judge, first, second = accelerator.prepare(
+            maker, judge, torch.optim.AdamW(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.1)
+        )
+        handle = install(accelerator)
+        with pytest.raises(RuntimeError, match=r"there are 2 models with a monitor each: handle.monitors"):
+            _ = handle.monitor
+        for _ in range(3):
+            made = maker(torch.randn(4, 4))
+            accelerator.backward(judge(made.detach()).square().mean())
+            accelerator.clip_grad_norm_(judge.parameters(), 1.0)
+            second.step()
+            second.zero_grad()
+            accelerator.backward(judge(made).mean())
+            accelerator.clip_grad_norm_(maker.parameters(), 1.0)
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+        assert [monitor.steps for monitor in handle.monitors] == [3, 3]
+        assert {"gradstat/0/norm", "gradstat/1/norm"} <= set(handle.scalars())
+        losses = [handle.monitors[i].recording().scalars["loss"] for i in (0, 1)]
+        assert (losses[1] >= 0).all()
+        handle.remove()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# What a fault shows -----------------------------------------------------------------------------------------
+
+
+@QUIET
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("kind", ["AdamW, fused", "AdamW", "RMSprop"])
+def test_a_bad_step_is_skipped(kind: str, clip: float | None) -> None:
+    def optimizer(p: Any) -> Any:
+        return {
+            "AdamW, fused": lambda: torch.optim.AdamW(p, fused=True),
+            "AdamW": lambda: torch.optim.AdamW(p, fused=False),
+            "RMSprop": lambda: torch.optim.RMSprop(p),
+        }[kind]()
+
+    prepared = prepare(optimizer=optimizer, bad_at={2})
+    with install(prepared[0], on_anomaly="skip") as handle:
+        norms = run(prepared, clip)
+    assert parameters(prepared).isfinite().all()
+    inner = prepared[2].optimizer
+    assert not hasattr(inner, "found_inf")
+    assert all(float(state["step"]) == 5 for state in inner.state.values())
+    assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [2]
+    if clip is not None:
+        assert [math.isnan(norm) for norm in norms] == [False, False, True, False, False, False]
+
+
+@QUIET
+def test_an_overflow_under_a_loss_scale_is_the_scalers_to_skip() -> None:
+    prepared = prepare(precision="fp16", bad_at={2}, batches=4)
+    with install(prepared[0], on_anomaly="skip") as handle:
+        run(prepared)
+    assert parameters(prepared).isfinite().all()
+    assert prepared[0].scaler.get_scale() == 512
+    assert handle.monitor.recording().scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512]
+
+
+def test_the_micro_batch_is_named() -> None:
+    prepared = prepare(accumulated=3, bad_at={4})
+    handle = install(prepared[0], on_anomaly=("warn", "skip"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(prepared)
+    assert any("step 1: micro-batch 1 of 3 (counted from 0) brought it" in str(one.message) for one in caught)
+    assert min(handle.attributions()[1].first_bad.values()) == 1
+    handle.remove()
+
+
+@QUIET
+def test_a_bad_step_is_replayed() -> None:
+    prepared = prepare(bad_at=set(range(2, 100)), batches=3)
+    accelerator, model, _, data = prepared
+    batches = list(data)
+
+    def step() -> torch.Tensor:
+        x, y = batches[2]
+        loss = mse_loss(model(x), y)
+        accelerator.backward(loss)
+        return loss
+
+    with install(accelerator, on_anomaly=["skip", "replay"], replay=step) as handle:
+        run(prepared)
+        assert handle.monitor.culprit is not None
+        assert (handle.monitor.culprit.op, handle.monitor.culprit.module) == ("log", "2")
+        assert handle.monitor.steps == 3
+        handle.monitor.replay(step)  # by hand, too
+        assert handle.monitor.steps == 3
+
+
+def test_a_model_that_is_lost_is_not_called_one_whose_gradients_vanish() -> None:
+    prepared = prepare(bad_at={0}, batches=12)
+    with install(prepared[0], on_anomaly="record") as handle:
+        run(prepared)
+    assert not {"vanishing-gradient"} & {f.rule for f in handle.monitor.findings}
+
+
+@QUIET
+def test_stopping_is_the_loops() -> None:
+    prepared = prepare(bad_at={1})
+    with install(prepared[0], on_anomaly="stop") as handle:
+        assert not handle.should_stop
+        run(prepared)
+        assert handle.should_stop
+
+
+def test_raising_happens_before_the_parameters_change() -> None:
+    prepared = prepare(bad_at={0})
+    before = parameters(prepared)
+    handle = install(prepared[0], on_anomaly="raise")
+    with pytest.raises(AnomalyError, match="step 0, nonfinite"):
+        run(prepared)
+    assert torch.equal(parameters(prepared), before)
+    handle.remove()
+
+
+@QUIET
+def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
+    def build() -> tuple[Prepared, Handle]:
+        prepared = prepare(bad_at={1})
+        handle = install(prepared[0], on_anomaly="skip")
+        prepared[0].register_for_checkpointing(handle)
+        return prepared, handle
+
+    prepared, handle = build()
+    run(prepared)
+    prepared[0].save_state(str(tmp_path))
+    handle.remove()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    prepared, handle = build()
+    prepared[0].load_state(str(tmp_path))
+    assert handle.monitor.steps == 6
+    assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [1]
+    with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
+        handle.load_state_dict({"monitors": []})
+    handle.remove()
+
+
+# Clipping ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0.5, gradstat.FixedClip(0.5)])
+@pytest.mark.parametrize("asked", [math.inf, None])
+def test_max_norm_clips_where_the_loop_does_not(limit: Any, asked: float | None) -> None:
+    _, plain = again(prepare, 0.5)
+    prepared = prepare()
+    with install(prepared[0], max_norm=limit):
+        run(prepared, asked)
+    torch.testing.assert_close(parameters(prepared), plain, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_twice_is_refused() -> None:
+    prepared = prepare()
+    handle = install(prepared[0], max_norm=0.5)
+    with pytest.raises(ValueError, match=r"clip configured twice: install\(..., max_norm=0.5\).* called with 1.0"):
+        run(prepared, 1.0)
+    handle.remove()
+
+
+def test_clipping_an_unfinished_gradient_is_told() -> None:
+    accelerator, model, optimizer, data = prepare(accumulated=2)
+    handle = install(accelerator)
+
+    def loop() -> None:
+        for x, y in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(x), y))
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match=r"while gradients are still being accumulated") as told:
+        loop()
+    assert len(told) == 1
+    assert handle.monitor.steps == 3
+    handle.remove()
+
+
+def test_parameters_of_somebody_else_are_clipped_and_told() -> None:
+    accelerator, *_ = prepare()
+    handle = install(accelerator)
+    other = nn.Linear(2, 1)
+    other(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(UserWarning, match="parameters of no model that is watched"):
+        norm = accelerator.clip_grad_norm_(other.parameters(), 0.1)
+    assert float(norm) == pytest.approx(math.sqrt(3))
+    assert float(gradstat.check(other).total_norm) == pytest.approx(0.1, rel=1e-4)
+    handle.remove()
+
+
+# Bad input --------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_refused_before_training() -> None:
+    with pytest.raises(TypeError, match=r"expected an accelerate.Accelerator, got the class Accelerator; pass an inst"):
+        install(Accelerator)
+    with pytest.raises(TypeError, match=r"expected an accelerate.Accelerator, got int"):
+        install(1)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(RuntimeError, match=r"got one without model; call install\(\) after accelerator.prepare"):
+        install(accelerator)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"got one without optimizer"):
+        install(accelerator)
+    accelerator.prepare(torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="unknown policy 'explode'"):
+        install(accelerator, on_anomaly="explode")
+    with pytest.raises(TypeError, match="model is taken from the accelerator"):
+        install(accelerator, model=model)
+    with pytest.raises(TypeError, match=r"needs the function that does a step: install\(..., replay=step_fn\)"):
+        install(accelerator, on_anomaly="replay")
+    handle = install(accelerator)
+    with pytest.raises(RuntimeError, match="installed on this accelerator already"):
+        install(accelerator)
+    handle.remove()
+
+
+def test_several_optimizers_of_one_model_cannot_be_skipped() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias]))
+    with pytest.raises(ValueError, match="expected one optimizer for Linear to skip steps of, got 2"):
+        install(accelerator, on_anomaly="skip")
+    install(accelerator).remove()
+
+
+class Engine:
+    """What Accelerate asks DeepSpeed's engine for."""
+
+    def backward(self, loss: torch.Tensor, **_: Any) -> None:
+        pass
+
+    def get_global_grad_norm(self) -> float:
+        return 3.0
+
+
+def test_deepspeed_shows_losses_and_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, *_ = prepare()
+    accelerator.deepspeed_engine_wrapped = Engine()
+    monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
+    with pytest.raises(ValueError, match="on_anomaly='rollback' cannot be done under DeepSpeed"):
+        install(accelerator, on_anomaly="rollback")
+    with pytest.warns(UserWarning, match=r"Visible are losses, parameters and its gradient norm"):
+        handle = install(accelerator)
+    for step in range(30):
+        accelerator.backward(torch.tensor(1.0 + step))
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 3.0
+    assert handle.monitor.diagnose().ok  # gradients that are elsewhere are not missing
+    assert handle.monitor.recording().scalars["loss"].tolist() == [1.0 + step for step in range(30)]
+    handle.remove()
+
+
+# Several ranks ----------------------------------------------------------------------------------------------
+
+
+def _loop_on_ranks(accumulated: int, on_anomaly: Any) -> tuple[list[float], list[Any], list[float], bool, Any]:
+    from ranked import accelerate_on_ranks
+
+    with accelerate_on_ranks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnomalyWarning)
+        bad = {5} if torch.distributed.get_rank() == 1 else None
+        prepared = prepare(batches=16, accumulated=accumulated, bad_at=bad)
+        assert prepared[0].num_processes == 2
+        with install(prepared[0], on_anomaly=on_anomaly) as handle:
+            norms = run(prepared)
+            firsts = {step: min(r.first_bad.values()) for step, r in handle.attributions().items()}
+            found = [(f.rule, f.step, f.name) for f in handle.monitor.findings]
+            return norms, found, parameters(prepared).tolist(), handle.should_stop, firsts
+
+
+def test_ranks_decide_alike(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _loop_on_ranks, 2, ["skip", "stop"], timeout=60.0)
+    assert str(first[0]) == str(second[0])
+    assert [math.isnan(norm) for norm in first[0]] == [False, False, True, False]
+    assert first[1] == second[1]
+    assert first[2] == second[2]
+    assert all(math.isfinite(value) for value in first[2])
+    assert first[3]
+    assert second[3]
+    assert {name for _, _, name in first[1]} <= {"loss", "3.bias", "3.weight"}  # without DDP's "module."
+    # The last micro-batch is the one that is reduced, so the first rank learns of it there.
+    assert (first[4], second[4]) == ({2: 1}, {2: 1})
