@@ -399,8 +399,11 @@ class Monitor:
         self._reviewer.refresh(self.steps)
         self._collector.resume(self.steps)
 
-    def detach(self) -> None:
-        """Ends the watch: reads what is left, takes all hooks away. `findings` and `recording` stay."""
+    def detach(self, why: str = "the run ended") -> None:
+        """Ends the watch: reads what is left, takes all hooks away, saves the recording if there is a file for it.
+
+        `findings`, `recording` and `diagnose` stay.
+        """
         if self._paused:
             return
         try:
@@ -412,21 +415,20 @@ class Monitor:
                 self._skipping.remove()
             if self._replaying is not None:
                 self._replaying.remove()
+            if self._save_to is not None:
+                self.save(self._save_to, why)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Detaches, and saves the recording if there is a file for it."""
+        """Detaches. An error that ends the run is told in the recording, and goes before one of the monitor."""
         try:
-            self.detach()
+            self.detach("the run ended" if error is None else f"{type(error).__name__}: {error}")
         except AnomalyError as found:
             if error is None:
                 raise
-            warnings.warn(f"gradstat: {found}", RuntimeWarning, stacklevel=2)
-        finally:
-            if self._save_to is not None:
-                self.save(self._save_to, "the run ended" if error is None else f"{type(error).__name__}: {error}")
+            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=outside())
 
     def _save_incident(self, finding: Finding) -> None:
         base = self._save_to if self._save_to is not None else Path("incident.gradstat")
