@@ -86,14 +86,16 @@ class Collector:
         segments = [Segment("gradient", names if type(names) is tuple else tuple(names), gradients.positions,
                             len(tensors))]  # fmt: skip
         scalars: dict[str, float] = {}
-        if gradients.missing is not None:
+        observations: list[Observation] = []
+        if gradients.missing:
             scalars["missing"] = float(len(gradients.missing))
+            # Rows do not tell a gradient that is missing from that of a frozen parameter.
+            observations.append(Observation("missing", step, gradients.missing))
         on_device = self._scalars(loss, lr, scalars)
         if on_device:
             segments.append(Segment("scalars", tuple(name for name, _ in on_device), None, len(on_device)))
             tensors = [*tensors, *(tensor for _, tensor in on_device)]
         others: list[Numbers] = []
-        observations: list[Observation] = []
         if self._batch or self._before is not None or self._is_any_due(step):
             tensors = [*tensors]
             for segment, more in self._due(step, source.parameters, segments[0].names, observations):

@@ -128,7 +128,7 @@ class History:
             self.latest[kind] = last
             if self.length:
                 self._chunks.setdefault(kind, deque()).append(_Chunk(rows.layout, rows.steps, rows.compact()))
-        if self.length:
+        if self.length and len(steps):  # none if a batch was reviewed before the first step
             self._scalars.append((steps, scalars))
             self._forget()
         return steps, scalars, tables
@@ -138,7 +138,7 @@ class History:
         self._open.pop("gradient", None)
 
     def _forget(self) -> None:
-        newest = int(self._scalars[-1][0][-1]) if len(self._scalars[-1][0]) else 0
+        newest = int(self._scalars[-1][0][-1])
         held = sum(chunk.values.nbytes for chunks in self._chunks.values() for chunk in chunks)
         while self._scalars and (
             newest - int(self._scalars[0][0][-1]) >= self.length or (held > self._max_bytes and len(self._scalars) > 1)

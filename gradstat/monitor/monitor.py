@@ -227,6 +227,9 @@ class Monitor:
         gradients, *others = [arrived for numbers in pending.numbers for arrived in numbers.wait()]
         if others and others[0].segment.kind == "scalars":
             self._take_scalars(others.pop(0), scalars)
+        loss = scalars.get("loss")
+        if loss is not None and not math.isfinite(loss):
+            scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
         rows = gradients.rows
         if pending.is_scaled:
             rows = rows / scalars["loss_scale"] ** _DEGREES
@@ -254,9 +257,6 @@ class Monitor:
         for name, row in zip(arrived.segment.names, arrived.rows[:, :_WITH_SUM].tolist(), strict=True):
             value = row[_SUM] if not row[0] and not row[1] else math.nan if row[0] else math.inf
             scalars[name] = value
-        loss = scalars.get("loss")
-        if loss is not None and not math.isfinite(loss):
-            scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
 
     def _layout_of(self, arrived: Arrived) -> Layout:
         """The layout of the tensors of a segment, remembered from step to step."""

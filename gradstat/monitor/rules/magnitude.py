@@ -274,7 +274,11 @@ class MissingGradient(Rule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        for look, lengths in runs(~rows.present, self._missing_for.of(rows.names)):
+        missing = np.zeros(rows.present.shape, dtype=bool)
+        for seen in window.observations:  # rows do not tell which parameters are frozen
+            if seen.kind == "missing":
+                missing[np.ix_(rows.steps == seen.step, seen.value)] = True
+        for look, lengths in runs(missing, self._missing_for.of(rows.names)):
             due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
             step = int(rows.steps[look])
             fresh = [name for name in due if self._episodes.begins(name, step)]

@@ -13,13 +13,21 @@ from gradstat.monitor.rules.base import Band, Episodes, Rule
 
 _MAD = 1.4826
 
+# So many losses tell where training began.
+_BEGINNING = 20
+
 
 class LossSpike(Rule):
-    """A loss that leaps, or that has climbed well above where it was.
+    """A loss that leaps and stays up, leaps beyond anything there was, or has climbed well above where it was.
+
+    A leap of one step means little: the smaller the loss, the more a single hard sample stands out, at any ratio to the
+    median. It takes several steps in a row above the limit, or one far above the loss with which training began.
 
     Args:
-        sigmas, factor: A loss has leapt if it is more than so many robust standard deviations above the median of the
-            window, and more than ``factor`` times as far from 0.
+        sigmas, factor: The limit is so many robust standard deviations above the median of the window, and at least
+            ``factor`` times the median, and at least a fifth of the way back to the loss of the first steps.
+        times: So many losses above the limit among ``within`` steps are a leap, told of the first of them.
+        beyond: A single loss is one above so many times that of the first steps, and of the window's largest.
         climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far.
         window: Of how many steps; compared from half of them on.
     """
@@ -36,11 +44,24 @@ class LossSpike(Rule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
-    def __init__(self, sigmas: float = 10.0, factor: float = 2.0, climb: float = 3.0, window: int = 100) -> None:
-        self.sigmas, self.factor, self.climb, self.window = sigmas, factor, climb, window
+    def __init__(
+        self,
+        sigmas: float = 10.0,
+        factor: float = 2.0,
+        times: int = 3,
+        within: int = 5,
+        beyond: float = 2.0,
+        climb: float = 3.0,
+        window: int = 100,
+    ) -> None:
+        self.sigmas, self.factor, self.times, self.within = sigmas, factor, times, within
+        self.beyond, self.climb, self.window = beyond, climb, window
         self._losses: list[float] = []
+        self._first: list[float] = []
+        self._leaps: list[int] = []
         self._lowest = math.inf
         self._high = math.inf
+        self._beyond = math.inf
         self._episodes = Episodes(quiet=50)
 
     def bands(self) -> Mapping[str, Band]:
@@ -53,12 +74,10 @@ class LossSpike(Rule):
         for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 continue
-            if loss > self._high and self._episodes.begins("leap", step):
-                median = float(np.median(self._losses))
-                yield self.found(
-                    step, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
-                    limit=self._high,
-                )  # fmt: skip
+            if loss > self._high:
+                yield from self._leapt(step, loss)
+            if len(self._first) < _BEGINNING:
+                self._first.append(loss)
             self._losses.append(loss)
             if len(self._losses) >= 20:
                 mean = sum(self._losses[-20:]) / 20
@@ -74,10 +93,28 @@ class LossSpike(Rule):
                     )
         del self._losses[: -self.window]
         if len(self._losses) >= self.window // 2:
+            self._set_limits()
+
+    def _leapt(self, step: int, loss: float) -> Iterable[Finding]:
+        self._leaps = [*(leap for leap in self._leaps if step - leap < self.within), step]
+        if (loss > self._beyond or len(self._leaps) >= self.times) and self._episodes.begins("leap", step):
             median = float(np.median(self._losses))
-            spread = _MAD * float(np.median(np.abs(np.array(self._losses) - median)))
-            # The floor keeps a loss that is nearly zero, or hardly varies, from leaping at every wobble.
-            self._high = median + max(self.sigmas * spread, (self.factor - 1) * abs(median), 0.1)
+            yield self.found(
+                step if loss > self._beyond else self._leaps[0],
+                "loss",
+                f"the loss leaps to {loss:.4g} from about {median:.4g}",
+                loss=loss,
+                median=median,
+                limit=self._high,
+            )
+
+    def _set_limits(self) -> None:
+        median, first = float(np.median(self._losses)), float(np.median(self._first))
+        spread = _MAD * float(np.median(np.abs(np.array(self._losses) - median)))
+        # The floor keeps a loss that is nearly zero, or hardly varies, from leaping at every wobble.
+        floor = max((self.factor - 1) * abs(median), 0.2 * (first - median), 0.1)
+        self._high = median + max(self.sigmas * spread, floor)
+        self._beyond = max(self._high, self.beyond * max(first, max(self._losses)))
 
 
 class LearningRateJump(Rule):
