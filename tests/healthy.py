@@ -146,7 +146,7 @@ def silence(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Mon
         training.model,
         training.optimizer,
         training.scaler,
-        on_anomaly={"error": "record", "warning": "record"},
+        on_anomaly={"error": "record", "warning": "record", "lost-loss": "record"},
         watch=healthy.watch,
         classes=TOKENS,
         max_norm=training.max_norm,

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat.monitor import Finding, Monitor
+from gradstat.monitor import Monitor
 
 CLASSES = 4
 TOKENS = 32
@@ -52,34 +52,34 @@ class Training:
     shown: bool = True
     show: Callable[[tuple[Tensor, Tensor]], Any] = tuple
 
-    def steps(self, monitor: Monitor, first: int, end: int) -> Iterator[tuple[int, list[Finding]]]:
-        """Trains from step ``first`` to ``end``; gives each step and what the monitor found in it, before it begins too.
+    def steps(self, monitor: Monitor, first: int, end: int) -> Iterator[tuple[int, bool]]:
+        """Trains from step ``first`` to ``end``. A step whose forward pass fails is the last one.
 
-        A step whose forward pass fails is the last one.
+        Yields:
+            Each step twice: as it begins, with true, and at its end, with false.
         """
         base = [group.setdefault("base_lr", group["lr"]) for group in self.optimizer.param_groups]
         for step in range(first, end):
-            yield step, []
+            yield step, True
             if self.schedule is not None:
                 for group, lr in zip(self.optimizer.param_groups, base, strict=True):
                     group["lr"] = lr * self.schedule(step)
-            found: list[Finding] = []
             total = torch.zeros(())
             self.optimizer.zero_grad()
             for _ in range(self.accumulate):
                 batch = self.batch()
                 if self.shown:
-                    found += monitor.batch(self.show(batch))
+                    monitor.batch(self.show(batch))
                 try:
                     loss = self._loss(batch) / self.accumulate
                 except (IndexError, RuntimeError):
-                    yield step, found
+                    yield step, False
                     return
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                 total += loss.detach().float()
-            found += monitor.step(total)
+            monitor.step(total)
             self._update()
-            yield step, found
+            yield step, False
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         with torch.autocast("cpu", self.autocast) if self.autocast is not None else nullcontext():

@@ -146,7 +146,7 @@ class VanishingGradient(Rule):
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        norms = window.scalars.get("finite_norm")
+        norms = window.scalars.get("norm")  # what is left beside NaN may well be small
         if norms is not None:
             yield from self._small(window, norms)
         rows = window.rows("gradient")
@@ -201,6 +201,10 @@ class VanishingGradient(Rule):
             )
 
 
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
 class DeadGradient(Rule):
     """Gradients that are zero throughout, step after step.
 
@@ -235,8 +239,10 @@ class DeadGradient(Rule):
             fresh = [name for name in due if self._episodes.begins(name, step)]
             if fresh:
                 every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
-                # What is nearest to the loss is the cause, and the others are behind it.
-                name = window.facts.first_in_backward(fresh)
+                # What is nearest to the loss is the cause, and the others are behind it. But where a bias beside a weight
+                # lives, the weight has a zero for its input, and the cause is what makes that.
+                alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
+                name = window.facts.first_in_backward([n for n in fresh if _module(n) not in alive] or fresh)
                 yield self.found(
                     step - self.in_a_row + 1,
                     name,
@@ -376,7 +382,7 @@ class UpdateWeightRatio(Rule):
 
     def __init__(self, high: float = 0.3, low: float = 1e-7, looks: int = 2) -> None:
         self.high, self.low, self.looks = high, low, looks
-        self._off_for = PerName(0.0)
+        self._off_for, self._since = PerName(0.0), PerName(0.0)
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -387,14 +393,16 @@ class UpdateWeightRatio(Rule):
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = updates.l2_norm / parameters.l2_norm[-1]
             off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
+        since = self._since.of(updates.names)
         for look, lengths in runs(off, self._off_for.of(updates.names)):
             step = int(updates.steps[look])
+            since[lengths == 1] = step
             due = np.flatnonzero(lengths == self.looks)
             fresh = [i for i in due if self._episodes.begins(updates.names[i], step)]
             if fresh:
                 worst = max(fresh, key=lambda i: abs(math.log(ratio[look, i])))
                 yield self.found(
-                    step,
+                    int(since[worst]),
                     updates.names[worst],
                     f"one step changes {updates.names[worst]} by {ratio[look, worst]:.3g} of its norm",
                     about="update",
@@ -459,6 +467,7 @@ class UnchangedParameter(Rule):
 
     Args:
         looks: At least so many looks at parameters in a row without any change.
+        steps: And for at least so many steps: after something odd, looks are close together.
     """
 
     name = "unchanged-parameter"
@@ -472,8 +481,8 @@ class UnchangedParameter(Rule):
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
 
-    def __init__(self, looks: int = 2) -> None:
-        self.looks = looks
+    def __init__(self, looks: int = 2, steps: int = 50) -> None:
+        self.looks, self.steps = looks, steps
         self._same_for = PerName(0.0)
         self._sums: dict[str, list[float]] = {}
         self._episodes = Episodes(quiet=1000)
@@ -493,7 +502,8 @@ class UnchangedParameter(Rule):
                 if not same:
                     self._since[name] = int(step)
                 self._sums[name] = sums[i]
-            still = [rows.names[i] for i in np.flatnonzero(counts == self.looks)]
+            still = [rows.names[i] for i in np.flatnonzero(counts >= self.looks)]
+            still = [name for name in still if step - self._since.get(name, 0) >= self.steps]
             fresh = [name for name in still if self._episodes.begins(name, step)]
             if fresh:
                 yield self.found(

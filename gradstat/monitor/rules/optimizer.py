@@ -22,6 +22,7 @@ class MomentumDrift(Rule):
         growth: And by more than this share from look to look.
         looks: For so many looks in a row.
         settled_after: Looks it takes to settle.
+        jump: So many times the settled norm is too much at once, without growing, from the third look on.
     """
 
     name = "momentum-drift"
@@ -35,7 +36,6 @@ class MomentumDrift(Rule):
     def __init__(
         self, factor: float = 1.5, growth: float = 0.15, looks: int = 5, settled_after: int = 5, jump: float = 100.0
     ) -> None:
-        """``jump``: so many times the settled norm is too much at once, without growing."""
         self.factor, self.growth, self.looks, self.settled_after = factor, growth, looks, settled_after
         self.jump = jump
         self._norms: dict[str, list[list[float]]] = {}
@@ -55,27 +55,85 @@ class MomentumDrift(Rule):
             growing = self._growing.of(tuple(names))
             for look, step in enumerate(rows.steps.tolist()):
                 norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
-                if len(before) >= self.settled_after:
+                if len(before) >= 2:
                     settled = np.median(before, axis=0)
                     rises = norms > (1 + self.growth) * np.array(before[-1])
                     growing[:] = np.where(rises, growing + 1, 0)
                     drifts = (growing >= self.looks) & (norms > self.factor * settled)
                     leaps = norms > self.jump * settled
-                    for i in np.flatnonzero((drifts | leaps) & (settled > 0)):
-                        if self._episodes.begins(names[i], step):
-                            yield self.found(
-                                step,
-                                rows.names[i],
-                                f"the optimizer's {kind} of {rows.names[i]} has grown to {norms[i] / settled[i]:.3g} "
-                                f"times its settled norm of {settled[i]:.3g}",
-                                about=kind,
-                                norm=norms[i],
-                                settled=settled[i],
-                                growing_for=growing[i],
-                            )
-                            break  # the others go with it
+                    due = (drifts & (len(before) >= self.settled_after) | leaps) & (settled > 0)
+                    fresh = [i for i in np.flatnonzero(due).tolist() if self._episodes.begins(names[i], step)]
+                    if fresh:
+                        worst = max(fresh, key=lambda i: norms[i] / settled[i])
+                        yield self.found(
+                            step,
+                            rows.names[worst],
+                            f"the optimizer's {kind} of {rows.names[worst]} has grown to "
+                            f"{norms[worst] / settled[worst]:.3g} times its settled norm of {settled[worst]:.3g}",
+                            about=kind,
+                            norm=norms[worst],
+                            settled=settled[worst],
+                            growing_for=growing[worst],
+                            parameters=len(fresh),
+                        )
                 before.append(norms.tolist())
             del before[:-50]
+
+
+class SecondMomentDrop(Rule):
+    """A second moment that is smaller than it can be: overwritten, cleared, or restored wrongly.
+
+    It is an average of squares with weights that fall by a factor of beta2 with each step, so of what it was, at least
+    ``beta2 ** steps`` are left.
+
+    Args:
+        decay: The smallest beta2 that is reckoned with.
+        factor: Below so much of what must be left.
+    """
+
+    name = "second-moment-drop"
+    causes = (
+        "a state of the optimizer that was cleared or restored wrongly; the next updates are far too large",
+        "memory that was overwritten",
+    )
+    advice = (
+        "restore the optimizer together with the model, from the same checkpoint",
+        "after clearing states on purpose, warm up anew",
+    )
+
+    def __init__(self, decay: float = 0.95, factor: float = 0.5) -> None:
+        self.decay, self.factor = decay, factor
+        self._norms, self._when = PerName(0.0), PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in _SECOND_MOMENTS:
+            rows = window.rows(kind)
+            if rows is None:
+                continue
+            names = tuple(f"{kind} {name}" for name in rows.names)
+            before, when = self._norms.of(names), self._when.of(names)
+            for look, step in enumerate(rows.steps.tolist()):
+                norms = rows.l2_norm[look]
+                with np.errstate(invalid="ignore"):
+                    dropped = norms < self.factor * self.decay ** (step - when) * before
+                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[look, i] == 0]
+                fresh = [i for i in due if self._episodes.begins(names[i], step)]
+                if fresh:
+                    i = min(fresh, key=lambda i: norms[i] / before[i])
+                    yield self.found(
+                        step,
+                        rows.names[i],
+                        f"the optimizer's {kind} of {rows.names[i]} has fallen to {norms[i] / before[i]:.2g} of what it "
+                        f"was {step - int(when[i])} steps before, faster than it can",
+                        about=kind,
+                        before=before[i],
+                        now=norms[i],
+                        steps=step - int(when[i]),
+                        parameters=len(fresh),
+                    )
+                there = np.isfinite(norms)
+                before[there], when[there] = norms[there], step
 
 
 class SmallSecondMoment(Rule):
@@ -92,7 +150,7 @@ class SmallSecondMoment(Rule):
 
     def __init__(self, limit: float = 1e-10, looks: int = 3) -> None:
         self.limit, self.looks = limit, looks
-        self._low_for = PerName(0.0)
+        self._low_for, self._since = PerName(0.0), PerName(0.0)
         self._episodes = Episodes(quiet=10_000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -101,18 +159,19 @@ class SmallSecondMoment(Rule):
             if rows is None:
                 continue
             names = tuple(f"{kind} {name}" for name in rows.names)
-            low_for = self._low_for.of(names)
+            low_for, since = self._low_for.of(names), self._since.of(names)
             largest = rows.field("max")
             for look, step in enumerate(rows.steps.tolist()):
                 # All zero means no gradient yet, which is another rule's business.
                 low = (largest[look] < self.limit) & (largest[look] > 0)
                 low_for[:] = np.where(low, low_for + 1, 0)
+                since[low_for == 1] = step
                 due = [int(i) for i in np.flatnonzero(low_for == self.looks)]
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:
                     i = fresh[0]
                     yield self.found(
-                        step,
+                        since[i],
                         rows.names[i],
                         f"no element of {kind} of {rows.names[i]} is above {largest[look, i]:.3g}"
                         + f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1),

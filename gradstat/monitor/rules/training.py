@@ -123,6 +123,7 @@ class LearningRateJump(Rule):
     Args:
         up: From one step to the next it has grown by more than this factor. A linear warm-up doubles once, at most.
         down: It has fallen by more than this factor; schedules by steps divide by 10.
+        zeros: It has been 0 for so many steps, after it was not. Schedules touch 0 at an end.
     """
 
     name = "learning-rate-jump"
@@ -136,11 +137,17 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(self, up: float = 3.0, down: float = 20.0) -> None:
-        self.up, self.down = up, down
+    def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20) -> None:
+        self.up, self.down, self.zeros = up, down, zeros
         self._before = math.nan
         self._largest = 0.0
+        self._zero_for = 0
         self._episodes = Episodes(quiet=10)
+
+    def bands(self) -> Mapping[str, Band]:
+        if not self._before > 0:
+            return {"lr": (0.0, math.inf)}
+        return {"lr": (self._before / self.down, max(self._largest, self.up * self._before))}
 
     def review(self, window: Window) -> Iterable[Finding]:
         rates = window.scalars.get("lr")
@@ -153,6 +160,10 @@ class LearningRateJump(Rule):
                     text = f"the learning rate is {rate}"
                     yield self.found(step, "lr", text, severity="error", lr=str(rate), before=before)
                 continue
+            self._zero_for = self._zero_for + 1 if rate == 0 and self._largest > 0 else 0
+            if self._zero_for == self.zeros:
+                since = step - self.zeros + 1
+                yield self.found(since, "lr", f"the learning rate has been 0 for {self.zeros} steps", lr=0.0)
             # From 0, and from what is small beside what has been, a warm-up may begin.
             grown = before > 0 and rate > self.up * before and rate > self._largest
             fallen = before > 0 and rate < before / self.down and rate > 0
@@ -232,7 +243,7 @@ class SaturatedOutput(Rule):
 
     def __init__(self, share: float = 0.5, looks: int = 3) -> None:
         self.share, self.looks = share, looks
-        self._run = 0
+        self._run = self._since = 0
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -241,9 +252,11 @@ class SaturatedOutput(Rule):
             return
         for step, shares in zip(rows.steps.tolist(), np.nanmax(rows.mean, axis=1).tolist(), strict=True):
             self._run = self._run + 1 if shares > self.share else 0
+            if self._run == 1:
+                self._since = step
             if self._run == self.looks and self._episodes.begins("", step):
                 yield self.found(
-                    step,
+                    self._since,
                     rows.names[0],
                     f"{shares:.0%} of the outputs of the model are beyond 10",
                     about="output",
