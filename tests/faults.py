@@ -22,7 +22,6 @@ from small_training import (
     Clusters,
     Training,
     cross_entropy,
-    mlp,
     train_bag,
     train_cnn,
     train_gpt,
@@ -197,11 +196,11 @@ def _poke(tensor: Tensor, value: float, index: int = 7) -> None:
     tensor.view(-1)[index] = value
 
 
-def weight(name: str, value: float) -> Callable[[Training], None]:
+def weight(name: str, value: float, index: int = 7) -> Callable[[Training], None]:
     """Overwrites one element of a parameter or buffer."""
 
     def breaks(training: Training) -> None:
-        _poke(training.model.state_dict()[name], value)
+        _poke(training.model.state_dict()[name], value, index)
 
     return breaks
 
@@ -279,6 +278,11 @@ def _with_hidden_infinity(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model, batch) + torch.sqrt(0 * model[0].bias).sum()  # type: ignore[index]
 
 
+def _fixed_scale(model: nn.Module, batch: Batch) -> Tensor:
+    unscaled = F.cross_entropy(model(batch[0].half()).float(), batch[1])
+    return (unscaled - unscaled.detach()) * 2.0**24 + unscaled.detach()  # the monitor is told the loss without it
+
+
 class _Alternating:
     """A root at 0 that is added in one micro-batch and subtracted in the next."""
 
@@ -322,7 +326,7 @@ def _permuted(batch: Batch) -> Batch:
 # Trainings for faults -----------------------------------------------------------------------------------------
 
 
-def _half_model(loss_scale: float = 1.0, layers: float = 1.0) -> Training:
+def _half_model(loss_scale: float = 1.0) -> Training:
     """A model whose parameters are float16, without a scaler."""
     made = train_mlp(shown=False)
     made.model.half()
@@ -439,6 +443,10 @@ FAULTS: tuple[Fault, ...] = (
           weight("blocks.0.qkv.weight", math.nan), train_gpt, also=("lost-loss",)),
     Fault("a bit flip makes a weight 1e30", "GPT", "parameter-jump", "blocks.1.down.weight",
           weight("blocks.1.down.weight", 1e30), train_gpt),
+    Fault("NaN in the embedding of a token that does not come up", "embedding and linear map", "nonfinite-parameter",
+          "0.weight", weight("0.weight", math.nan, 395 * 16), train_bag, late=30, further=40),
+    Fault("a bit flip makes a recurrent weight 1e30", "LSTM", "parameter-jump", "cells.weight_hh_l0",
+          weight("cells.weight_hh_l0", 1e30), train_recurrent, late=30, further=40),
     Fault("NaN in the running variance of a batch norm", "CNN", "nonfinite-buffer", "4.running_var",
           weight("4.running_var", math.nan), train_cnn, late=30, further=40),
     Fault("NaN in exp_avg_sq of AdamW", "MLP", "nonfinite-optimizer-state", "2.weight",
@@ -451,8 +459,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("NaN in changing places, every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
           policy={"nonfinite-gradient": "skip", **RECORD}),
     # Half precision
-    Fault("float16 overflows, without a scaler", "MLP in float16", "nonfinite-gradient", "4.bias",
-          loss(lambda model, batch: F.cross_entropy(model(batch[0].half()).float(), batch[1]) * 1e7), _half_model),
+    Fault("float16 gradients overflow under a fixed loss scale", "MLP in float16", "nonfinite-gradient", "4.bias",
+          loss(_fixed_scale), _half_model),
     Fault("float16 overflows in the forward pass, under a scaler", "MLP, autocast", "nonfinite-loss", "loss",
           every_batch(lambda batch: (batch[0] * 1e6, batch[1])), _scaled, also=("loss-scale",)),
     Fault("an infinite derivative: the scaler skips every step", "MLP, autocast", "loss-scale", "loss_scale",
@@ -469,11 +477,12 @@ FAULTS: tuple[Fault, ...] = (
           also=("parameter-jump",)),
     Fault("one element of exp_avg is 1e6, and its unit dies", "MLP", "momentum-drift", "2.weight", _silent_momentum,
           step=120, late=30, further=40),
-    Fault("exp_avg_sq is zeroed", "GPT", "second-moment-drop", "blocks.0.up.weight",
-          state("blocks.0.up.weight", "exp_avg_sq", lambda s: s.zero_()), train_gpt, late=50, further=60),
-    Fault("recurrent weights times 5", "RNN with ReLU", "exploding-gradient", "cells.weight_hh_l0",
-          multiplied("cells.weight_hh_l0", 5.0),
-          lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"})),
+    Fault("exp_avg_sq is zeroed", "MLP", "second-moment-drop", "2.weight",
+          state("2.weight", "exp_avg_sq", lambda s: s.zero_()), step=120, late=30, further=60),
+    Fault("a backward written by hand gives 1000 times too much", "MLP", "exploding-gradient", "0.weight",
+          replaced_forward("2", lambda module, out: (out.register_hook(lambda g: g * 1e3), out)[1])),
+    Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
+          lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
     Fault("ten sigmoid layers, initialised as usual", "deep MLP", "vanishing-gradient", "0.weight",
           lambda training: None, _deep_sigmoid, step=0, late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
@@ -491,14 +500,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("tied weights: the optimizer holds the old head", "GPT", "optimizer-coverage",
           "param_groups[0]['params'][28]", _stale_head, train_gpt, step=0, further=5),
     Fault("a layer replaced after the optimizer was made", "MLP", "optimizer-coverage", "4.weight", _new_head,
-          late=50, further=60),
+          further=100, also=("unchanged-parameter",)),
     Fault("frozen layers left in the optimizer", "MLP", "optimizer-coverage", "0.weight", _frozen, late=50,
           further=60),
     # Several ranks
     Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
           lambda: train_mlp(torch.distributed.get_rank(), shown=False), step=20, ranks=2, bad_ranks=(1,),
           watch={"origin": 1}, also=("nonfinite-gradient",)),
-    Fault("a step is taken on one rank alone", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
+    Fault("a weight is changed on one rank alone", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
           multiplied("module.0.weight", 1.0001), lambda: train_mlp(shown=False), step=12, late=8, further=12, ranks=2,
           watch={"replicas": 10}),
     Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", lambda training: None,

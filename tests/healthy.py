@@ -131,11 +131,11 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy(
         "GPT, warm-up and cosine", lambda seed, steps: train_gpt(seed, schedule=warmup_and_cosine(steps), max_norm=1.0)
     ),
-    Healthy("GPT, tied embedding, dropout", _of(train_gpt, tied=True, dropout=0.1)),
+    Healthy("GPT, tied embedding, dropout", _of(train_gpt, layers=1, tied=True, dropout=0.1)),
     Healthy("LSTM, clipped", _of(functools.partial(train_recurrent, nn.LSTM))),
     Healthy("RNN, warm restarts", _of(functools.partial(train_recurrent, nn.RNN), schedule=warm_restarts(150))),
     Healthy("embeddings of rare tokens", _of(train_bag)),
-    Healthy("GPT, updates and activations watched", _of(train_gpt), {"updates": 50, "activations": 50}),
+    Healthy("GPT, updates and activations watched", _of(train_gpt, layers=1), {"updates": 50, "activations": 50}),
 )
 
 

@@ -263,16 +263,22 @@ def train_cnn(seed: int = 0, lr: float = 0.05, **options: Any) -> Training:
     return Training(model, optimizer, Clusters(seed, 1, 8, 8, size=16, noise=2.0), cross_entropy, **options)
 
 
-def train_gpt(seed: int = 0, lr: float = 3e-3, dropout: float = 0.0, tied: bool = False, **options: Any) -> Training:
+def train_gpt(
+    seed: int = 0, lr: float = 3e-3, layers: int = 2, dropout: float = 0.0, tied: bool = False, **options: Any
+) -> Training:
     """A small GPT, by AdamW."""
     torch.manual_seed(seed)
-    model = GPT(dropout=dropout, tied=tied)
+    model = GPT(layers, dropout=dropout, tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1)
     return Training(model, optimizer, Sentences(seed), cross_entropy, **options)
 
 
 def train_recurrent(
-    kind: type[nn.RNNBase] = nn.LSTM, seed: int = 0, lr: float = 5e-3, settings: dict[str, Any] | None = None, **options: Any
+    kind: type[nn.RNNBase] = nn.LSTM,
+    seed: int = 0,
+    lr: float = 5e-3,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Training:
     """An LSTM or a plain RNN, by Adam, clipped."""
     torch.manual_seed(seed)
@@ -285,4 +291,11 @@ def train_bag(seed: int = 0, lr: float = 0.01, **options: Any) -> Training:
     """Embeddings of rare tokens and a linear map, by Adam: most rows have no gradient in a step."""
     torch.manual_seed(seed)
     model = bag()
-    return Training(model, torch.optim.Adam(model.parameters(), lr), Bags(seed), cross_entropy, show=lambda batch: batch[1], **options)
+    return Training(
+        model,
+        torch.optim.Adam(model.parameters(), lr),
+        Bags(seed),
+        cross_entropy,
+        show=lambda batch: batch[1],
+        **options,
+    )

@@ -24,7 +24,7 @@ from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
 from gradstat.monitor.actions import Skipping, Snapshots
-from gradstat.monitor.collecting import Collector, Pending, eps_of
+from gradstat.monitor.collecting import Collector, Pending, eps_of, second_moment_decay_of
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.measuring import Arrived
@@ -312,7 +312,13 @@ class Monitor:
             return
         steps, scalars, tables = self._history.close()
         observations, self._observations = self._observations, []
-        facts = Facts(self._collector.backward_order, self._scaler is not None, self._max_norm, eps_of(self._optimizer))
+        facts = Facts(
+            self._collector.backward_order,
+            self._scaler is not None,
+            self._max_norm,
+            eps_of(self._optimizer),
+            second_moment_decay_of(self._optimizer),
+        )
         window = Window(steps, scalars, tables, facts, observations, self._history.latest)
         found: list[Finding] = []
         for rule in self._rules:

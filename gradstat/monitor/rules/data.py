@@ -207,10 +207,11 @@ class BadRank(Rule):
         for seen in window.observations:
             if seen.kind == "origin" and not seen.value.ok and self._episodes.begins("", seen.step):
                 report = seen.value
-                names = list(report.nonfinite)
+                names = list(report.nonfinite)  # without the prefix of DDP
+                as_watched = {name.removeprefix("module."): name for name in window.facts.backward_order}
                 yield self.found(
                     seen.step,
-                    window.facts.first_in_backward(names),
+                    window.facts.first_in_backward([as_watched.get(name, name) for name in names]),
                     str(report).removeprefix("gradstat: "),
                     about="gradient",
                     ranks=sorted({report.rank_of(name) for name in names}),

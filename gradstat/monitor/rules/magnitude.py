@@ -10,21 +10,17 @@ import numpy as np
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Band, Episodes, PerName, Rule, runs
-
-# Makes the median absolute deviation of a normal distribution its standard deviation.
-_MAD = 1.4826
+from gradstat.monitor.rules.leaping import LeapingRule
 
 
-class ExplodingGradient(Rule):
+class ExplodingGradient(LeapingRule):
     """A total norm that is too large by itself, or beside the steps before.
 
     Args:
         limit: Of the total norm of one step.
         mean_limit: Of the mean of ten steps.
-        sigmas, factor: A norm stands out if it is more than so many robust standard deviations (1.4826 times the median
-            absolute deviation) above the median of the window, and more than ``factor`` times that median. Norms have
-            heavy tails, so three standard deviations alone are exceeded by healthy steps every day.
-        window: Of how many steps; compared from half of them on.
+        sigmas, factor, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails, so three standard
+            deviations alone are exceeded by healthy steps every day.
     """
 
     name = "exploding-gradient"
@@ -45,15 +41,16 @@ class ExplodingGradient(Rule):
         mean_limit: float = 5e2,
         sigmas: float = 3.0,
         factor: float = 10.0,
+        times: int = 3,
+        within: int = 5,
+        beyond: float = 3.0,
         window: int = 100,
     ) -> None:
-        self.limit, self.mean_limit, self.sigmas, self.factor, self.window = limit, mean_limit, sigmas, factor, window
-        self._norms: list[float] = []
-        self._high = limit
-        self._episodes = Episodes(quiet=20)
+        super().__init__(sigmas, factor, 0.5, 0.0, times, within, beyond, window, quiet=20)
+        self.limit, self.mean_limit = limit, mean_limit
 
     def bands(self) -> Mapping[str, Band]:
-        return {"norm": (-math.inf, self._high)}
+        return {"norm": (-math.inf, min(self._high, self.limit))}
 
     def review(self, window: Window) -> Iterable[Finding]:
         norms = window.scalars.get("norm")
@@ -63,30 +60,22 @@ class ExplodingGradient(Rule):
             if not math.isfinite(norm):
                 continue
             step = int(window.steps[look])
-            if norm > self._high:
-                if self._episodes.begins("", step):
-                    yield self._finding(window, look, norm)
-            else:
-                self._norms.append(norm)
-                last = self._norms[-10:]
-                if len(last) == 10 and sum(last) > 10 * self.mean_limit and self._episodes.begins("", step):
-                    mean = sum(last) / 10
-                    yield self.found(
-                        step, "norm", f"the gradient norm is {mean:.3g} on average of 10 steps", mean=mean,
-                        limit=self.mean_limit,
-                    )  # fmt: skip
-        del self._norms[: -self.window]
-        self._high = self._limit_now()
+            median = self.median() if norm > min(self._high, self.limit) else math.nan
+            began = self.leapt(step, norm)
+            if began is None and norm > self.limit and self._episodes.begins("leap", step):
+                began = step
+            last = self._values[-10:]
+            if began is not None:
+                yield self._finding(window, look, norm, began, median)
+            elif len(last) == 10 and sum(last) > 10 * self.mean_limit and self._episodes.begins("leap", step):
+                mean = sum(last) / 10
+                yield self.found(
+                    step, "norm", f"the gradient norm is {mean:.3g} on average of 10 steps", mean=mean,
+                    limit=self.mean_limit,
+                )  # fmt: skip
+        self.close()
 
-    def _limit_now(self) -> float:
-        if len(self._norms) < self.window // 2:
-            return self.limit
-        median = float(np.median(self._norms))
-        spread = _MAD * float(np.median(np.abs(np.array(self._norms) - median)))
-        return min(self.limit, max(median + self.sigmas * spread, self.factor * median))
-
-    def _finding(self, window: Window, look: int, norm: float) -> Finding:
-        median = float(np.median(self._norms)) if self._norms else math.nan
+    def _finding(self, window: Window, look: int, norm: float, began: int, median: float) -> Finding:
         rows = window.tables.get("gradient")
         name, share = "norm", math.nan
         if rows is not None:
@@ -95,15 +84,15 @@ class ExplodingGradient(Rule):
                 squares = np.nan_to_num(rows.l2_norm[at[0]]) ** 2
                 largest = int(squares.argmax())
                 name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
-        beside = f", {norm / median:.3g} times the median of {len(self._norms)} steps" if median > 0 else ""
+        beside = f", {norm / median:.3g} times the median of {self.window} steps" if median > 0 else ""
         return self.found(
-            int(window.steps[look]),
+            began,
             name,
             f"the gradient norm is {norm:.4g}{beside}; most of it in {name}",
             about="gradient" if name != "norm" else "series",
             norm=norm,
             median=None if math.isnan(median) else median,
-            limit=self._high,
+            limit=min(self._high, self.limit),
             share=None if math.isnan(share) else share,
         )
 
@@ -239,8 +228,8 @@ class DeadGradient(Rule):
             fresh = [name for name in due if self._episodes.begins(name, step)]
             if fresh:
                 every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
-                # What is nearest to the loss is the cause, and the others are behind it. But where a bias beside a weight
-                # lives, the weight has a zero for its input, and the cause is what makes that.
+                # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
+                # weight lives, the weight has a zero for its input, and the cause is what makes that.
                 alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
                 name = window.facts.first_in_backward([n for n in fresh if _module(n) not in alive] or fresh)
                 yield self.found(

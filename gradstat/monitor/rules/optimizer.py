@@ -87,8 +87,8 @@ class SecondMomentDrop(Rule):
     ``beta2 ** steps`` are left.
 
     Args:
-        decay: The smallest beta2 that is reckoned with.
-        factor: Below so much of what must be left.
+        factor: Below so much of what must be left: optimizers may step several times in a step of the monitor.
+        decay: The beta2 that is reckoned with where the optimizer's is not known.
     """
 
     name = "second-moment-drop"
@@ -101,12 +101,13 @@ class SecondMomentDrop(Rule):
         "after clearing states on purpose, warm up anew",
     )
 
-    def __init__(self, decay: float = 0.95, factor: float = 0.5) -> None:
-        self.decay, self.factor = decay, factor
+    def __init__(self, factor: float = 0.5, decay: float = 0.95) -> None:
+        self.factor, self.decay = factor, decay
         self._norms, self._when = PerName(0.0), PerName(0.0)
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
+        decay = window.facts.second_moment_decay or self.decay
         for kind in _SECOND_MOMENTS:
             rows = window.rows(kind)
             if rows is None:
@@ -116,7 +117,7 @@ class SecondMomentDrop(Rule):
             for look, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[look]
                 with np.errstate(invalid="ignore"):
-                    dropped = norms < self.factor * self.decay ** (step - when) * before
+                    dropped = norms < self.factor * decay ** (step - when) * before
                 due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[look, i] == 0]
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:
@@ -124,8 +125,8 @@ class SecondMomentDrop(Rule):
                     yield self.found(
                         step,
                         rows.names[i],
-                        f"the optimizer's {kind} of {rows.names[i]} has fallen to {norms[i] / before[i]:.2g} of what it "
-                        f"was {step - int(when[i])} steps before, faster than it can",
+                        f"the optimizer's {kind} of {rows.names[i]} has fallen to {norms[i] / before[i]:.2g} of what "
+                        f"it was {step - int(when[i])} steps before, faster than it can",
                         about=kind,
                         before=before[i],
                         now=norms[i],

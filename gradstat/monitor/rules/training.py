@@ -10,26 +10,16 @@ import numpy as np
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Band, Episodes, Rule
-
-_MAD = 1.4826
-
-# So many losses tell where training began.
-_BEGINNING = 20
+from gradstat.monitor.rules.leaping import LeapingRule
 
 
-class LossSpike(Rule):
+class LossSpike(LeapingRule):
     """A loss that leaps and stays up, leaps beyond anything there was, or has climbed well above where it was.
 
-    A leap of one step means little: the smaller the loss, the more a single hard sample stands out, at any ratio to the
-    median. It takes several steps in a row above the limit, or one far above the loss with which training began.
-
     Args:
-        sigmas, factor: The limit is so many robust standard deviations above the median of the window, and at least
-            ``factor`` times the median, and at least a fifth of the way back to the loss of the first steps.
-        times: So many losses above the limit among ``within`` steps are a leap, told of the first of them.
-        beyond: A single loss is one above so many times that of the first steps, and of the window's largest.
-        climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far.
-        window: Of how many steps; compared from half of them on.
+        sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
+        climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far, and
+            by half a nat.
     """
 
     name = "loss-spike"
@@ -48,21 +38,17 @@ class LossSpike(Rule):
         self,
         sigmas: float = 10.0,
         factor: float = 2.0,
+        back: float = 0.25,
+        floor: float = 0.1,
         times: int = 3,
         within: int = 5,
         beyond: float = 2.0,
         climb: float = 3.0,
         window: int = 100,
     ) -> None:
-        self.sigmas, self.factor, self.times, self.within = sigmas, factor, times, within
-        self.beyond, self.climb, self.window = beyond, climb, window
-        self._losses: list[float] = []
-        self._first: list[float] = []
-        self._leaps: list[int] = []
+        super().__init__(sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
+        self.climb = climb
         self._lowest = math.inf
-        self._high = math.inf
-        self._beyond = math.inf
-        self._episodes = Episodes(quiet=50)
 
     def bands(self) -> Mapping[str, Band]:
         return {"loss": (-math.inf, self._high)}
@@ -74,47 +60,27 @@ class LossSpike(Rule):
         for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 continue
-            if loss > self._high:
-                yield from self._leapt(step, loss)
-            if len(self._first) < _BEGINNING:
-                self._first.append(loss)
-            self._losses.append(loss)
-            if len(self._losses) >= 20:
-                mean = sum(self._losses[-20:]) / 20
-                self._lowest = min(self._lowest, mean)
-                climbed = self._lowest > 0 and mean > self.climb * self._lowest and mean > self._lowest + 0.5
-                if climbed and self._episodes.begins("climb", step):
-                    yield self.found(
-                        step,
-                        "loss",
-                        f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}",
-                        mean=mean,
-                        lowest=self._lowest,
-                    )
-        del self._losses[: -self.window]
-        if len(self._losses) >= self.window // 2:
-            self._set_limits()
-
-    def _leapt(self, step: int, loss: float) -> Iterable[Finding]:
-        self._leaps = [*(leap for leap in self._leaps if step - leap < self.within), step]
-        if (loss > self._beyond or len(self._leaps) >= self.times) and self._episodes.begins("leap", step):
-            median = float(np.median(self._losses))
-            yield self.found(
-                step if loss > self._beyond else self._leaps[0],
-                "loss",
-                f"the loss leaps to {loss:.4g} from about {median:.4g}",
-                loss=loss,
-                median=median,
-                limit=self._high,
-            )
-
-    def _set_limits(self) -> None:
-        median, first = float(np.median(self._losses)), float(np.median(self._first))
-        spread = _MAD * float(np.median(np.abs(np.array(self._losses) - median)))
-        # The floor keeps a loss that is nearly zero, or hardly varies, from leaping at every wobble.
-        floor = max((self.factor - 1) * abs(median), 0.2 * (first - median), 0.1)
-        self._high = median + max(self.sigmas * spread, floor)
-        self._beyond = max(self._high, self.beyond * max(first, max(self._losses)))
+            median = self.median() if loss > self._high else math.nan
+            began = self.leapt(step, loss)
+            if began is not None:
+                yield self.found(
+                    began, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
+                    limit=self._high,
+                )  # fmt: skip
+            if len(self._values) < 20:
+                continue
+            mean = sum(self._values[-20:]) / 20
+            self._lowest = min(self._lowest, mean)
+            climbed = self._lowest > 0 and mean > self.climb * self._lowest and mean > self._lowest + 0.5
+            if climbed and self._episodes.begins("climb", step):
+                yield self.found(
+                    step,
+                    "loss",
+                    f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}",
+                    mean=mean,
+                    lowest=self._lowest,
+                )
+        self.close()
 
 
 class LearningRateJump(Rule):
