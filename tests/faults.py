@@ -443,7 +443,7 @@ FAULTS: tuple[Fault, ...] = (
           weight("blocks.0.qkv.weight", math.nan), train_gpt, also=("lost-loss",)),
     Fault("a bit flip makes a weight 1e30", "GPT", "parameter-jump", "blocks.1.down.weight",
           weight("blocks.1.down.weight", 1e30), train_gpt),
-    Fault("NaN in the embedding of a token that does not come up", "embedding and linear map", "nonfinite-parameter",
+    Fault("NaN in the embedding of a rare token", "embedding and linear map", "nonfinite-parameter",
           "0.weight", weight("0.weight", math.nan, 395 * 16), train_bag, late=30, further=40),
     Fault("a bit flip makes a recurrent weight 1e30", "LSTM", "parameter-jump", "cells.weight_hh_l0",
           weight("cells.weight_hh_l0", 1e30), train_recurrent, late=30, further=40),

@@ -14,6 +14,9 @@ _MAD = 1.4826
 # So many values tell where training began.
 _BEGINNING = 20
 
+# Limits are set anew after so many values, however long windows are.
+_EVERY = 32
+
 
 class LeapingRule(Rule):
     """A series that leaps and stays up, or that leaps beyond anything there was.
@@ -43,6 +46,7 @@ class LeapingRule(Rule):
         self._values: list[float] = []
         self._first: list[float] = []
         self._leaps: list[int] = []
+        self._new = 0
         self._high = self._beyond = math.inf
         self._episodes = Episodes(quiet)
 
@@ -57,6 +61,9 @@ class LeapingRule(Rule):
         if len(self._first) < _BEGINNING:
             self._first.append(value)
         self._values.append(value)
+        self._new += 1
+        if self._new >= _EVERY:
+            self.close()
         return began
 
     def median(self) -> float:
@@ -65,6 +72,7 @@ class LeapingRule(Rule):
 
     def close(self) -> None:
         """Sets the limits for the next steps."""
+        self._new = 0
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
             return

@@ -19,8 +19,8 @@ class ExplodingGradient(LeapingRule):
     Args:
         limit: Of the total norm of one step.
         mean_limit: Of the mean of ten steps.
-        sigmas, factor, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails, so three standard
-            deviations alone are exceeded by healthy steps every day.
+        sigmas, factor, back, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails, so three
+            standard deviations alone are exceeded by healthy steps every day.
     """
 
     name = "exploding-gradient"
@@ -41,12 +41,13 @@ class ExplodingGradient(LeapingRule):
         mean_limit: float = 5e2,
         sigmas: float = 3.0,
         factor: float = 10.0,
-        times: int = 3,
+        back: float = 1.0,
+        times: int = 4,
         within: int = 5,
         beyond: float = 3.0,
         window: int = 100,
     ) -> None:
-        super().__init__(sigmas, factor, 0.5, 0.0, times, within, beyond, window, quiet=20)
+        super().__init__(sigmas, factor, back, 0.0, times, within, beyond, window, quiet=20)
         self.limit, self.mean_limit = limit, mean_limit
 
     def bands(self) -> Mapping[str, Band]:
@@ -60,13 +61,14 @@ class ExplodingGradient(LeapingRule):
             if not math.isfinite(norm):
                 continue
             step = int(window.steps[look])
-            median = self.median() if norm > min(self._high, self.limit) else math.nan
+            limit = min(self._high, self.limit)
+            median = self.median() if norm > limit else math.nan
             began = self.leapt(step, norm)
             if began is None and norm > self.limit and self._episodes.begins("leap", step):
                 began = step
             last = self._values[-10:]
             if began is not None:
-                yield self._finding(window, look, norm, began, median)
+                yield self._finding(window, look, norm, began, median, limit)
             elif len(last) == 10 and sum(last) > 10 * self.mean_limit and self._episodes.begins("leap", step):
                 mean = sum(last) / 10
                 yield self.found(
@@ -75,7 +77,7 @@ class ExplodingGradient(LeapingRule):
                 )  # fmt: skip
         self.close()
 
-    def _finding(self, window: Window, look: int, norm: float, began: int, median: float) -> Finding:
+    def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
         rows = window.tables.get("gradient")
         name, share = "norm", math.nan
         if rows is not None:
@@ -92,7 +94,7 @@ class ExplodingGradient(LeapingRule):
             about="gradient" if name != "norm" else "series",
             norm=norm,
             median=None if math.isnan(median) else median,
-            limit=min(self._high, self.limit),
+            limit=limit,
             share=None if math.isnan(share) else share,
         )
 

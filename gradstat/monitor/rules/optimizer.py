@@ -18,9 +18,9 @@ class MomentumDrift(Rule):
     """Momentum that grows and grows.
 
     Args:
-        factor: Above so many times its settled norm, the median of the looks before.
-        growth: And by more than this share from look to look.
-        looks: For so many looks in a row.
+        growth: By more than this share from look to look, for so many ``looks`` in a row.
+        factor: And in the end above so many times the largest norm before that. Norms of gradients' averages are noisy,
+            and five rises in a row happen.
         settled_after: Looks it takes to settle.
         jump: So many times the settled norm is too much at once, without growing, from the third look on.
     """
@@ -34,7 +34,7 @@ class MomentumDrift(Rule):
     advice = ("lower the learning rate now; clip gradients", "compare the state with that of the last checkpoint")
 
     def __init__(
-        self, factor: float = 1.5, growth: float = 0.15, looks: int = 5, settled_after: int = 5, jump: float = 100.0
+        self, factor: float = 2.0, growth: float = 0.15, looks: int = 5, settled_after: int = 5, jump: float = 100.0
     ) -> None:
         self.factor, self.growth, self.looks, self.settled_after = factor, growth, looks, settled_after
         self.jump = jump
@@ -57,9 +57,10 @@ class MomentumDrift(Rule):
                 norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
                 if len(before) >= 2:
                     settled = np.median(before, axis=0)
+                    largest = np.max(before[: -self.looks] or before, axis=0)
                     rises = norms > (1 + self.growth) * np.array(before[-1])
                     growing[:] = np.where(rises, growing + 1, 0)
-                    drifts = (growing >= self.looks) & (norms > self.factor * settled)
+                    drifts = (growing >= self.looks) & (largest > 0) & (norms > self.factor * largest)
                     leaps = norms > self.jump * settled
                     due = (drifts & (len(before) >= self.settled_after) | leaps) & (settled > 0)
                     fresh = [i for i in np.flatnonzero(due).tolist() if self._episodes.begins(names[i], step)]

@@ -40,7 +40,7 @@ class LossSpike(LeapingRule):
         factor: float = 2.0,
         back: float = 0.25,
         floor: float = 0.1,
-        times: int = 3,
+        times: int = 4,
         within: int = 5,
         beyond: float = 2.0,
         climb: float = 3.0,
@@ -60,12 +60,12 @@ class LossSpike(LeapingRule):
         for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 continue
-            median = self.median() if loss > self._high else math.nan
+            high, median = self._high, self.median() if loss > self._high else math.nan
             began = self.leapt(step, loss)
             if began is not None:
                 yield self.found(
                     began, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
-                    limit=self._high,
+                    limit=high,
                 )  # fmt: skip
             if len(self._values) < 20:
                 continue
