@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from gradstat.monitor.rows import Floats
 from gradstat.monitor.rules.base import Episodes, Rule
 
 # Makes the median absolute deviation of a normal distribution its standard deviation.
@@ -28,6 +29,8 @@ class LeapingRule(Rule):
     Args:
         sigmas, factor: The limit is so many robust standard deviations (1.4826 times the median absolute deviation)
             above the median of the window, and at least ``factor`` times the median.
+        log_sigmas: And at least so many of the logarithms above theirs: on this scale tails that are heavy because
+            samples differ by factors are no heavier than those of a normal distribution.
         back: And at least so far above the median, as a share of the way back to where training began: the third
             quartile of the first 20 values.
         floor: And at least so far above it.
@@ -38,10 +41,11 @@ class LeapingRule(Rule):
     """
 
     def __init__(
-        self, sigmas: float, factor: float, back: float, floor: float, times: int, within: int, beyond: float,
-        window: int, quiet: int,
+        self, sigmas: float, log_sigmas: float, factor: float, back: float, floor: float, times: int, within: int,
+        beyond: float, window: int, quiet: int,
     ) -> None:  # fmt: skip
-        self.sigmas, self.factor, self.back, self.floor = sigmas, factor, back, floor
+        self.sigmas, self.log_sigmas, self.factor = sigmas, log_sigmas, factor
+        self.back, self.floor = back, floor
         self.times, self.within, self.beyond, self.window = times, within, beyond, window
         self._values: list[float] = []
         self._first: list[float] = []
@@ -76,8 +80,16 @@ class LeapingRule(Rule):
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
             return
-        median, first = self.median(), float(np.quantile(self._first, 0.75))
-        spread = _MAD * float(np.median(np.abs(np.array(self._values) - median)))
-        least = max((self.factor - 1) * abs(median), self.back * (first - median), self.floor)
-        self._high = median + max(self.sigmas * spread, least)
-        self._beyond = max(self._high, self.beyond * max(first, max(self._values)))
+        values, median = np.array(self._values), self.median()
+        first = float(np.quantile(self._first, 0.75))
+        above = max(
+            self.sigmas * _spread(values), (self.factor - 1) * abs(median), self.back * (first - median), self.floor
+        )
+        if values.min() > 0:
+            above = max(above, median * math.expm1(min(self.log_sigmas * _spread(np.log(values)), 100.0)))
+        self._high = median + above
+        self._beyond = max(self._high, self.beyond * max(first, float(values.max())))
+
+
+def _spread(values: Floats) -> float:
+    return _MAD * float(np.median(np.abs(values - np.median(values))))

@@ -19,8 +19,8 @@ class ExplodingGradient(LeapingRule):
     Args:
         limit: Of the total norm of one step.
         mean_limit: Of the mean of ten steps.
-        sigmas, factor, back, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails, so three
-            standard deviations alone are exceeded by healthy steps every day.
+        sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails,
+            so three standard deviations alone are exceeded by healthy steps every day.
     """
 
     name = "exploding-gradient"
@@ -40,14 +40,15 @@ class ExplodingGradient(LeapingRule):
         limit: float = 1e3,
         mean_limit: float = 5e2,
         sigmas: float = 3.0,
+        log_sigmas: float = 3.0,
         factor: float = 10.0,
-        back: float = 1.0,
+        back: float = 0.25,
         times: int = 4,
         within: int = 5,
         beyond: float = 3.0,
         window: int = 100,
     ) -> None:
-        super().__init__(sigmas, factor, back, 0.0, times, within, beyond, window, quiet=20)
+        super().__init__(sigmas, log_sigmas, factor, back, 0.0, times, within, beyond, window, quiet=20)
         self.limit, self.mean_limit = limit, mean_limit
 
     def bands(self) -> Mapping[str, Band]:

@@ -17,7 +17,7 @@ class LossSpike(LeapingRule):
     """A loss that leaps and stays up, leaps beyond anything there was, or has climbed well above where it was.
 
     Args:
-        sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
+        sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
         climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far, and
             by half a nat.
     """
@@ -37,6 +37,7 @@ class LossSpike(LeapingRule):
     def __init__(
         self,
         sigmas: float = 10.0,
+        log_sigmas: float = 3.0,
         factor: float = 2.0,
         back: float = 0.25,
         floor: float = 0.1,
@@ -46,7 +47,7 @@ class LossSpike(LeapingRule):
         climb: float = 3.0,
         window: int = 100,
     ) -> None:
-        super().__init__(sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
+        super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
         self.climb = climb
         self._lowest = math.inf
 
