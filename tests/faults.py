@@ -486,7 +486,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("ten sigmoid layers, initialised as usual", "deep MLP", "vanishing-gradient", "0.weight",
           lambda training: None, _deep_sigmoid, step=0, late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
-          _tiny_weight, lambda: train_mlp(lr=1e-9), step=0, further=40),
+          _tiny_weight, lambda: train_mlp(lr=1e-9), step=0, further=70),
     Fault("a layer of ReLUs that are never positive", "MLP", "dead-gradient", "2.bias", _dead, further=60),
     Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=40),
     Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",

@@ -97,6 +97,25 @@ def _regression(seed: int, steps: int) -> Training:
     return made
 
 
+def _head_of_zeros(seed: int, steps: int) -> Training:
+    made = train_mlp(seed)
+    nn.init.zeros_(made.model[4].weight)  # type: ignore[index]
+    made.optimizer = torch.optim.Adagrad(made.model.parameters(), 0.05)
+    return made
+
+
+def _negative_loss(seed: int, steps: int) -> Training:
+    made = train_mlp(seed)
+    made.loss = lambda model, batch: cross_entropy(model, batch) - 5.0
+    return made
+
+
+def _tiny_embedding(seed: int, steps: int) -> Training:
+    made = train_gpt(seed, layers=1)
+    nn.init.uniform_(made.model.tokens.weight, -1e-4, 1e-4)  # type: ignore[arg-type, union-attr]
+    return made
+
+
 @dataclass(frozen=True)
 class Healthy:
     """A way to train that is healthy.
@@ -126,12 +145,15 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("MLP, float16 autocast and a loss scaler", _half_precision),
     Healthy("MLP, gradients of 3 micro-batches", _of(train_mlp, accumulate=3)),
     Healthy("MLP, low-rank corrections that begin at zero (LoRA)", _low_rank),
+    Healthy("MLP, head that begins at zero, Adagrad", _head_of_zeros),
+    Healthy("MLP, loss below zero", _negative_loss),
     Healthy("CNN with batch norm, SGD with momentum", _of(train_cnn)),
     Healthy("CNN, learning rate divided by 10 twice", _of(train_cnn, schedule=by_steps)),
     Healthy(
         "GPT, warm-up and cosine", lambda seed, steps: train_gpt(seed, schedule=warmup_and_cosine(steps), max_norm=1.0)
     ),
     Healthy("GPT, tied embedding, dropout", _of(train_gpt, layers=1, tied=True, dropout=0.1)),
+    Healthy("GPT, embedding that begins at 1e-4", _tiny_embedding),
     Healthy("LSTM, clipped", _of(functools.partial(train_recurrent, nn.LSTM))),
     Healthy("RNN, warm restarts", _of(functools.partial(train_recurrent, nn.RNN), schedule=warm_restarts(150))),
     Healthy("embeddings of rare tokens", _of(train_bag)),

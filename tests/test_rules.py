@@ -183,9 +183,9 @@ def halves(zeros: int, normals: float, steps: int = 10) -> Story:
     return rows_of("gradient", rows, dtype=torch.float16)
 
 
-def beside_weights(gradient: float, steps: int, weight: float = 1.0) -> Story:
+def beside_weights(gradient: float, steps: int, weight: float = 1.0, looks: Sequence[int] = (0, 3)) -> Story:
     rows = {step: [row(gradient if step < steps else 0.1), row(0.1, 8), row()] for step in range(steps + 5)}
-    weights = {0: [row(weight), row(1.0, 8), row()]}
+    weights = {step: [row(weight), row(1.0, 8), row()] for step in looks}
     return rows_of("gradient", rows, tables={"parameter": Table(weights)})
 
 
@@ -259,7 +259,9 @@ CASES = [
     Case("nonfinite-parameter", rows_of("parameter", {0: healthy_rows(), 50: with_nan()}), 50, "b.weight",
          (rows_of("parameter", {0: healthy_rows()}), rows_of("buffer", {0: with_nan()}))),
     Case("parameter-jump", one("parameter", [1.0, 101.0]), 50, "x",
-         (one("parameter", [1.0, 99.0]), one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0]))),
+         (one("parameter", [1.0, 99.0]),
+          rows_of("parameter", {0: [row(1e-4), row(1, 8), row()], 50: [row(0.1), row(1, 8), row()]}),
+          one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0]))),
     Case("nonfinite-buffer", rows_of("buffer", {0: healthy_rows(), 50: with_nan(0)}), 50, "a.weight",
          (rows_of("buffer", {0: healthy_rows()}),)),
     Case("sporadic-nonfinite", incidents(0, 1, 2), 10, "a.weight",
@@ -293,15 +295,16 @@ CASES = [
          (series("norm", [1.0] * 5 + [1e-9] * 4 + [1.0]), series("norm", [2e-8] * 20),
           series("norm", [math.nan] * 20))),
     Case("vanishing-gradient", layers(1e-6), 0, "0.weight", (layers(1e-4),)),
-    Case("exploding-gradient", series("norm", [*NORMS, 6.1]), 96, "norm",
-         (series("norm", [*NORMS, 5.9]), series("norm", [*NORMS, math.nan, math.inf]),
+    Case("exploding-gradient", series("norm", [*NORMS, 10.1]), 96, "norm",
+         (series("norm", [*NORMS, 9.9]), series("norm", [*NORMS, math.nan, math.inf]),
           series("norm", [1.0] * 30 + [9.0]))),
     Case("exploding-gradient", series("norm", [*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), 96, "norm",
          (series("norm", [*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), series("norm", [*NORMS, 0.9, 0.9, 0.9, 0.9]))),
     Case("exploding-gradient", series("norm", [1.0, 1.0, 1001.0]), 2, "norm", (series("norm", [1.0, 1.0, 999.0]),)),
     Case("exploding-gradient", series("norm", [501.0] * 10), 9, "norm", (series("norm", [499.0] * 10),)),
     Case("gradient-weight-ratio", beside_weights(101.0, 5), 0, "a.weight",
-         (beside_weights(101.0, 4), beside_weights(99.0, 9), beside_weights(1.0, 9, weight=0.0))),
+         (beside_weights(101.0, 4), beside_weights(99.0, 9), beside_weights(101.0, 9, looks=[0]),
+          beside_weights(1.0, 9, weight=0.0))),
     Case("gradient-weight-ratio", beside_weights(0.9e-5, 500), 0, "a.weight",
          (beside_weights(0.9e-5, 499), beside_weights(1.1e-5, 600), beside_weights(0.0, 600))),
     Case("update-weight-ratio", updated(0.1, 0.31, 0.31), 11, "a.weight", (updated(0.1, 0.31), updated(0.3, 0.3, 0.3))),
@@ -402,6 +405,18 @@ def test_an_overflow_under_a_scaler_is_an_info() -> None:
         )
         == []
     )
+
+
+def test_a_bad_rank_under_a_scaler_is_an_info() -> None:
+    story = seen("origin", report(ok=False, nonfinite=["0.weight"], rank_of=lambda name: 1))
+    story.facts = Facts(("module.2.weight", "module.0.weight"), is_scaled=True)
+    (found,) = new("bad-rank").review(story.windows(10)[0])
+    assert (found.severity, found.name, found.evidence["ranks"]) == ("info", "module.0.weight", [1])
+
+
+def test_a_loss_scale_runs_away_without_any_overflow() -> None:
+    story = series("loss_scale", [2.0**33] * 3, facts=Facts(is_scaled=True))
+    assert told(new("loss-scale"), story.windows(2)) == [("loss-scale", 0, "loss_scale")]
 
 
 def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:

@@ -20,16 +20,7 @@ from gradstat.monitor.rules.finite import (
     NonfiniteParameter,
     SporadicNonfinite,
 )
-from gradstat.monitor.rules.magnitude import (
-    DeadGradient,
-    ExplodingGradient,
-    GradientWeightRatio,
-    MissingGradient,
-    ParameterJump,
-    UnchangedParameter,
-    UpdateWeightRatio,
-    VanishingGradient,
-)
+from gradstat.monitor.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.monitor.rules.optimizer import MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.monitor.rules.precision import LossScale, Underflow
 from gradstat.monitor.rules.training import (
@@ -39,6 +30,7 @@ from gradstat.monitor.rules.training import (
     OptimizerCoverage,
     SaturatedOutput,
 )
+from gradstat.monitor.rules.weights import GradientWeightRatio, ParameterJump, UnchangedParameter, UpdateWeightRatio
 
 RULES: tuple[type[Rule], ...] = (
     # What goes into a step.

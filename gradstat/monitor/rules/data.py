@@ -214,5 +214,6 @@ class BadRank(Rule):
                     window.facts.first_in_backward([as_watched.get(name, name) for name in names]),
                     str(report).removeprefix("gradstat: "),
                     about="gradient",
+                    severity="info" if window.facts.is_scaled else None,  # an overflow now and then is normal
                     ranks=sorted({report.rank_of(name) for name in names}),
                 )

@@ -85,10 +85,10 @@ class LeapingRule(Rule):
         above = max(
             self.sigmas * _spread(values), (self.factor - 1) * abs(median), self.back * (first - median), self.floor
         )
+        self._beyond = max(median + above, self.beyond * max(first, float(values.max())))
         if values.min() > 0:
             above = max(above, median * math.expm1(min(self.log_sigmas * _spread(np.log(values)), 100.0)))
-        self._high = median + above
-        self._beyond = max(self._high, self.beyond * max(first, float(values.max())))
+        self._high = min(median + above, self._beyond)
 
 
 def _spread(values: Floats) -> float:
