@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -82,11 +82,11 @@ def healthy(seeds: int, steps: int) -> str:
     return table(("training", "seeds", "steps of each", "warnings and errors"), rows)
 
 
-def rendered(document: str, regions: dict[str, Callable[[], str]]) -> str:
+def rendered(document: str, regions: Mapping[str, str]) -> str:
     """``document`` with what is between the markers of these regions brought up to date."""
 
     def fresh(match: re.Match[str]) -> str:
-        return match[1] + "\n" + regions[match[2]]() + "\n" + match[3] if match[2] in regions else match[0]
+        return match[1] + "\n" + regions[match[2]] + "\n" + match[3] if match[2] in regions else match[0]
 
     return MARKED.sub(fresh, document)
 
@@ -113,10 +113,11 @@ def main() -> int:
     }
     if chosen.only:
         regions = {chosen.only: regions[chosen.only]}
+    made = {name: region() for name, region in regions.items()}
     if chosen.write:
-        DOCUMENT.write_text(rendered(DOCUMENT.read_text(), regions))
+        DOCUMENT.write_text(rendered(DOCUMENT.read_text(), made))
     else:
-        print("\n".join(region() for region in regions.values()))
+        print("\n".join(made.values()))
     return 0
 
 

@@ -487,6 +487,8 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: None, _deep_sigmoid, step=0, late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
           _tiny_weight, lambda: train_mlp(lr=1e-9), step=0, further=70),
+    Fault("a loss so small that AdamW divides by its eps", "MLP", "small-second-moment", "0.weight",
+          loss(lambda model, batch: 1e-7 * cross_entropy(model, batch)), step=0, late=50, further=160),
     Fault("a layer of ReLUs that are never positive", "MLP", "dead-gradient", "2.bias", _dead, further=60),
     Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=40),
     Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",

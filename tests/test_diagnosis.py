@@ -10,7 +10,7 @@ from healthy import HEALTHY
 def test_the_rules_are_rendered_from_the_code() -> None:
     document = diagnosis.DOCUMENT.read_text()
     assert len(diagnosis.MARKED.findall(document)) == 3, "a marker was lost"
-    fresh = diagnosis.rendered(document, {"rules": diagnosis.rules})
+    fresh = diagnosis.rendered(document, {"rules": diagnosis.rules()})
     assert fresh == document, "run `python tests/diagnosis.py --write --only rules`"
 
 

@@ -139,23 +139,33 @@ class SecondMomentDrop(Rule):
 
 
 class SmallSecondMoment(Rule):
-    """A second moment so small that the optimizer divides by nearly nothing, or by its eps alone.
+    """A second moment so small that the optimizer divides by its eps rather than by it.
+
+    Then updates shrink with the gradients, and the parameter ceases to learn (M. Wortsman and others, Small-scale
+    proxies for large-scale Transformer training instabilities, arXiv 2309.14322).
 
     Args:
-        limit: No element of the tensor is larger.
+        beside_eps: The root of no element is larger than so many times eps. If the largest of thousands is, most are
+            below eps.
+        limit: Of the elements where the optimizer has no eps.
         looks: For so many looks in a row.
     """
 
     name = "small-second-moment"
-    causes = ("gradients that have vanished for this parameter, so that any noise moves it by whole learning rates",)
-    advice = ("a larger eps of the optimizer", "look why its gradients are so small: see vanishing-gradient")
+    causes = ("gradients that are tiny for this parameter: a deep or wide model, or ones that have vanished",)
+    advice = (
+        "a smaller eps of the optimizer, 1e-15 for example",
+        "look why its gradients are so small: see vanishing-gradient",
+    )
 
-    def __init__(self, limit: float = 1e-10, looks: int = 3) -> None:
-        self.limit, self.looks = limit, looks
+    def __init__(self, beside_eps: float = 10.0, limit: float = 1e-10, looks: int = 3) -> None:
+        self.beside_eps, self.limit, self.looks = beside_eps, limit, looks
         self._low_for, self._since = PerName(0.0), PerName(0.0)
         self._episodes = Episodes(quiet=10_000)
 
     def review(self, window: Window) -> Iterable[Finding]:
+        eps = window.facts.optimizer_eps
+        limit = (self.beside_eps * eps) ** 2 if eps else self.limit
         for kind in _SECOND_MOMENTS:
             rows = window.rows(kind)
             if rows is None:
@@ -165,7 +175,7 @@ class SmallSecondMoment(Rule):
             largest = rows.field("max")
             for look, step in enumerate(rows.steps.tolist()):
                 # All zero means no gradient yet, which is another rule's business.
-                low = (largest[look] < self.limit) & (largest[look] > 0)
+                low = (largest[look] < limit) & (largest[look] > 0)
                 low_for[:] = np.where(low, low_for + 1, 0)
                 since[low_for == 1] = step
                 due = [int(i) for i in np.flatnonzero(low_for == self.looks)]
@@ -179,7 +189,7 @@ class SmallSecondMoment(Rule):
                         + f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1),
                         about=kind,
                         largest=largest[look, i],
-                        limit=self.limit,
-                        eps=window.facts.optimizer_eps,
+                        limit=limit,
+                        eps=eps,
                         parameters=len(fresh),
                     )

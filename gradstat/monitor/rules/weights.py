@@ -21,7 +21,8 @@ class GradientWeightRatio(Rule):
     Args:
         std_ratio: Standard deviation of the gradient over that of the weight; above it the next updates destroy what
             the weight holds.
-        norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn.
+        norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn by plain SGD. An info, since
+            Adam does not mind, and large models trained on large batches come there by themselves.
         in_a_row, long: For so many steps.
     """
 
@@ -74,6 +75,7 @@ class GradientWeightRatio(Rule):
                         name,
                         f"the gradient of {name} is {value:.3g}{times} {words}, for {lengths[i]:.0f} steps",
                         about="gradient",
+                        severity=None if is_high else "info",
                         ratio=value,
                         in_a_row=lengths[i],
                     )
