@@ -46,7 +46,7 @@ class History:
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
                 self._chunks.setdefault(kind, deque()).append(_Chunk(rows.layout, rows.steps, rows.compact()))
-        if self._length and len(steps):
+        if self._length and len(steps):  # none if a batch was reviewed before the first step
             self._scalars.append((steps, scalars))
             self._forget()
 

@@ -20,7 +20,7 @@ from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
 from gradstat.monitor.actions import Skipping, Snapshots
-from gradstat.monitor.collecting import Collector, Pending, eps_of
+from gradstat.monitor.collecting import Collector, Pending, eps_of, second_moment_decay_of
 from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
@@ -255,10 +255,10 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            odd = self._intake.take(pending)
+            odd = self._intake.take(pending) or self._reviewer.is_out_of_band(pending.scalars)
             if odd:
                 self._look_closer(pending.step)
-            if self._reviewer.is_due(pending.step, pending.scalars) or odd:
+            if odd or self._reviewer.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
@@ -279,7 +279,13 @@ class Monitor:
         observations, self._intake.observations = self._intake.observations, []
         steps, scalars, tables = self._intake.close()
         self._history.keep(steps, scalars, tables)
-        facts = Facts(self._collector.backward_order, self._scaler is not None, self._max_norm, eps_of(self._optimizer))
+        facts = Facts(
+            self._collector.backward_order,
+            self._scaler is not None,
+            self._max_norm,
+            eps_of(self._optimizer),
+            second_moment_decay_of(self._optimizer),
+        )
         found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
         for finding in found:

@@ -210,12 +210,14 @@ class Facts:
         is_scaled: Whether there is a loss scaler, so that overflows now and then are how it works.
         max_norm: What the total norm is clipped to, if the monitor was told.
         optimizer_eps: What the optimizer adds to the root of its second moment, 0 if nothing.
+        second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
     """
 
     backward_order: tuple[str, ...] = ()
     is_scaled: bool = False
     max_norm: float | None = None
     optimizer_eps: float = 0.0
+    second_moment_decay: float = 0.0
 
     @functools.cached_property
     def backward_position(self) -> Mapping[str, int]:

@@ -101,6 +101,7 @@ class ConstantFeature(Rule):
     def __init__(self, share: float = 0.9, looks: int = 3) -> None:
         self.share, self.looks = share, looks
         self._run: dict[str, int] = {}
+        self._since: dict[str, int] = {}
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -111,9 +112,11 @@ class ConstantFeature(Rule):
             for i, name in enumerate(rows.names):
                 share = float(rows.mean[look, i])
                 self._run[name] = self._run.get(name, 0) + 1 if share > self.share else 0
+                if self._run[name] == 1:
+                    self._since[name] = step
                 if self._run[name] == self.looks and self._episodes.begins(name, step):
                     yield self.found(
-                        step, name, f"{share:.0%} of the features of {name} are the same in every sample",
+                        self._since[name], name, f"{share:.0%} of the features of {name} are the same in every sample",
                         about="batch", share=share,
                     )  # fmt: skip
 
@@ -142,7 +145,9 @@ class LabelRange(Rule):
                     seen.value["name"],
                     f"the labels {seen.value['name']} run from {low} to {high}; expected {allowed}",
                     about="batch",
-                    **{key: value for key, value in seen.value.items() if key != "name"},
+                    low=low,
+                    high=high,
+                    classes=classes,
                 )
 
 
@@ -202,11 +207,13 @@ class BadRank(Rule):
         for seen in window.observations:
             if seen.kind == "origin" and not seen.value.ok and self._episodes.begins("", seen.step):
                 report = seen.value
-                names = list(report.nonfinite)
+                names = list(report.nonfinite)  # without the prefix of DDP
+                as_watched = {name.removeprefix("module."): name for name in window.facts.backward_order}
                 yield self.found(
                     seen.step,
-                    window.facts.first_in_backward(names),
+                    window.facts.first_in_backward([as_watched.get(name, name) for name in names]),
                     str(report).removeprefix("gradstat: "),
                     about="gradient",
+                    severity="info" if window.facts.is_scaled else None,  # an overflow now and then is normal
                     ranks=sorted({report.rank_of(name) for name in names}),
                 )
