@@ -19,6 +19,7 @@ from torch import nn
 
 import gradstat.monitor as monitoring
 from gradstat import _fields
+from gradstat._tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
@@ -55,10 +56,8 @@ class Table:
         steps = [step for step in sorted(self.rows) if first <= step < end]
         if not steps:
             return None
-        shapes = tuple(map(torch.Size, self.shapes))
-        numel = np.array([shape.numel() for shape in shapes])
-        layout = Layout(self.names, shapes, (self.dtype,) * len(shapes), numel, numel.astype(np.float64))
-        return Rows(layout, np.array(steps), np.array([self.rows[step] for step in steps], dtype=np.float64))
+        infos = [TensorInfo(torch.Size(shape), self.dtype, torch.device("cpu"), None) for shape in self.shapes]
+        return Rows(Layout.of(self.names, infos), np.array(steps), np.array([self.rows[step] for step in steps], dtype=np.float64))
 
 
 @dataclass

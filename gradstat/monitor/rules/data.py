@@ -34,9 +34,8 @@ class NonfiniteBatch(Rule):
             for i in np.flatnonzero(rows.nonfinite[look]):
                 if not self._episodes.begins(rows.names[i], step):
                     continue
-                nan, inf, shape = int(rows.raw[look, i, 0]), int(rows.raw[look, i, 1]), rows.layout.shapes[i]
-                flat = rows.raw[look, i, _fields.INDEX["first_nonfinite"]]
-                first = None if shape is None else [int(n) for n in np.unravel_index(int(flat), shape)]
+                nan, inf = int(rows.raw[look, i, 0]), int(rows.raw[look, i, 1])
+                first = rows.first_nonfinite(int(look), int(i))
                 yield self.found(
                     step,
                     rows.names[i],
