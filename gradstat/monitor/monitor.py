@@ -318,6 +318,7 @@ class Monitor:
             self._max_norm,
             eps_of(self._optimizer),
             second_moment_decay_of(self._optimizer),
+            self._collector.classes,
         )
         window = Window(steps, scalars, tables, facts, observations, self._history.latest)
         found: list[Finding] = []

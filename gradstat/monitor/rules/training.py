@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Band, Episodes, Rule
 from gradstat.monitor.rules.leaping import LeapingRule
@@ -189,12 +189,14 @@ class ClipActivity(Rule):
 
 
 class SaturatedOutput(Rule):
-    """Outputs of the model most of which are so large that a softmax or sigmoid of them is 0 or 1.
+    """Outputs of the model that are certain, most of them, and wrong: a softmax of them is 0 or 1.
 
-    Beyond 10 a sigmoid is within 5e-5 of its end, and so is its derivative of 0.
+    Certain predictions that are right are an info, as that is where training on separable data ends; and so they are
+    if the monitor was not told the number of ``classes``, since the outputs may be no logits.
 
     Args:
-        share: Of elements beyond 10 in magnitude.
+        share: Of predictions whose largest logit is more than 10 above the next, or the only one beyond 10.
+        loss: They are wrong if the loss is larger. The tenth of 10 nats: more than a tenth of them is.
         looks: For so many looks in a row.
     """
 
@@ -205,29 +207,38 @@ class SaturatedOutput(Rule):
     )
     advice = (
         "a z-loss or label smoothing; weight decay on the output layer; a lower learning rate",
-        "if the outputs are no logits (a regression on large values), leave out this rule",
+        "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
-    def __init__(self, share: float = 0.5, looks: int = 3) -> None:
-        self.share, self.looks = share, looks
+    def __init__(self, share: float = 0.5, loss: float = 1.0, looks: int = 3) -> None:
+        self.share, self.loss, self.looks = share, loss, looks
         self._run = self._since = 0
-        self._episodes = Episodes(quiet=1000)
+        self._wrong = True
+        self._told: list[str] = []
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("output")
         if rows is None:
             return
+        losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
         for step, shares in zip(rows.steps.tolist(), np.nanmax(rows.mean, axis=1).tolist(), strict=True):
+            loss = float(losses[np.searchsorted(window.steps, step)])
+            if self._run == 0:
+                self._since, self._wrong = step, window.facts.classes is not None
             self._run = self._run + 1 if shares > self.share else 0
-            if self._run == 1:
-                self._since = step
-            if self._run == self.looks and self._episodes.begins("", step):
+            self._wrong = self._wrong and loss > self.loss
+            severity: Severity = "warning" if self._wrong else "info"
+            if self._run >= self.looks and severity not in self._told:
+                self._told.append(severity)
                 yield self.found(
                     self._since,
                     rows.names[0],
-                    f"{shares:.0%} of the outputs of the model are beyond 10",
+                    f"{shares:.0%} of the predictions are certain, by more than 10 in the logits"
+                    + f", and the loss is {loss:.3g}" * (not math.isnan(loss)),
                     about="output",
+                    severity=severity,
                     share=shares,
+                    loss=None if math.isnan(loss) else loss,
                 )
 
 
