@@ -476,6 +476,13 @@ def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
     assert rate.bands() == {"lr": (0.05, 3.0)}
 
 
+def test_norms_that_are_always_large_are_told_once() -> None:
+    story = series("norm", [*wobbling(200, 2000.0), 15_000.0])
+    assert told(new("exploding-gradient"), story.windows(32)) == [("exploding-gradient", 0, "norm")]
+    story = series("norm", [*wobbling(200, 2000.0), *[25_000.0] * 5])
+    assert [step for _, step, _ in told(new("exploding-gradient"), story.windows(32))] == [0, 200]
+
+
 def test_a_series_with_heavy_tails_has_a_higher_limit() -> None:
     values = [math.exp(1.5 * math.sin(i * 1.7)) for i in range(96)]  # factors of 20 between them
     asked, calm = new("exploding-gradient"), new("exploding-gradient")

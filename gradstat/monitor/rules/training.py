@@ -61,7 +61,7 @@ class LossSpike(LeapingRule):
         for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 continue
-            high, median = self._high, self.median() if loss > self._high else math.nan
+            high, median = self._high, self._median
             began = self.leapt(step, loss)
             if began is not None:
                 yield self.found(
