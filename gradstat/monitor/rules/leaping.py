@@ -69,6 +69,10 @@ class LeapingRule(Rule):
             self.close()
         return began
 
+    def beginning(self) -> float:
+        """The value with which training began."""
+        return sorted(self._first)[len(self._first) * 3 // 4]
+
     def close(self) -> None:
         """Sets the limits for the next steps."""
         if not self._new:
@@ -80,7 +84,7 @@ class LeapingRule(Rule):
         # Sorting a hundred numbers is quicker than numpy's median of them.
         values = sorted(self._values)
         self._median = median = values[len(values) // 2]
-        first = sorted(self._first)[len(self._first) * 3 // 4]
+        first = self.beginning()
         above = max(
             self.sigmas * _spread(values, median),
             (self.factor - 1) * abs(median),

@@ -18,8 +18,8 @@ class LossSpike(LeapingRule):
 
     Args:
         sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
-        climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far, and
-            by half a nat.
+        climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest such mean
+            so far, and above it by ``floor`` and so large a share of the way back to where training began.
     """
 
     name = "loss-spike"
@@ -43,12 +43,13 @@ class LossSpike(LeapingRule):
         floor: float = 0.1,
         times: int = 4,
         within: int = 5,
-        beyond: float = 2.0,
+        beyond: float = 4.0,
         climb: float = 3.0,
+        climbed_back: float = 0.4,
         window: int = 100,
     ) -> None:
         super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
-        self.climb = climb
+        self.climb, self.climbed_back = climb, climbed_back
         self._lowest = math.inf
 
     def bands(self) -> Mapping[str, Band]:
@@ -72,8 +73,10 @@ class LossSpike(LeapingRule):
                 continue
             mean = sum(self._values[-20:]) / 20
             self._lowest = min(self._lowest, mean)
-            climbed = self._lowest > 0 and mean > self.climb * self._lowest and mean > self._lowest + 0.5
-            if climbed and self._episodes.begins("climb", step):
+            if mean <= self.climb * self._lowest or self._lowest <= 0:
+                continue
+            least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest))
+            if mean > self._lowest + least and self._episodes.begins("climb", step):
                 yield self.found(
                     step,
                     "loss",
