@@ -110,6 +110,39 @@ def _negative_loss(seed: int, steps: int) -> Training:
     return made
 
 
+def _single_samples(seed: int, steps: int) -> Training:
+    made = train_mlp(seed)
+    made.batch = Clusters(seed, 16, size=1)
+    made.optimizer = torch.optim.SGD(made.model.parameters(), 0.01)
+    return made
+
+
+def _summed_loss(seed: int, steps: int) -> Training:
+    made = train_mlp(seed)
+    made.loss = lambda model, batch: cross_entropy(model, batch) * len(batch[0])
+    return made
+
+
+def _one_hot(seed: int, steps: int) -> Training:
+    made = train_mlp(seed)
+    made.model[0] = nn.Linear(200, 32)  # type: ignore[index]
+    made.optimizer = torch.optim.AdamW(made.model.parameters(), 1e-3)
+    random = torch.Generator().manual_seed(seed)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        word = torch.randint(200, (16,), generator=random)
+        return nn.functional.one_hot(word, 200).float(), word % CLASSES
+
+    made.batch = batch
+    return made
+
+
+def _bias_before_batch_norm(seed: int, steps: int) -> Training:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, CLASSES))
+    return Training(model, torch.optim.AdamW(model.parameters(), 3e-3), Clusters(seed, 16), cross_entropy)
+
+
 def _tiny_embedding(seed: int, steps: int) -> Training:
     made = train_gpt(seed, layers=1)
     nn.init.uniform_(made.model.tokens.weight, -1e-4, 1e-4)  # type: ignore[arg-type, union-attr]
@@ -147,6 +180,10 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("MLP, low-rank corrections that begin at zero (LoRA)", _low_rank),
     Healthy("MLP, head that begins at zero, Adagrad", _head_of_zeros),
     Healthy("MLP, loss below zero", _negative_loss),
+    Healthy("MLP, batches of one sample, SGD", _single_samples),
+    Healthy("MLP, summed loss", _summed_loss),
+    Healthy("MLP, one-hot inputs", _one_hot),
+    Healthy("MLP, bias before a batch norm", _bias_before_batch_norm),
     Healthy("CNN with batch norm, SGD with momentum", _of(train_cnn)),
     Healthy("CNN, learning rate divided by 10 twice", _of(train_cnn, schedule=by_steps)),
     Healthy(

@@ -23,6 +23,7 @@ from gradstat._tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
+from gradstat.monitor.watching import Outputs
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 SHAPES = ((8, 8), (8,), (8, 8))
@@ -138,6 +139,12 @@ def shares(kind: str, values: Sequence[float], every: int = 50) -> Story:
     """A kind with one number, every so many steps."""
     rows = {i * every: [row(v, 1, mean=v)] for i, v in enumerate(values)}
     return rows_of(kind, rows, names=("x",), shapes=[(1,)])
+
+
+def certain(values: Sequence[float], loss: float = 1.1, classes: int | None = 4) -> Story:
+    story = shares("output", values)
+    story.scalars, story.facts = {"loss": [loss] * story.steps}, Facts(classes=classes)
+    return story
 
 
 def seen(kind: str, value: Any, step: int = 3) -> Story:
@@ -272,14 +279,14 @@ CASES = [
     Case("lost-loss", series("loss_nonfinite", [math.nan] * 5 + [1.0, 2.0, 1.0, 1.0]), 5, "loss",
          (series("loss_nonfinite", [1.0, 1.0, math.nan, 1.0, 1.0, math.nan]),)),
     # A single loss beyond those of the beginning, and four among five above the limit.
-    Case("loss-spike", series("loss", [*LOSSES, 6.1]), 96, "loss",
-         (series("loss", [*LOSSES, 5.9]), series("loss", [*LOSSES, math.nan, math.inf]),
+    Case("loss-spike", series("loss", [*LOSSES, 12.1]), 96, "loss",
+         (series("loss", [*LOSSES, 11.9]), series("loss", [*LOSSES, math.nan, math.inf]),
           series("loss", [1.0] * 40 + [9.0]))),
     Case("loss-spike", series("loss", [*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), 96, "loss",
          (series("loss", [*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]), series("loss", [*LOSSES, 0.5, 0.5, 0.5, 0.5]))),
-    Case("loss-spike", series("loss", [0.1] * 40 + [2.0] * 6), 45, "loss", (series("loss", [0.1] * 40 + [0.6] * 9),)),
-    Case("saturated-logits", shares("output", [0.2, 0.6, 0.6, 0.6]), 50, "x",
-         (shares("output", [0.6, 0.6, 0.2, 0.6]), shares("output", [0.5] * 5))),
+    Case("loss-spike", series("loss", [0.1] * 40 + [2.0] * 6), 42, "loss", (series("loss", [0.1] * 40 + [0.4] * 9),)),
+    Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "x",
+         (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
     Case("bad-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3, "b.weight",
          (seen("origin", report(ok=True)),)),
     Case("loss-scale", skipped(5), 10, "loss_scale", (skipped(4), skipped(0))),
@@ -437,6 +444,26 @@ def test_a_gradient_that_is_small_beside_its_weight_is_an_info() -> None:
     assert found.severity == "info"
 
 
+@pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])
+def test_certain_predictions_are_trouble_if_they_are_wrong(loss: float, classes: int | None, severity: str) -> None:
+    (found,) = new("saturated-logits").review(certain([0.6] * 4, loss, classes).windows(500)[0])
+    assert found.severity == severity
+
+
+def test_constant_features_of_sparse_inputs_and_masks_are_no_finding() -> None:
+    def beside(share: float, zeros: int, low: float = -1.0) -> Story:
+        story = shares("constant", [share] * 4)
+        batch = row(1.0, 64, zeros)
+        batch[_fields.INDEX["min"]] = low
+        story.tables["batch"] = Table({step: [batch] for step in range(story.steps)}, ("x",), [(8, 8)])
+        return story
+
+    for story in (beside(0.95, 40), beside(1.0, 0, low=1.0)):
+        assert told(new("constant-feature"), story.windows(32)) == []
+    for story in (beside(0.95, 10), beside(1.0, 40)):
+        assert told(new("constant-feature"), story.windows(32)) == [("constant-feature", 0, "x")]
+
+
 def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
     asked = new("loss-spike")
     told(asked, series("loss", LOSSES).windows(32))
@@ -446,6 +473,13 @@ def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
     assert rate.bands() == {"lr": (0.0, math.inf)}
     told(rate, series("lr", [1.0]).windows(1))
     assert rate.bands() == {"lr": (0.05, 3.0)}
+
+
+def test_norms_that_are_always_large_are_told_once() -> None:
+    story = series("norm", [*wobbling(200, 2000.0), 15_000.0])
+    assert told(new("exploding-gradient"), story.windows(32)) == [("exploding-gradient", 0, "norm")]
+    story = series("norm", [*wobbling(200, 2000.0), *[25_000.0] * 5])
+    assert [step for _, step, _ in told(new("exploding-gradient"), story.windows(32))] == [0, 200]
 
 
 def test_a_series_with_heavy_tails_has_a_higher_limit() -> None:
@@ -461,6 +495,19 @@ def test_no_clip_at_all_is_told_too() -> None:
     (found,) = ClipActivity().review(story.windows(500)[0])
     assert found.evidence["share"] == 0
     assert found.evidence["suggested"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dtype) -> None:
+    watch = Outputs(nn.Identity())
+    logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
+    for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
+        watch.see("", outputs.to(dtype))
+        segment, (measured,) = watch.take()
+        assert segment.names == ("logits",)
+        assert measured.item() == share
+    watch.see("", torch.ones(3))
+    assert watch.take()[1] == []
 
 
 # Rules of users ------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Collector:
 
     Attributes:
         backward_order: Parameters in the order in which their gradients were complete in the first step.
+        classes: As for `gradstat.Monitor`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Collector:
         self._flagged = flagged
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._watch, self._backend = watch, backend
-        self._classes, self._ignore_index = classes, ignore_index
+        self.classes, self._ignore_index = classes, ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
         self.backward_order: tuple[str, ...] = ()
@@ -195,7 +196,7 @@ class Collector:
                 share = watching.constant_features(tensor) if self.is_due("parameters", step) else None
                 if share is not None:
                     self._batch.append(("constant", path, share))
-            elif self._classes is not None and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+            elif self.classes is not None and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
                 low, high = torch.aminmax(torch.where(tensor == self._ignore_index, 0, tensor))
                 if tensor.device.type == "cpu":
                     observations += self.judged_label(step, path, float(low), float(high))
@@ -209,9 +210,9 @@ class Collector:
 
     def judged_label(self, step: int, path: str, low: float, high: float) -> list[Observation]:
         """An observation if labels are not among the classes."""
-        if self._classes is None or (low >= 0 and high < self._classes):
+        if self.classes is None or (low >= 0 and high < self.classes):
             return []
-        seen = {"name": path, "low": int(low), "high": int(high), "classes": self._classes}
+        seen = {"name": path, "low": int(low), "high": int(high), "classes": self.classes}
         return [Observation("label", step, seen)]
 
     def forget_batch(self) -> None:

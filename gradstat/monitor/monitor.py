@@ -285,6 +285,7 @@ class Monitor:
             self._max_norm,
             eps_of(self._optimizer),
             second_moment_decay_of(self._optimizer),
+            self._collector.classes,
         )
         found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found

@@ -213,6 +213,7 @@ class Facts:
         max_norm: What the total norm is clipped to, if the monitor was told.
         optimizer_eps: What the optimizer adds to the root of its second moment, 0 if nothing.
         second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
+        classes: Into how many classes labels fall, if the monitor was told.
     """
 
     backward_order: tuple[str, ...] = ()
@@ -220,6 +221,7 @@ class Facts:
     max_norm: float | None = None
     optimizer_eps: float = 0.0
     second_moment_decay: float = 0.0
+    classes: int | None = None
 
     @functools.cached_property
     def backward_position(self) -> Mapping[str, int]:

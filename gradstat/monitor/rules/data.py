@@ -8,7 +8,7 @@ import numpy as np
 
 from gradstat import _fields
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Window
+from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
@@ -88,6 +88,9 @@ class BatchRange(Rule):
 class ConstantFeature(Rule):
     """Features that are the same in every sample of a batch.
 
+    In sparse inputs most are, so of those that are mostly zeros only a batch without any difference counts; and a
+    tensor with one value throughout is a mask or the like.
+
     Args:
         share: Of features.
         looks: For so many looks in a row.
@@ -110,7 +113,8 @@ class ConstantFeature(Rule):
         for look, step in enumerate(rows.steps.tolist()):
             for i, name in enumerate(rows.names):
                 share = float(rows.mean[look, i])
-                self._run[name] = self._run.get(name, 0) + 1 if share > self.share else 0
+                odd = share > self.share and not _is_naturally_constant(window.rows("batch"), step, name, share)
+                self._run[name] = self._run.get(name, 0) + 1 if odd else 0
                 if self._run[name] == 1:
                     self._since[name] = step
                 if self._run[name] == self.looks and self._episodes.begins(name, step):
@@ -118,6 +122,14 @@ class ConstantFeature(Rule):
                         self._since[name], name, f"{share:.0%} of the features of {name} are the same in every sample",
                         about="batch", share=share,
                     )  # fmt: skip
+
+
+def _is_naturally_constant(batches: Rows | None, step: int, name: str, share: float) -> bool:
+    if batches is None or name not in batches.names or step not in batches.steps:
+        return False
+    look, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
+    has_one_value = bool(batches.field("min")[look, i] == batches.field("max")[look, i])
+    return has_one_value or (share < 1 and bool(batches.zero_fraction[look, i] > 0.5))
 
 
 class LabelRange(Rule):

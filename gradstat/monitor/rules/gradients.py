@@ -17,8 +17,9 @@ class ExplodingGradient(LeapingRule):
     """A total norm that is too large by itself, or beside the steps before.
 
     Args:
-        limit: Of the total norm of one step.
-        mean_limit: Of the mean of ten steps.
+        limit: Of the total norm of one step. Where norms are always large, as those of a loss that is summed, it is
+            told once; when the window is half full, a norm has to be above ``factor`` times its median as well.
+        mean_limit: Of the mean of ten steps, likewise.
         sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails,
             so three standard deviations alone are exceeded by healthy steps every day.
     """
@@ -52,7 +53,10 @@ class ExplodingGradient(LeapingRule):
         self.limit, self.mean_limit = limit, mean_limit
 
     def bands(self) -> Mapping[str, Band]:
-        return {"norm": (-math.inf, min(self._high, self.limit))}
+        return {"norm": (-math.inf, self._limit_of(self.limit))}
+
+    def _limit_of(self, absolute: float) -> float:
+        return absolute if math.isinf(self._high) else min(self._high, max(absolute, self.factor * self._median))
 
     def review(self, window: Window) -> Iterable[Finding]:
         norms = window.scalars.get("norm")
@@ -62,16 +66,17 @@ class ExplodingGradient(LeapingRule):
             if not math.isfinite(norm):
                 continue
             step = int(window.steps[look])
-            limit = min(self._high, self.limit)
-            median = self.median() if norm > limit else math.nan
+            limit = self._limit_of(self.limit)
+            median = self._median
             began = self.leapt(step, norm)
-            if began is None and norm > self.limit and self._episodes.begins("leap", step):
+            if began is None and norm > max(limit, self.limit) and self._episodes.begins("leap", step):
                 began = step
             last = self._values[-10:]
             if began is not None:
                 yield self._finding(window, look, norm, began, median, limit)
-            elif len(last) == 10 and sum(last) > 10 * self.mean_limit and self._episodes.begins("leap", step):
-                mean = sum(last) / 10
+                continue
+            mean = sum(last) / 10 if len(last) == 10 else 0.0
+            if mean > max(self.mean_limit, self._limit_of(self.mean_limit)) and self._episodes.begins("leap", step):
                 yield self.found(
                     step, "norm", f"the gradient norm is {mean:.3g} on average of 10 steps", mean=mean,
                     limit=self.mean_limit,

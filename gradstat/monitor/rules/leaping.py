@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import numpy as np
-
-from gradstat.monitor.rows import Floats
 from gradstat.monitor.rules.base import Episodes, Rule
 
 # Makes the median absolute deviation of a normal distribution its standard deviation.
@@ -51,6 +49,7 @@ class LeapingRule(Rule):
         self._first: list[float] = []
         self._leaps: list[int] = []
         self._new = 0
+        self._median = math.nan  # of the window, when it is half full
         self._high = self._beyond = math.inf
         self._episodes = Episodes(quiet)
 
@@ -70,26 +69,34 @@ class LeapingRule(Rule):
             self.close()
         return began
 
-    def median(self) -> float:
-        """Of the window; NaN if it is empty."""
-        return float(np.median(self._values)) if self._values else math.nan
+    def beginning(self) -> float:
+        """The value with which training began."""
+        return sorted(self._first)[len(self._first) * 3 // 4]
 
     def close(self) -> None:
         """Sets the limits for the next steps."""
+        if not self._new:
+            return
         self._new = 0
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
             return
-        values, median = np.array(self._values), self.median()
-        first = float(np.quantile(self._first, 0.75))
+        # Sorting a hundred numbers is quicker than numpy's median of them.
+        values = sorted(self._values)
+        self._median = median = values[len(values) // 2]
+        first = self.beginning()
         above = max(
-            self.sigmas * _spread(values), (self.factor - 1) * abs(median), self.back * (first - median), self.floor
+            self.sigmas * _spread(values, median),
+            (self.factor - 1) * abs(median),
+            self.back * (first - median),
+            self.floor,
         )
-        self._beyond = max(median + above, self.beyond * max(first, float(values.max())))
-        if values.min() > 0:
-            above = max(above, median * math.expm1(min(self.log_sigmas * _spread(np.log(values)), 100.0)))
+        self._beyond = max(median + above, self.beyond * max(first, values[-1]))
+        if values[0] > 0:
+            logs = self.log_sigmas * _spread([math.log(value) for value in values], math.log(median))
+            above = max(above, median * math.expm1(min(logs, 100.0)))
         self._high = min(median + above, self._beyond)
 
 
-def _spread(values: Floats) -> float:
-    return _MAD * float(np.median(np.abs(values - np.median(values))))
+def _spread(values: Sequence[float], median: float) -> float:
+    return _MAD * sorted(abs(value - median) for value in values)[len(values) // 2]

@@ -142,7 +142,8 @@ class SmallSecondMoment(Rule):
     """A second moment so small that the optimizer divides by its eps rather than by it.
 
     Then updates shrink with the gradients, and the parameter ceases to learn (M. Wortsman and others, Small-scale
-    proxies for large-scale Transformer training instabilities, arXiv 2309.14322).
+    proxies for large-scale Transformer training instabilities, arXiv 2309.14322). Only weights of two dimensions and
+    more are judged: a bias before a batch norm has no gradient but for rounding, and none is missed.
 
     Args:
         beside_eps: The root of no element is larger than so many times eps. If the largest of thousands is, most are
@@ -173,9 +174,10 @@ class SmallSecondMoment(Rule):
             names = tuple(f"{kind} {name}" for name in rows.names)
             low_for, since = self._low_for.of(names), self._since.of(names)
             largest = rows.field("max")
+            judged = np.array([shape is not None and len(shape) >= 2 for shape in rows.layout.shapes])
             for look, step in enumerate(rows.steps.tolist()):
                 # All zero means no gradient yet, which is another rule's business.
-                low = (largest[look] < limit) & (largest[look] > 0)
+                low = judged & (largest[look] < limit) & (largest[look] > 0)
                 low_for[:] = np.where(low, low_for + 1, 0)
                 since[low_for == 1] = step
                 due = [int(i) for i in np.flatnonzero(low_for == self.looks)]

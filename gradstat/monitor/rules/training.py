@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Band, Episodes, Rule
 from gradstat.monitor.rules.leaping import LeapingRule
@@ -18,8 +18,8 @@ class LossSpike(LeapingRule):
 
     Args:
         sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
-        climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far, and
-            by half a nat.
+        climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest such mean
+            so far, and above it by ``floor`` and so large a share of the way back to where training began.
     """
 
     name = "loss-spike"
@@ -43,12 +43,13 @@ class LossSpike(LeapingRule):
         floor: float = 0.1,
         times: int = 4,
         within: int = 5,
-        beyond: float = 2.0,
+        beyond: float = 4.0,
         climb: float = 3.0,
+        climbed_back: float = 0.4,
         window: int = 100,
     ) -> None:
         super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
-        self.climb = climb
+        self.climb, self.climbed_back = climb, climbed_back
         self._lowest = math.inf
 
     def bands(self) -> Mapping[str, Band]:
@@ -61,7 +62,7 @@ class LossSpike(LeapingRule):
         for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 continue
-            high, median = self._high, self.median() if loss > self._high else math.nan
+            high, median = self._high, self._median
             began = self.leapt(step, loss)
             if began is not None:
                 yield self.found(
@@ -72,8 +73,10 @@ class LossSpike(LeapingRule):
                 continue
             mean = sum(self._values[-20:]) / 20
             self._lowest = min(self._lowest, mean)
-            climbed = self._lowest > 0 and mean > self.climb * self._lowest and mean > self._lowest + 0.5
-            if climbed and self._episodes.begins("climb", step):
+            if mean <= self.climb * self._lowest or self._lowest <= 0:
+                continue
+            least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest))
+            if mean > self._lowest + least and self._episodes.begins("climb", step):
                 yield self.found(
                     step,
                     "loss",
@@ -189,12 +192,14 @@ class ClipActivity(Rule):
 
 
 class SaturatedOutput(Rule):
-    """Outputs of the model most of which are so large that a softmax or sigmoid of them is 0 or 1.
+    """Outputs of the model that are certain, most of them, and wrong: a softmax of them is 0 or 1.
 
-    Beyond 10 a sigmoid is within 5e-5 of its end, and so is its derivative of 0.
+    Certain predictions that are right are an info, as that is where training on separable data ends; and so they are
+    if the monitor was not told the number of ``classes``, since the outputs may be no logits.
 
     Args:
-        share: Of elements beyond 10 in magnitude.
+        share: Of predictions whose largest logit is more than 10 above the next, or the only one beyond 10.
+        loss: They are wrong if the loss is larger. The tenth of 10 nats: more than a tenth of them is.
         looks: For so many looks in a row.
     """
 
@@ -205,29 +210,38 @@ class SaturatedOutput(Rule):
     )
     advice = (
         "a z-loss or label smoothing; weight decay on the output layer; a lower learning rate",
-        "if the outputs are no logits (a regression on large values), leave out this rule",
+        "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
-    def __init__(self, share: float = 0.5, looks: int = 3) -> None:
-        self.share, self.looks = share, looks
+    def __init__(self, share: float = 0.5, loss: float = 1.0, looks: int = 3) -> None:
+        self.share, self.loss, self.looks = share, loss, looks
         self._run = self._since = 0
-        self._episodes = Episodes(quiet=1000)
+        self._wrong = True
+        self._told: list[str] = []
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("output")
         if rows is None:
             return
+        losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
         for step, shares in zip(rows.steps.tolist(), np.nanmax(rows.mean, axis=1).tolist(), strict=True):
+            loss = float(losses[np.searchsorted(window.steps, step)])
+            if self._run == 0:
+                self._since, self._wrong = step, window.facts.classes is not None
             self._run = self._run + 1 if shares > self.share else 0
-            if self._run == 1:
-                self._since = step
-            if self._run == self.looks and self._episodes.begins("", step):
+            self._wrong = self._wrong and loss > self.loss
+            severity: Severity = "warning" if self._wrong else "info"
+            if self._run >= self.looks and severity not in self._told:
+                self._told.append(severity)
                 yield self.found(
                     self._since,
                     rows.names[0],
-                    f"{shares:.0%} of the outputs of the model are beyond 10",
+                    f"{shares:.0%} of the predictions are certain, by more than 10 in the logits"
+                    + f", and the loss is {loss:.3g}" * (not math.isnan(loss)),
                     about="output",
+                    severity=severity,
                     share=shares,
+                    loss=None if math.isnan(loss) else loss,
                 )
 
 
