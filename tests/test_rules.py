@@ -58,7 +58,11 @@ class Table:
         if not steps:
             return None
         infos = [TensorInfo(torch.Size(shape), self.dtype, torch.device("cpu"), None) for shape in self.shapes]
-        return Rows(Layout.of(self.names, infos), np.array(steps), np.array([self.rows[step] for step in steps], dtype=np.float64))
+        return Rows(
+            Layout.of(self.names, infos),
+            np.array(steps),
+            np.array([self.rows[step] for step in steps], dtype=np.float64),
+        )
 
 
 @dataclass
