@@ -217,6 +217,7 @@ def wobbling(count: int, level: float = 1.0) -> list[float]:
 
 LOSSES = [3.0] * 20 + wobbling(76, 0.3)
 NORMS = [2.0] * 20 + wobbling(76, 0.1)
+SETTLED = [1.0] * 20 + [0.1] * 108
 report = SimpleNamespace
 
 
@@ -288,7 +289,9 @@ CASES = [
           series("loss", [1.0] * 40 + [9.0]))),
     Case("loss-spike", series("loss", [*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), 96, "loss",
          (series("loss", [*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]), series("loss", [*LOSSES, 0.5, 0.5, 0.5, 0.5]))),
-    Case("loss-spike", series("loss", [0.1] * 40 + [2.0] * 6), 42, "loss", (series("loss", [0.1] * 40 + [0.4] * 9),)),
+    # A climb: never four of five.
+    Case("loss-spike", series("loss", [*SETTLED, *[0.95, 0.95, 0.95, 0.1, 0.1] * 6]), 140, "loss",
+         (series("loss", [*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),)),
     Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "x",
          (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
     Case("bad-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3, "b.weight",

@@ -18,8 +18,9 @@ class LossSpike(LeapingRule):
 
     Args:
         sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
-        climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest such mean
-            so far, and above it by ``floor`` and so large a share of the way back to where training began.
+        climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest mean of a
+            window so far, and above it by ``floor``, by so large a share of the way back to where training began, and
+            by five standard errors.
     """
 
     name = "loss-spike"
@@ -51,6 +52,17 @@ class LossSpike(LeapingRule):
         super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
         self.climb, self.climbed_back = climb, climbed_back
         self._lowest = math.inf
+        self._error = 0.0
+
+    def close(self) -> None:
+        super().close()
+        count = len(self._values)
+        if 2 * count >= self.window:
+            mean = sum(self._values) / count
+            if mean < self._lowest:
+                self._lowest = mean
+                # The standard error of a mean of twenty.
+                self._error = math.sqrt(sum((value - mean) ** 2 for value in self._values) / (20 * count))
 
     def bands(self) -> Mapping[str, Band]:
         return {"loss": (-math.inf, self._high)}
@@ -69,13 +81,12 @@ class LossSpike(LeapingRule):
                     began, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
                     limit=high,
                 )  # fmt: skip
-            if len(self._values) < 20:
+            if not 0 < self._lowest < math.inf:
                 continue
             mean = sum(self._values[-20:]) / 20
-            self._lowest = min(self._lowest, mean)
-            if mean <= self.climb * self._lowest or self._lowest <= 0:
+            if mean <= self.climb * self._lowest:
                 continue
-            least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest))
+            least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.begins("climb", step):
                 yield self.found(
                     step,
