@@ -10,6 +10,7 @@ from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._version import __version__
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
+from gradstat.automatic import AutoHandle, auto
 from gradstat.check import PendingReport, check, check_async, check_tensors
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.clip_value import clip_grad_value_
@@ -28,6 +29,7 @@ __all__ = [
     "AccumulationReport",
     "AdaGC",
     "AutoClip",
+    "AutoHandle",
     "BackendStatus",
     "BackendUnavailableError",
     "ClipSummary",
@@ -45,6 +47,7 @@ __all__ = [
     "ZClip",
     "__version__",
     "amp",
+    "auto",
     "backends",
     "check",
     "check_async",

@@ -40,7 +40,7 @@ class Arrival:
 
     def wait(self) -> Any:
         """The numbers, as an array."""
-        if self._event is not None:
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._host.cpu().numpy()  # .cpu() waits on devices without pinned copies, else does nothing
 

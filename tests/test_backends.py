@@ -176,6 +176,7 @@ LAYERS = [
     {"step", "amp"},
     {"distributed"},
     {"monitor"},
+    {"automatic"},
     {"__init__"},
     {"bench", "pytest_plugin", "integrations"},
     {"demo"},

@@ -23,6 +23,9 @@ def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.C
     picture = image.imread(tmp_path / "gradient-norms.png")
     assert picture.shape[1] >= 1000
     assert picture.std() > 0.05
+    assert "1 error in 25 steps of GPT; it began in step 20 with blocks.1.mlp.down.weight" in printed
+    assert b"blocks.1.mlp.down.weight" in (tmp_path / "run.html").read_bytes()
+    assert main(["view", str(tmp_path / "run.gradstat"), "--no-page"]) == 0
 
 
 def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

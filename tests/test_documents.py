@@ -49,9 +49,35 @@ def run_examples(name: str) -> None:
         exec(example, {})
 
 
-@pytest.mark.parametrize("name", ["stepping.md", "clipping.md"])
-def test_examples_of_the_pages_run(name: str) -> None:
+@pytest.mark.parametrize("name", ["stepping.md", "clipping.md", "flight-recorder.md"])
+def test_examples_of_the_pages_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     run_examples(name)
+
+
+def test_the_page_on_the_monitor_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "monitor.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    for example in examples:
+        exec(example, names)
+    assert (tmp_path / "run.gradstat").exists()
+    names["test_training_is_healthy"]()  # type: ignore[operator]
+
+
+def test_the_monitor_of_the_readme_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"```python\n(monitor = .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = torch.nn.Linear(4, 2)
+    names = {
+        "gradstat": gradstat,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loss_of": torch.nn.functional.mse_loss,
+        "batches": [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)],
+    }
+    exec(example, names)
+    assert names["monitor"].diagnose().ok  # type: ignore[attr-defined]
 
 
 def test_examples_on_several_ranks_run(ranks: Ranks) -> None:

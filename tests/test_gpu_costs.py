@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_counts import Counts, count
 
 import gradstat
 
@@ -66,8 +67,8 @@ def test_a_call_takes_kilobytes(backend: str, count: int) -> None:
 def test_triton_compiles_each_kernel_once() -> None:
     from gradstat.kernels import scale, stats
 
-    for count, size in ((1, 8), (16, 100), (33, 1000), (2, 100_000)):
-        gradstat.clip_grad_norm_(parameters(count, size), 1e-3, backend="triton")
+    for number, size in ((1, 8), (16, 100), (33, 1000), (2, 100_000)):
+        gradstat.clip_grad_norm_(parameters(number, size), 1e-3, backend="triton")
     device = torch.cuda.current_device()
     for kernel in (stats.stats_kernel, scale.scale_kernel):
         assert len(kernel.device_caches[device][0]) == 1
@@ -108,3 +109,44 @@ def test_clips_in_quick_succession_see_each_other() -> None:
     first = torch.cat([g.flatten() for g in originals]).norm().cpu()
     expected = torch.cat([first[None], torch.minimum(first, limits)])
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=0)
+
+
+def test_a_healthy_step_of_a_monitor_is_one_launch_and_no_sync() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(20)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs = torch.randn(8, 64, device="cuda")
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    loss = model(inputs).square().mean()
+    loss.backward()
+    for _ in range(4):  # the first looks at everything
+        monitor.step(loss)
+        torch.cuda.synchronize()
+    assert count(lambda: monitor.step(loss)) == Counts(1, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(60):  # those that look at parameters and the optimizer's state are among them
+            monitor.step(loss)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert monitor.flush() == []
+
+
+def test_a_monitor_skips_on_the_device_and_tells_a_step_later() -> None:
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")})
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 64, device="cuda")).square().mean()
+        loss.backward()
+        if step == 3:
+            model.weight.grad[1, 2] = float("nan")  # type: ignore[index]
+        before = model.weight.detach().clone()
+        torch.cuda.set_sync_debug_mode("error")
+        found = monitor.step(loss)
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(before, model.weight) == (step == 3)
+        assert bool(found) == (step == 4)
+    assert monitor.findings[0].step == 3

@@ -13,12 +13,15 @@ import torch
 from gradstat.demo import corpus, costs, heatmap
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import Run, train
+from gradstat.monitor.diagnosis import Diagnosis
+from gradstat.monitor.recorder import save
+from gradstat.monitor.view import write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo; returns 0 if the corruption was found where it was put, 1 if not, 130 when interrupted."""
     options = _parser().parse_args(arguments)
-    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("matplotlib", "plotly", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"The demo also needs {' and '.join(missing)}: pip install 'gradstat[demo]'", file=sys.stderr)
         return 2
@@ -40,7 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, help="training steps (default 300; 40 with --quick)")
     parser.add_argument(
-        "--output", type=Path, default=Path("demo-output"), help="folder for the PNG (default %(default)s)"
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for the picture, the recording and its page (default %(default)s)",
     )
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU if there is one"
@@ -91,7 +97,11 @@ def _run(options: argparse.Namespace) -> int:
 
     picture = options.output / "gradient-norms.png"
     heatmap.draw(run, picture)
-    print(f"\npicture: {picture}")
+    assert run.recording is not None
+    recording = save(run.recording, options.output / "run.gradstat")
+    page = write_page(run.recording, options.output / "run.html", title="The demo")
+    print(f"\n{Diagnosis.of(run.recording)}")
+    print(f"\npicture: {picture}\npage: {page}\nrecording, for `python -m gradstat view`: {recording}")
     return _verdict(run, f"{culprit}.weight")
 
 

@@ -31,6 +31,7 @@ class Run:
         bad: Per step, whether each parameter's gradient was not finite.
         corrupted_step: Which step was corrupted.
         incident: The report of that step.
+        recording: What the monitor kept of the run.
     """
 
     names: tuple[str, ...]
@@ -40,6 +41,7 @@ class Run:
     layer_norms: list[Any] = field(default_factory=list)
     bad: list[Any] = field(default_factory=list)
     incident: gradstat.Report | None = None
+    recording: gradstat.monitor.Recording | None = None
 
 
 def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -73,6 +75,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     run = Run(tuple(name for name, _ in model.named_parameters()), corrupted_step)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", max_norm=MAX_NORM, watch={"activations": 10})
     interactive = sys.stderr.isatty()
     progress = tqdm(range(steps), desc="training", unit="step", disable=not interactive, dynamic_ncols=True)
     for step in progress:
@@ -85,6 +88,7 @@ def train(
         if handle is not None:
             handle.remove()
 
+        monitor.step(loss)
         report = gradstat.check(model)
         if report.ok:
             norm = float(gradstat.clip_grad_norm_(model.parameters(), MAX_NORM))
@@ -104,6 +108,8 @@ def train(
         progress.set_postfix(loss=f"{run.losses[-1]:.3f}", grad_norm=f"{norm:.3f}", refresh=False)
         if not interactive and step % max(1, steps // 6) == 0:
             print(f"step {step:4d}  loss {run.losses[-1]:.3f}  gradient norm {norm:.3f}", flush=True)
+    monitor.detach()
+    run.recording = monitor.recording()
     return run
 
 

@@ -45,6 +45,7 @@ class Collector:
 
     Attributes:
         backward_order: Parameters in the order in which their gradients were complete in the first step.
+        classes: As for `gradstat.Monitor`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Collector:
         self._flagged = flagged
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._watch, self._backend = watch, backend
-        self._classes, self._ignore_index = classes, ignore_index
+        self.classes, self._ignore_index = classes, ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
         self.backward_order: tuple[str, ...] = ()
@@ -77,6 +78,7 @@ class Collector:
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._before: list[Tensor] | None = None
+        self._known: tuple[tuple[str, ...], list[int]] = ((), [])
         self._switch_hooks(0)
 
     def collect(self, step: int, loss: Tensor | float | None, lr: float | Tensor | None) -> Pending:
@@ -84,8 +86,11 @@ class Collector:
         source = source_of(self._model)
         gradients = gradients_of(source.parameters)
         scalars: dict[str, float] = {}
-        if gradients.missing is not None:
+        observations: list[Observation] = []
+        if gradients.missing:
             scalars["missing"] = float(len(gradients.missing))
+            # Rows do not tell a gradient that is missing from that of a frozen parameter.
+            observations.append(Observation("missing", step, gradients.missing))
         on_device: dict[str, Tensor] = {}
         self._take_scalars(loss, lr, scalars, on_device)
         tensors = [*gradients.tensors, *on_device.values()]
@@ -99,7 +104,7 @@ class Collector:
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device), None, len(on_device)))
         others: list[Numbers] = []
-        observations: list[Observation] = []
+        self._notice_change(step, source.parameters, segments[0].names, observations)
         if self._batch or self._before is not None or self._is_any_due(step):
             segments = [*segments]
             for segment, more in self._due(step, source.parameters, segments[0].names, observations):
@@ -113,6 +118,17 @@ class Collector:
             self.backward_order, self._learning = self._learning.end(), None
         self._switch_hooks(step + 1)
         return Pending(step, numbers, scalars, is_scaled, origin, observations)
+
+    def _notice_change(
+        self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
+    ) -> None:
+        """Looks at once whether the optimizer has all parameters if they are others than before."""
+        if names is self._known[0]:
+            return  # a module that was changed in any way is walked again, and its names are another tuple
+        known, ids = self._known[1], list(map(id, parameters))
+        self._known = names, ids
+        if ids != known and self._optimizer is not None and self._watch["optimizer"]:
+            observations.append(Observation("coverage", step, watching.coverage(self._optimizer, parameters, names)))
 
     def _is_any_due(self, step: int) -> bool:
         return any(step % period == 0 for period in self._sampled)
@@ -180,7 +196,7 @@ class Collector:
                 share = watching.constant_features(tensor) if self.is_due("parameters", step) else None
                 if share is not None:
                     self._batch.append(("constant", path, share))
-            elif self._classes is not None and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+            elif self.classes is not None and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
                 low, high = torch.aminmax(torch.where(tensor == self._ignore_index, 0, tensor))
                 if tensor.device.type == "cpu":
                     observations += self.judged_label(step, path, float(low), float(high))
@@ -194,9 +210,9 @@ class Collector:
 
     def judged_label(self, step: int, path: str, low: float, high: float) -> list[Observation]:
         """An observation if labels are not among the classes."""
-        if self._classes is None or (low >= 0 and high < self._classes):
+        if self.classes is None or (low >= 0 and high < self.classes):
             return []
-        seen = {"name": path, "low": int(low), "high": int(high), "classes": self._classes}
+        seen = {"name": path, "low": int(low), "high": int(high), "classes": self.classes}
         return [Observation("label", step, seen)]
 
     def forget_batch(self) -> None:
@@ -299,3 +315,13 @@ def eps_of(optimizer: Optimizer | None) -> float:
     """What the optimizer adds to the root of its second moment."""
     eps = 0.0 if optimizer is None else optimizer.param_groups[0].get("eps", 0.0)
     return float(eps) if isinstance(eps, (int, float)) and math.isfinite(eps) else 0.0
+
+
+def second_moment_decay_of(optimizer: Optimizer | None) -> float:
+    """How much of its second moment the optimizer keeps from step to step, the least of all groups; 0 if not known."""
+    kept = []
+    for group in () if optimizer is None else optimizer.param_groups:
+        betas = group.get("betas")
+        kept.append(betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha"))
+    known = [float(value) for value in kept if isinstance(value, (int, float)) and 0 < value < 1]
+    return min(known) if known and len(known) == len(kept) else 0.0

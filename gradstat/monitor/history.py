@@ -46,7 +46,7 @@ class History:
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
                 self._chunks.setdefault(kind, deque()).append(_Chunk(rows.layout, rows.steps, rows.compact()))
-        if self._length and len(steps):
+        if self._length and len(steps):  # none if a batch was reviewed before the first step
             self._scalars.append((steps, scalars))
             self._forget()
 
@@ -82,8 +82,7 @@ class History:
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))
         for kind, series in recording.tables.items():
-            unknown = (None,) * len(series.names)
-            layout = Layout(series.names, unknown, unknown, series.numel, series.numel.astype(np.float64))
+            layout = Layout(series.names, (None,) * len(series.names), series.numel, series.numel.astype(np.float64))
             kept = np.stack([series.column(name) for name in KEPT], axis=2)
             self._chunks[kind] = deque([_Chunk(layout, series.steps, kept)])
 

@@ -188,7 +188,7 @@ class Intake:
             for position, info in zip(segment.positions, arrived.infos, strict=True):
                 infos[position] = info
             if known is not None and known[2].names == segment.names:  # what was there before has its shape still
-                infos = [known[2].info(i) if info is None else info for i, info in enumerate(infos)]
+                infos = [known[2].infos[i] if info is None else info for i, info in enumerate(infos)]
         layout = Layout.of(segment.names, infos)
         self._layouts[segment.kind] = (arrived.every, segment.positions, layout)
         return layout

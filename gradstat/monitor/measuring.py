@@ -17,7 +17,6 @@ from gradstat.monitor.rows import Floats
 from gradstat.stats import measure_directly, measure_generally
 
 _WIDTH = len(_fields.FIELDS)
-_FIRST = _fields.INDEX["first_nonfinite"]
 
 
 class Segment(NamedTuple):
@@ -87,7 +86,7 @@ class Numbers:
         if not tables:
             return np.empty((0, _WIDTH))
         if len(tables) == 1:
-            return _without_ranks(tables[0], self.infos())
+            return tables[0][:, :_WIDTH]  # type: ignore[no-any-return]  # distributed tensors have a column more
         joined: Floats = np.concatenate(tables)[self._order()]
         return joined
 
@@ -129,16 +128,6 @@ def _nonfinite_flag(count: int, parts: list[Part], total: Tensor | None) -> Tens
         flags.append((rows[:, _fields.NONFINITE].sum() > 0).to(torch.float32))
     home = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([moved(flag, home) for flag in flags]).amax()
-
-
-def _without_ranks(table: Any, infos: Sequence[TensorInfo]) -> Floats:
-    """Rows of distributed tensors without their further column, and with indices without the rank."""
-    rows = np.array(table[:, :_WIDTH])
-    for i in np.flatnonzero(np.isfinite(rows[:, _FIRST])).tolist():
-        shards = infos[i].shards
-        if shards is not None:
-            rows[i, _FIRST] = shards.split(rows[i, _FIRST])[1]
-    return rows
 
 
 def measured(

@@ -20,7 +20,7 @@ from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
 from gradstat.monitor.actions import Skipping, Snapshots
-from gradstat.monitor.collecting import Collector, Pending, eps_of
+from gradstat.monitor.collecting import Collector, Pending, eps_of, second_moment_decay_of
 from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
@@ -255,10 +255,10 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            odd = self._intake.take(pending)
+            odd = self._intake.take(pending) or self._reviewer.is_out_of_band(pending.scalars)
             if odd:
                 self._look_closer(pending.step)
-            if self._reviewer.is_due(pending.step, pending.scalars) or odd:
+            if odd or self._reviewer.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
@@ -279,7 +279,14 @@ class Monitor:
         observations, self._intake.observations = self._intake.observations, []
         steps, scalars, tables = self._intake.close()
         self._history.keep(steps, scalars, tables)
-        facts = Facts(self._collector.backward_order, self._scaler is not None, self._max_norm, eps_of(self._optimizer))
+        facts = Facts(
+            self._collector.backward_order,
+            self._scaler is not None,
+            self._max_norm,
+            eps_of(self._optimizer),
+            second_moment_decay_of(self._optimizer),
+            self._collector.classes,
+        )
         found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
         for finding in found:
@@ -399,8 +406,11 @@ class Monitor:
         self._reviewer.refresh(self.steps)
         self._collector.resume(self.steps)
 
-    def detach(self) -> None:
-        """Ends the watch: reads what is left, takes all hooks away. `findings` and `recording` stay."""
+    def detach(self, why: str = "the run ended") -> None:
+        """Ends the watch: reads what is left, takes all hooks away, saves the recording if there is a file for it.
+
+        `findings`, `recording` and `diagnose` stay.
+        """
         if self._paused:
             return
         try:
@@ -412,21 +422,20 @@ class Monitor:
                 self._skipping.remove()
             if self._replaying is not None:
                 self._replaying.remove()
+            if self._save_to is not None:
+                self.save(self._save_to, why)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Detaches, and saves the recording if there is a file for it."""
+        """Detaches. An error that ends the run is told in the recording, and goes before one of the monitor."""
         try:
-            self.detach()
+            self.detach("the run ended" if error is None else f"{type(error).__name__}: {error}")
         except AnomalyError as found:
             if error is None:
                 raise
-            warnings.warn(f"gradstat: {found}", RuntimeWarning, stacklevel=2)
-        finally:
-            if self._save_to is not None:
-                self.save(self._save_to, "the run ended" if error is None else f"{type(error).__name__}: {error}")
+            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=outside())
 
     def _save_incident(self, finding: Finding) -> None:
         base = self._save_to if self._save_to is not None else Path("incident.gradstat")

@@ -29,10 +29,12 @@ class Reviewer:
         self._next = 1
         self.refresh(0)
 
-    def is_due(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Whether to review after ``step``: it is time, or a scalar has left the band of a rule."""
-        if step + 1 >= self._next:
-            return True
+    def is_due(self, step: int) -> bool:
+        """Whether it is time to review after ``step``."""
+        return step + 1 >= self._next
+
+    def is_out_of_band(self, scalars: Mapping[str, float]) -> bool:
+        """Whether a scalar has left the band of a rule, so that a step is reviewed at once."""
         for name, low, high in self._bands:
             value = scalars.get(name)
             if value is not None and not low <= value <= high:

@@ -14,18 +14,11 @@ import torch
 from gradstat import _fields
 from gradstat._tensors import TensorInfo
 from gradstat.monitor.recording import COLUMNS
-from gradstat.tensor_stats import l2_norm_of
+from gradstat.tensor_stats import TensorStats, l2_norm_of
 
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-
-
-class _Known(NamedTuple):
-    """Of a `TensorInfo` what a layout keeps."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class Layout(NamedTuple):
@@ -33,30 +26,31 @@ class Layout(NamedTuple):
 
     Attributes:
         names: ``[n]`` in the order of the model.
-        shapes: Of each; None where it was never seen.
-        dtypes: Of each; None likewise.
+        infos: Of each; None where it was never seen.
         numel: ``[n]`` int64.
         values: ``[n]`` float64: elements, complex ones twice.
     """
 
     names: tuple[str, ...]
-    shapes: tuple[torch.Size | None, ...]
-    dtypes: tuple[torch.dtype | None, ...]
+    infos: tuple[TensorInfo | None, ...]
     numel: npt.NDArray[np.int64]
     values: Floats
 
-    def info(self, i: int) -> _Known | None:
-        """Shape and dtype of the i-th; None where it was never seen."""
-        shape, dtype = self.shapes[i], self.dtypes[i]
-        return None if shape is None or dtype is None else _Known(shape, dtype)
+    @property
+    def shapes(self) -> tuple[torch.Size | None, ...]:
+        """Of each tensor; None where it was never seen."""
+        return tuple(None if info is None else info.shape for info in self.infos)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """Likewise."""
+        return tuple(None if info is None else info.dtype for info in self.infos)
 
     @classmethod
-    def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | _Known | None]) -> Layout:
-        shapes = tuple(None if info is None else info.shape for info in infos)
-        dtypes = tuple(None if info is None else info.dtype for info in infos)
-        numel = np.array([0 if shape is None else shape.numel() for shape in shapes], dtype=np.int64)
-        parts = np.array([2.0 if dtype is not None and dtype.is_complex else 1.0 for dtype in dtypes])
-        return cls(tuple(names), shapes, dtypes, numel, numel * parts)
+    def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:
+        numel = np.array([0 if info is None else info.shape.numel() for info in infos], dtype=np.int64)
+        parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
+        return cls(tuple(names), tuple(infos), numel, numel * parts)
 
 
 class Rows:
@@ -82,6 +76,14 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def first_nonfinite(self, look: int, position: int) -> list[int] | None:
+        """Index of the first NaN or Inf of one tensor, as `gradstat.TensorStats` has it."""
+        info = self.layout.infos[position]
+        first = (
+            None if info is None else TensorStats(self.names[position], self.raw[look, position], info).first_nonfinite
+        )
+        return None if first is None else list(first)
 
     def field(self, name: str) -> Floats:
         """A column as it was measured."""
@@ -210,12 +212,16 @@ class Facts:
         is_scaled: Whether there is a loss scaler, so that overflows now and then are how it works.
         max_norm: What the total norm is clipped to, if the monitor was told.
         optimizer_eps: What the optimizer adds to the root of its second moment, 0 if nothing.
+        second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
+        classes: Into how many classes labels fall, if the monitor was told.
     """
 
     backward_order: tuple[str, ...] = ()
     is_scaled: bool = False
     max_norm: float | None = None
     optimizer_eps: float = 0.0
+    second_moment_decay: float = 0.0
+    classes: int | None = None
 
     @functools.cached_property
     def backward_position(self) -> Mapping[str, int]:

@@ -240,7 +240,11 @@ def _merged(rows: Tensor) -> Tensor:
 
 
 class Outputs:
-    """The share of a model's outputs beyond 10 in magnitude, taken in a forward hook while switched on."""
+    """The share of a model's predictions that are certain, taken in a forward hook while switched on.
+
+    One is certain if its largest logit is more than 10 above the next, each of which a softmax gives less than 5e-5.
+    How large logits are by themselves says nothing: a softmax does not see what they have in common.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
@@ -249,9 +253,14 @@ class Outputs:
 
     def see(self, _name: str, output: Any) -> None:
         logits = getattr(output, "logits", output)
-        if measurable(logits) and logits.dim() >= 2 and logits.numel():
+        if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():
-                self._share = (logits.detach().abs() > 10).to(torch.float32).mean().reshape(1)
+                if logits.shape[-1] > 1:
+                    top = logits.detach().topk(2, -1).values
+                    margin = top[..., 0] - top[..., 1]
+                else:
+                    margin = logits.detach().abs()
+                self._share = (margin > 10).to(torch.float32).mean().reshape(1)
 
     def take(self) -> tuple[Segment, list[Tensor]]:
         share, self._share = self._share, None

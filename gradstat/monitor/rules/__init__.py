@@ -20,17 +20,8 @@ from gradstat.monitor.rules.finite import (
     NonfiniteParameter,
     SporadicNonfinite,
 )
-from gradstat.monitor.rules.magnitude import (
-    DeadGradient,
-    ExplodingGradient,
-    GradientWeightRatio,
-    MissingGradient,
-    ParameterJump,
-    UnchangedParameter,
-    UpdateWeightRatio,
-    VanishingGradient,
-)
-from gradstat.monitor.rules.optimizer import MomentumDrift, SmallSecondMoment
+from gradstat.monitor.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
+from gradstat.monitor.rules.optimizer import MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.monitor.rules.precision import LossScale, Underflow
 from gradstat.monitor.rules.training import (
     ClipActivity,
@@ -39,42 +30,49 @@ from gradstat.monitor.rules.training import (
     OptimizerCoverage,
     SaturatedOutput,
 )
+from gradstat.monitor.rules.weights import GradientWeightRatio, ParameterJump, UnchangedParameter, UpdateWeightRatio
 
 RULES: tuple[type[Rule], ...] = (
+    # What goes into a step.
     NonfiniteBatch,
-    NonfiniteParameter,
-    NonfiniteBuffer,
+    BatchRange,
+    LabelRange,
+    ConstantFeature,
+    RepeatedBatch,
+    LearningRateJump,
+    # The state it begins with: the optimizer's made the parameters what they are.
+    OptimizerCoverage,
+    ReplicaMismatch,
     NonfiniteOptimizerState,
+    SecondMomentDrop,
+    MomentumDrift,
+    NonfiniteParameter,
+    ParameterJump,
+    NonfiniteBuffer,
+    # Its forward pass, and what explains all that is not finite in it.
+    SporadicNonfinite,
     NonfiniteActivation,
     NonfiniteLoss,
     LostLoss,
-    NonfiniteGradient,
-    BadRank,
-    SporadicNonfinite,
-    ExplodingGradient,
-    VanishingGradient,
-    DeadGradient,
-    MissingGradient,
-    GradientWeightRatio,
-    UpdateWeightRatio,
-    ParameterJump,
-    UnchangedParameter,
     LossSpike,
-    LearningRateJump,
-    ClipActivity,
     SaturatedOutput,
-    OptimizerCoverage,
-    Underflow,
+    # Its backward pass.
+    BadRank,
     LossScale,
-    MomentumDrift,
+    NonfiniteGradient,
+    MissingGradient,
+    DeadGradient,
+    Underflow,
+    VanishingGradient,
+    ExplodingGradient,
+    GradientWeightRatio,
+    # What comes of it.
+    UpdateWeightRatio,
+    UnchangedParameter,
     SmallSecondMoment,
-    BatchRange,
-    ConstantFeature,
-    LabelRange,
-    RepeatedBatch,
-    ReplicaMismatch,
+    ClipActivity,
 )
-"""All of them, in the order in which they are asked."""
+"""All of them, in the order in which they are asked: causes go before effects, as far as both show in one step."""
 
 
 def default_rules() -> list[Rule]:

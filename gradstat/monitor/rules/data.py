@@ -8,7 +8,7 @@ import numpy as np
 
 from gradstat import _fields
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Window
+from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
@@ -34,9 +34,8 @@ class NonfiniteBatch(Rule):
             for i in np.flatnonzero(rows.nonfinite[look]):
                 if not self._episodes.begins(rows.names[i], step):
                     continue
-                nan, inf, shape = int(rows.raw[look, i, 0]), int(rows.raw[look, i, 1]), rows.layout.shapes[i]
-                flat = rows.raw[look, i, _fields.INDEX["first_nonfinite"]]
-                first = None if shape is None else [int(n) for n in np.unravel_index(int(flat), shape)]
+                nan, inf = int(rows.raw[look, i, 0]), int(rows.raw[look, i, 1])
+                first = rows.first_nonfinite(int(look), int(i))
                 yield self.found(
                     step,
                     rows.names[i],
@@ -89,6 +88,9 @@ class BatchRange(Rule):
 class ConstantFeature(Rule):
     """Features that are the same in every sample of a batch.
 
+    In sparse inputs most are, so of those that are mostly zeros only a batch without any difference counts; and a
+    tensor with one value throughout is a mask or the like.
+
     Args:
         share: Of features.
         looks: For so many looks in a row.
@@ -101,6 +103,7 @@ class ConstantFeature(Rule):
     def __init__(self, share: float = 0.9, looks: int = 3) -> None:
         self.share, self.looks = share, looks
         self._run: dict[str, int] = {}
+        self._since: dict[str, int] = {}
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -110,12 +113,23 @@ class ConstantFeature(Rule):
         for look, step in enumerate(rows.steps.tolist()):
             for i, name in enumerate(rows.names):
                 share = float(rows.mean[look, i])
-                self._run[name] = self._run.get(name, 0) + 1 if share > self.share else 0
+                odd = share > self.share and not _is_naturally_constant(window.rows("batch"), step, name, share)
+                self._run[name] = self._run.get(name, 0) + 1 if odd else 0
+                if self._run[name] == 1:
+                    self._since[name] = step
                 if self._run[name] == self.looks and self._episodes.begins(name, step):
                     yield self.found(
-                        step, name, f"{share:.0%} of the features of {name} are the same in every sample",
+                        self._since[name], name, f"{share:.0%} of the features of {name} are the same in every sample",
                         about="batch", share=share,
                     )  # fmt: skip
+
+
+def _is_naturally_constant(batches: Rows | None, step: int, name: str, share: float) -> bool:
+    if batches is None or name not in batches.names or step not in batches.steps:
+        return False
+    look, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
+    has_one_value = bool(batches.field("min")[look, i] == batches.field("max")[look, i])
+    return has_one_value or (share < 1 and bool(batches.zero_fraction[look, i] > 0.5))
 
 
 class LabelRange(Rule):
@@ -142,7 +156,9 @@ class LabelRange(Rule):
                     seen.value["name"],
                     f"the labels {seen.value['name']} run from {low} to {high}; expected {allowed}",
                     about="batch",
-                    **{key: value for key, value in seen.value.items() if key != "name"},
+                    low=low,
+                    high=high,
+                    classes=classes,
                 )
 
 
@@ -202,11 +218,13 @@ class BadRank(Rule):
         for seen in window.observations:
             if seen.kind == "origin" and not seen.value.ok and self._episodes.begins("", seen.step):
                 report = seen.value
-                names = list(report.nonfinite)
+                names = list(report.nonfinite)  # without the prefix of DDP
+                as_watched = {name.removeprefix("module."): name for name in window.facts.backward_order}
                 yield self.found(
                     seen.step,
-                    window.facts.first_in_backward(names),
+                    window.facts.first_in_backward([as_watched.get(name, name) for name in names]),
                     str(report).removeprefix("gradstat: "),
                     about="gradient",
+                    severity="info" if window.facts.is_scaled else None,  # an overflow now and then is normal
                     ranks=sorted({report.rank_of(name) for name in names}),
                 )

@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gradstat import _fields
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import Episodes, Rule
-
-_FIRST = _fields.INDEX["first_nonfinite"]
 
 
 def _counts(rows: Rows, look: int, position: int) -> dict[str, Any]:
@@ -22,10 +19,9 @@ def _counts(rows: Rows, look: int, position: int) -> dict[str, Any]:
         "inf_count": int(row[1]),
         "numel": int(rows.layout.numel[position]),
     }
-    shape = rows.layout.shapes[position]
-    # Rows of distributed tensors have the rank in the same number, which only a report takes apart.
-    if shape is not None and row[_FIRST] < shape.numel():
-        counted["first"] = [int(i) for i in np.unravel_index(int(row[_FIRST]), shape)]
+    first = rows.first_nonfinite(look, position)
+    if first is not None:
+        counted["first"] = first
     return counted
 
 

@@ -18,10 +18,11 @@ class MomentumDrift(Rule):
     """Momentum that grows and grows.
 
     Args:
-        factor: Above so many times its settled norm, the median of the looks before.
-        growth: And by more than this share from look to look.
-        looks: For so many looks in a row.
+        growth: By more than this share from look to look, for so many ``looks`` in a row.
+        factor: And in the end above so many times the largest norm before that. Norms of gradients' averages are noisy,
+            and five rises in a row happen.
         settled_after: Looks it takes to settle.
+        jump: So many times the settled norm is too much at once, without growing, from the third look on.
     """
 
     name = "momentum-drift"
@@ -33,9 +34,8 @@ class MomentumDrift(Rule):
     advice = ("lower the learning rate now; clip gradients", "compare the state with that of the last checkpoint")
 
     def __init__(
-        self, factor: float = 1.5, growth: float = 0.15, looks: int = 5, settled_after: int = 5, jump: float = 100.0
+        self, factor: float = 2.0, growth: float = 0.15, looks: int = 5, settled_after: int = 5, jump: float = 100.0
     ) -> None:
-        """``jump``: so many times the settled norm is too much at once, without growing."""
         self.factor, self.growth, self.looks, self.settled_after = factor, growth, looks, settled_after
         self.jump = jump
         self._norms: dict[str, list[list[float]]] = {}
@@ -55,70 +55,143 @@ class MomentumDrift(Rule):
             growing = self._growing.of(tuple(names))
             for look, step in enumerate(rows.steps.tolist()):
                 norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
-                if len(before) >= self.settled_after:
+                if len(before) >= 2:
                     settled = np.median(before, axis=0)
+                    largest = np.max(before[: -self.looks] or before, axis=0)
                     rises = norms > (1 + self.growth) * np.array(before[-1])
                     growing[:] = np.where(rises, growing + 1, 0)
-                    drifts = (growing >= self.looks) & (norms > self.factor * settled)
+                    drifts = (growing >= self.looks) & (largest > 0) & (norms > self.factor * largest)
                     leaps = norms > self.jump * settled
-                    for i in np.flatnonzero((drifts | leaps) & (settled > 0)):
-                        if self._episodes.begins(names[i], step):
-                            yield self.found(
-                                step,
-                                rows.names[i],
-                                f"the optimizer's {kind} of {rows.names[i]} has grown to {norms[i] / settled[i]:.3g} "
-                                f"times its settled norm of {settled[i]:.3g}",
-                                about=kind,
-                                norm=norms[i],
-                                settled=settled[i],
-                                growing_for=growing[i],
-                            )
-                            break  # the others go with it
+                    due = (drifts & (len(before) >= self.settled_after) | leaps) & (settled > 0)
+                    fresh = [i for i in np.flatnonzero(due).tolist() if self._episodes.begins(names[i], step)]
+                    if fresh:
+                        worst = max(fresh, key=lambda i: norms[i] / settled[i])
+                        yield self.found(
+                            step,
+                            rows.names[worst],
+                            f"the optimizer's {kind} of {rows.names[worst]} has grown to "
+                            f"{norms[worst] / settled[worst]:.3g} times its settled norm of {settled[worst]:.3g}",
+                            about=kind,
+                            norm=norms[worst],
+                            settled=settled[worst],
+                            growing_for=growing[worst],
+                            parameters=len(fresh),
+                        )
                 before.append(norms.tolist())
             del before[:-50]
 
 
-class SmallSecondMoment(Rule):
-    """A second moment so small that the optimizer divides by nearly nothing, or by its eps alone.
+class SecondMomentDrop(Rule):
+    """A second moment that is smaller than it can be: overwritten, cleared, or restored wrongly.
+
+    It is an average of squares with weights that fall by a factor of beta2 with each step, so of what it was, at least
+    ``beta2 ** steps`` are left.
 
     Args:
-        limit: No element of the tensor is larger.
-        looks: For so many looks in a row.
+        factor: Below so much of what must be left: optimizers may step several times in a step of the monitor.
+        decay: The beta2 that is reckoned with where the optimizer's is not known.
     """
 
-    name = "small-second-moment"
-    causes = ("gradients that have vanished for this parameter, so that any noise moves it by whole learning rates",)
-    advice = ("a larger eps of the optimizer", "look why its gradients are so small: see vanishing-gradient")
+    name = "second-moment-drop"
+    causes = (
+        "a state of the optimizer that was cleared or restored wrongly; the next updates are far too large",
+        "memory that was overwritten",
+    )
+    advice = (
+        "restore the optimizer together with the model, from the same checkpoint",
+        "after clearing states on purpose, warm up anew",
+    )
 
-    def __init__(self, limit: float = 1e-10, looks: int = 3) -> None:
-        self.limit, self.looks = limit, looks
-        self._low_for = PerName(0.0)
-        self._episodes = Episodes(quiet=10_000)
+    def __init__(self, factor: float = 0.5, decay: float = 0.95) -> None:
+        self.factor, self.decay = factor, decay
+        self._norms, self._when = PerName(0.0), PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
+        decay = window.facts.second_moment_decay or self.decay
         for kind in _SECOND_MOMENTS:
             rows = window.rows(kind)
             if rows is None:
                 continue
             names = tuple(f"{kind} {name}" for name in rows.names)
-            low_for = self._low_for.of(names)
+            before, when = self._norms.of(names), self._when.of(names)
+            for look, step in enumerate(rows.steps.tolist()):
+                norms = rows.l2_norm[look]
+                with np.errstate(invalid="ignore"):
+                    dropped = norms < self.factor * decay ** (step - when) * before
+                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[look, i] == 0]
+                fresh = [i for i in due if self._episodes.begins(names[i], step)]
+                if fresh:
+                    i = min(fresh, key=lambda i: norms[i] / before[i])
+                    yield self.found(
+                        step,
+                        rows.names[i],
+                        f"the optimizer's {kind} of {rows.names[i]} has fallen to {norms[i] / before[i]:.2g} of what "
+                        f"it was {step - int(when[i])} steps before, faster than it can",
+                        about=kind,
+                        before=before[i],
+                        now=norms[i],
+                        steps=step - int(when[i]),
+                        parameters=len(fresh),
+                    )
+                there = np.isfinite(norms)
+                before[there], when[there] = norms[there], step
+
+
+class SmallSecondMoment(Rule):
+    """A second moment so small that the optimizer divides by its eps rather than by it.
+
+    Then updates shrink with the gradients, and the parameter ceases to learn (M. Wortsman and others, Small-scale
+    proxies for large-scale Transformer training instabilities, arXiv 2309.14322). Only weights of two dimensions and
+    more are judged: a bias before a batch norm has no gradient but for rounding, and none is missed.
+
+    Args:
+        beside_eps: The root of no element is larger than so many times eps. If the largest of thousands is, most are
+            below eps.
+        limit: Of the elements where the optimizer has no eps.
+        looks: For so many looks in a row.
+    """
+
+    name = "small-second-moment"
+    causes = ("gradients that are tiny for this parameter: a deep or wide model, or ones that have vanished",)
+    advice = (
+        "a smaller eps of the optimizer, 1e-15 for example",
+        "look why its gradients are so small: see vanishing-gradient",
+    )
+
+    def __init__(self, beside_eps: float = 10.0, limit: float = 1e-10, looks: int = 3) -> None:
+        self.beside_eps, self.limit, self.looks = beside_eps, limit, looks
+        self._low_for, self._since = PerName(0.0), PerName(0.0)
+        self._episodes = Episodes(quiet=10_000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        eps = window.facts.optimizer_eps
+        limit = (self.beside_eps * eps) ** 2 if eps else self.limit
+        for kind in _SECOND_MOMENTS:
+            rows = window.rows(kind)
+            if rows is None:
+                continue
+            names = tuple(f"{kind} {name}" for name in rows.names)
+            low_for, since = self._low_for.of(names), self._since.of(names)
             largest = rows.field("max")
+            judged = np.array([shape is not None and len(shape) >= 2 for shape in rows.layout.shapes])
             for look, step in enumerate(rows.steps.tolist()):
                 # All zero means no gradient yet, which is another rule's business.
-                low = (largest[look] < self.limit) & (largest[look] > 0)
+                low = judged & (largest[look] < limit) & (largest[look] > 0)
                 low_for[:] = np.where(low, low_for + 1, 0)
+                since[low_for == 1] = step
                 due = [int(i) for i in np.flatnonzero(low_for == self.looks)]
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:
                     i = fresh[0]
                     yield self.found(
-                        step,
+                        since[i],
                         rows.names[i],
                         f"no element of {kind} of {rows.names[i]} is above {largest[look, i]:.3g}"
                         + f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1),
                         about=kind,
                         largest=largest[look, i],
-                        limit=self.limit,
-                        eps=window.facts.optimizer_eps,
+                        limit=limit,
+                        eps=eps,
                         parameters=len(fresh),
                     )

@@ -110,9 +110,10 @@ class LossScale(Rule):
         self._settled = False
 
     def review(self, window: Window) -> Iterable[Finding]:
-        scales, bad = window.scalars.get("loss_scale"), window.scalars.get("nonfinite")
-        if scales is None or bad is None or not window.facts.is_scaled:
+        scales = window.scalars.get("loss_scale")
+        if scales is None or not window.facts.is_scaled:
             return
+        bad = window.scalars.get("nonfinite", np.zeros(len(scales)))  # not there if all steps were finite
         for step, scale, count in zip(window.steps.tolist(), scales.tolist(), bad.tolist(), strict=True):
             if math.isnan(scale):
                 continue

@@ -7,21 +7,20 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Band, Episodes, Rule
+from gradstat.monitor.rules.leaping import LeapingRule
 
-_MAD = 1.4826
 
-
-class LossSpike(Rule):
-    """A loss that leaps, or that has climbed well above where it was.
+class LossSpike(LeapingRule):
+    """A loss that leaps and stays up, leaps beyond anything there was, or has climbed well above where it was.
 
     Args:
-        sigmas, factor: A loss has leapt if it is more than so many robust standard deviations above the median of the
-            window, and more than ``factor`` times as far from 0.
-        climb: The mean of twenty steps has climbed if it is more than so many times the lowest such mean so far.
-        window: Of how many steps; compared from half of them on.
+        sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
+        climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest mean of a
+            window so far, and above it by ``floor``, by so large a share of the way back to where training began, and
+            by five standard errors.
     """
 
     name = "loss-spike"
@@ -36,12 +35,34 @@ class LossSpike(Rule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
-    def __init__(self, sigmas: float = 10.0, factor: float = 2.0, climb: float = 3.0, window: int = 100) -> None:
-        self.sigmas, self.factor, self.climb, self.window = sigmas, factor, climb, window
-        self._losses: list[float] = []
+    def __init__(
+        self,
+        sigmas: float = 10.0,
+        log_sigmas: float = 3.0,
+        factor: float = 2.0,
+        back: float = 0.25,
+        floor: float = 0.1,
+        times: int = 4,
+        within: int = 5,
+        beyond: float = 4.0,
+        climb: float = 3.0,
+        climbed_back: float = 0.4,
+        window: int = 100,
+    ) -> None:
+        super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
+        self.climb, self.climbed_back = climb, climbed_back
         self._lowest = math.inf
-        self._high = math.inf
-        self._episodes = Episodes(quiet=50)
+        self._error = 0.0
+
+    def close(self) -> None:
+        super().close()
+        count = len(self._values)
+        if 2 * count >= self.window:
+            mean = sum(self._values) / count
+            if mean < self._lowest:
+                self._lowest = mean
+                # The standard error of a mean of twenty.
+                self._error = math.sqrt(sum((value - mean) ** 2 for value in self._values) / (20 * count))
 
     def bands(self) -> Mapping[str, Band]:
         return {"loss": (-math.inf, self._high)}
@@ -53,31 +74,28 @@ class LossSpike(Rule):
         for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 continue
-            if loss > self._high and self._episodes.begins("leap", step):
-                median = float(np.median(self._losses))
+            high, median = self._high, self._median
+            began = self.leapt(step, loss)
+            if began is not None:
                 yield self.found(
-                    step, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
-                    limit=self._high,
+                    began, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
+                    limit=high,
                 )  # fmt: skip
-            self._losses.append(loss)
-            if len(self._losses) >= 20:
-                mean = sum(self._losses[-20:]) / 20
-                self._lowest = min(self._lowest, mean)
-                climbed = self._lowest > 0 and mean > self.climb * self._lowest and mean > self._lowest + 0.5
-                if climbed and self._episodes.begins("climb", step):
-                    yield self.found(
-                        step,
-                        "loss",
-                        f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}",
-                        mean=mean,
-                        lowest=self._lowest,
-                    )
-        del self._losses[: -self.window]
-        if len(self._losses) >= self.window // 2:
-            median = float(np.median(self._losses))
-            spread = _MAD * float(np.median(np.abs(np.array(self._losses) - median)))
-            # The floor keeps a loss that is nearly zero, or hardly varies, from leaping at every wobble.
-            self._high = median + max(self.sigmas * spread, (self.factor - 1) * abs(median), 0.1)
+            if not 0 < self._lowest < math.inf:
+                continue
+            mean = sum(self._values[-20:]) / 20
+            if mean <= self.climb * self._lowest:
+                continue
+            least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest), 5 * self._error)
+            if mean > self._lowest + least and self._episodes.begins("climb", step):
+                yield self.found(
+                    step,
+                    "loss",
+                    f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}",
+                    mean=mean,
+                    lowest=self._lowest,
+                )
+        self.close()
 
 
 class LearningRateJump(Rule):
@@ -86,6 +104,7 @@ class LearningRateJump(Rule):
     Args:
         up: From one step to the next it has grown by more than this factor. A linear warm-up doubles once, at most.
         down: It has fallen by more than this factor; schedules by steps divide by 10.
+        zeros: It has been 0 for so many steps, after it was not. Schedules touch 0 at an end.
     """
 
     name = "learning-rate-jump"
@@ -99,11 +118,17 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(self, up: float = 3.0, down: float = 20.0) -> None:
-        self.up, self.down = up, down
+    def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20) -> None:
+        self.up, self.down, self.zeros = up, down, zeros
         self._before = math.nan
         self._largest = 0.0
+        self._zero_for = 0
         self._episodes = Episodes(quiet=10)
+
+    def bands(self) -> Mapping[str, Band]:
+        if not self._before > 0:
+            return {"lr": (0.0, math.inf)}
+        return {"lr": (self._before / self.down, max(self._largest, self.up * self._before))}
 
     def review(self, window: Window) -> Iterable[Finding]:
         rates = window.scalars.get("lr")
@@ -116,6 +141,10 @@ class LearningRateJump(Rule):
                     text = f"the learning rate is {rate}"
                     yield self.found(step, "lr", text, severity="error", lr=str(rate), before=before)
                 continue
+            self._zero_for = self._zero_for + 1 if rate == 0 and self._largest > 0 else 0
+            if self._zero_for == self.zeros:
+                since = step - self.zeros + 1
+                yield self.found(since, "lr", f"the learning rate has been 0 for {self.zeros} steps", lr=0.0)
             # From 0, and from what is small beside what has been, a warm-up may begin.
             grown = before > 0 and rate > self.up * before and rate > self._largest
             fallen = before > 0 and rate < before / self.down and rate > 0
@@ -174,12 +203,14 @@ class ClipActivity(Rule):
 
 
 class SaturatedOutput(Rule):
-    """Outputs of the model most of which are so large that a softmax or sigmoid of them is 0 or 1.
+    """Outputs of the model that are certain, most of them, and wrong: a softmax of them is 0 or 1.
 
-    Beyond 10 a sigmoid is within 5e-5 of its end, and so is its derivative of 0.
+    Certain predictions that are right are an info, as that is where training on separable data ends; and so they are
+    if the monitor was not told the number of ``classes``, since the outputs may be no logits.
 
     Args:
-        share: Of elements beyond 10 in magnitude.
+        share: Of predictions whose largest logit is more than 10 above the next, or the only one beyond 10.
+        loss: They are wrong if the loss is larger. The tenth of 10 nats: more than a tenth of them is.
         looks: For so many looks in a row.
     """
 
@@ -190,27 +221,38 @@ class SaturatedOutput(Rule):
     )
     advice = (
         "a z-loss or label smoothing; weight decay on the output layer; a lower learning rate",
-        "if the outputs are no logits (a regression on large values), leave out this rule",
+        "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
-    def __init__(self, share: float = 0.5, looks: int = 3) -> None:
-        self.share, self.looks = share, looks
-        self._run = 0
-        self._episodes = Episodes(quiet=1000)
+    def __init__(self, share: float = 0.5, loss: float = 1.0, looks: int = 3) -> None:
+        self.share, self.loss, self.looks = share, loss, looks
+        self._run = self._since = 0
+        self._wrong = True
+        self._told: list[str] = []
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("output")
         if rows is None:
             return
+        losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
         for step, shares in zip(rows.steps.tolist(), np.nanmax(rows.mean, axis=1).tolist(), strict=True):
+            loss = float(losses[np.searchsorted(window.steps, step)])
+            if self._run == 0:
+                self._since, self._wrong = step, window.facts.classes is not None
             self._run = self._run + 1 if shares > self.share else 0
-            if self._run == self.looks and self._episodes.begins("", step):
+            self._wrong = self._wrong and loss > self.loss
+            severity: Severity = "warning" if self._wrong else "info"
+            if self._run >= self.looks and severity not in self._told:
+                self._told.append(severity)
                 yield self.found(
-                    step,
+                    self._since,
                     rows.names[0],
-                    f"{shares:.0%} of the outputs of the model are beyond 10",
+                    f"{shares:.0%} of the predictions are certain, by more than 10 in the logits"
+                    + f", and the loss is {loss:.3g}" * (not math.isnan(loss)),
                     about="output",
+                    severity=severity,
                     share=shares,
+                    loss=None if math.isnan(loss) else loss,
                 )
 
 

@@ -1,0 +1,299 @@
+"""Rules about how large gradients are: exploding, vanishing, dead, missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Floats, Rows, Window
+from gradstat.monitor.rules.base import Band, Episodes, PerName, Rule, runs
+from gradstat.monitor.rules.leaping import LeapingRule
+
+
+class ExplodingGradient(LeapingRule):
+    """A total norm that is too large by itself, or beside the steps before.
+
+    Args:
+        limit: Of the total norm of one step. Where norms are always large, as those of a loss that is summed, it is
+            told once; when the window is half full, a norm has to be above ``factor`` times its median as well.
+        mean_limit: Of the mean of ten steps, likewise.
+        sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails,
+            so three standard deviations alone are exceeded by healthy steps every day.
+    """
+
+    name = "exploding-gradient"
+    causes = (
+        "a learning rate too high for this stage, or raised too soon: the steps before made things worse",
+        "an unusual batch, or a loss summed over a batch instead of averaged",
+        "a recurrent or very deep model without normalisation or clipping",
+    )
+    advice = (
+        "clip: gradstat.clip_grad_norm_, or gradstat.AutoClip if no limit is known",
+        "lower the learning rate or lengthen the warm-up",
+        "look at the batch of that step",
+    )
+
+    def __init__(
+        self,
+        limit: float = 1e3,
+        mean_limit: float = 5e2,
+        sigmas: float = 3.0,
+        log_sigmas: float = 3.0,
+        factor: float = 10.0,
+        back: float = 0.25,
+        times: int = 4,
+        within: int = 5,
+        beyond: float = 5.0,
+        window: int = 100,
+    ) -> None:
+        super().__init__(sigmas, log_sigmas, factor, back, 0.0, times, within, beyond, window, quiet=20)
+        self.limit, self.mean_limit = limit, mean_limit
+
+    def bands(self) -> Mapping[str, Band]:
+        return {"norm": (-math.inf, self._limit_of(self.limit))}
+
+    def _limit_of(self, absolute: float) -> float:
+        return absolute if math.isinf(self._high) else min(self._high, max(absolute, self.factor * self._median))
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        norms = window.scalars.get("norm")
+        if norms is None:
+            return
+        for look, norm in enumerate(norms.tolist()):
+            if not math.isfinite(norm):
+                continue
+            step = int(window.steps[look])
+            limit = self._limit_of(self.limit)
+            median = self._median
+            began = self.leapt(step, norm)
+            if began is None and norm > max(limit, self.limit) and self._episodes.begins("leap", step):
+                began = step
+            last = self._values[-10:]
+            if began is not None:
+                yield self._finding(window, look, norm, began, median, limit)
+                continue
+            mean = sum(last) / 10 if len(last) == 10 else 0.0
+            if mean > max(self.mean_limit, self._limit_of(self.mean_limit)) and self._episodes.begins("leap", step):
+                yield self.found(
+                    step, "norm", f"the gradient norm is {mean:.3g} on average of 10 steps", mean=mean,
+                    limit=self.mean_limit,
+                )  # fmt: skip
+        self.close()
+
+    def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
+        rows = window.tables.get("gradient")
+        name, share = "norm", math.nan
+        if rows is not None:
+            at = np.flatnonzero(rows.steps == window.steps[look])
+            if len(at) and len(rows.names):
+                squares = np.nan_to_num(rows.l2_norm[at[0]]) ** 2
+                largest = int(squares.argmax())
+                name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
+        beside = f", {norm / median:.3g} times the median of {self.window} steps" if median > 0 else ""
+        return self.found(
+            began,
+            name,
+            f"the gradient norm is {norm:.4g}{beside}; most of it in {name}",
+            about="gradient" if name != "norm" else "series",
+            norm=norm,
+            median=None if math.isnan(median) else median,
+            limit=limit,
+            share=None if math.isnan(share) else share,
+        )
+
+
+class VanishingGradient(Rule):
+    """Gradients that are next to nothing, all together or ever less from layer to layer.
+
+    Args:
+        limit: A total norm below it is vanishing.
+        ratio: Of the root mean squares of weight gradients along the backward pass, smallest to largest: below it, and
+            falling in nearly straight line on a logarithmic scale, they vanish layer by layer.
+        correlation: How nearly (the size of Pearson's correlation of depth and logarithm).
+        layers: At least so many weights of two dimensions and more.
+        in_a_row: For so many steps.
+    """
+
+    name = "vanishing-gradient"
+    causes = (
+        "saturating activations (sigmoid, tanh) in a deep model, or weights initialised too small",
+        "a loss that hardly depends on the parameters: saturated outputs, a scale or mask that is nearly zero",
+        "training has converged",
+    )
+    advice = (
+        "residual connections, normalisation, ReLU-like activations, initialisation to match",
+        "look at what the loss is multiplied by",
+    )
+
+    def __init__(
+        self,
+        limit: float = 1e-8,
+        ratio: float = 1e-5,
+        correlation: float = 0.9,
+        layers: int = 5,
+        in_a_row: int = 5,
+    ) -> None:
+        self.limit, self.ratio, self.correlation = limit, ratio, correlation
+        self.layers, self.in_a_row = layers, in_a_row
+        self._low = 0
+        self._decaying = 0
+        self._episodes = Episodes()
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        norms = window.scalars.get("norm")  # what is left beside NaN may well be small
+        if norms is not None:
+            yield from self._small(window, norms)
+        rows = window.rows("gradient")
+        if rows is not None:
+            yield from self._layer_by_layer(rows)
+
+    def _small(self, window: Window, norms: Floats) -> Iterable[Finding]:
+        if not (norms < self.limit).any():
+            self._low = 0
+            return
+        for look, norm in enumerate(norms.tolist()):
+            self._low = self._low + 1 if norm < self.limit else 0
+            step = int(window.steps[look])
+            if self._low >= self.in_a_row and self._episodes.begins("norm", step):
+                yield self.found(
+                    step - self.in_a_row + 1,
+                    "norm",
+                    f"the gradient norm is {norm:.3g}, for {self.in_a_row} steps",
+                    norm=norm,
+                    limit=self.limit,
+                )
+
+    def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
+        weights = [i for i, shape in enumerate(rows.layout.shapes) if shape is not None and len(shape) >= 2]
+        if len(weights) < self.layers:
+            return
+        # Once for all of these steps: it does not come and go.
+        sizes = rows.rms[-1, weights]
+        there = np.isfinite(sizes) & (sizes > 0)
+        if there.sum() < self.layers:
+            return
+        logs, depth = np.log(sizes[there]), np.flatnonzero(there)
+        smallest, largest = int(logs.argmin()), int(logs.argmax())
+        if logs[smallest] - logs[largest] > math.log(self.ratio):
+            self._decaying = 0
+            return
+        correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
+        self._decaying = self._decaying + len(rows) if correlation >= self.correlation else 0
+        step = int(rows.steps[-1])
+        if self._decaying >= self.in_a_row and self._episodes.begins("layers", step):
+            name = rows.names[weights[int(depth[smallest])]]
+            other = rows.names[weights[int(depth[largest])]]
+            ratio = math.exp(logs[smallest] - logs[largest])
+            yield self.found(
+                max(0, step - self._decaying + 1),
+                name,
+                f"gradients vanish layer by layer: those of {name} are {ratio:.2g} of those of {other}",
+                about="gradient",
+                ratio=ratio,
+                correlation=correlation,
+                largest=other,
+            )
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+class DeadGradient(Rule):
+    """Gradients that are zero throughout, step after step.
+
+    Args:
+        in_a_row: For so many steps; some models begin with a factor of zero, which the first steps change.
+    """
+
+    name = "dead-gradient"
+    causes = (
+        "ReLU units that are never positive, so that nothing passes",
+        "a product with zero on the way to the loss: a mask, a gate, a weight initialised to zero",
+        "a parameter whose result is not used, or only inside a branch that is not taken",
+    )
+    advice = (
+        "look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})",
+        "a smaller learning rate, another initialisation, LeakyReLU or GELU",
+    )
+
+    def __init__(self, in_a_row: int = 20) -> None:
+        self.in_a_row = in_a_row
+        self._zero_for = PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("gradient")
+        if rows is None:
+            return
+        dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
+        for look, lengths in runs(dead, self._zero_for.of(rows.names)):
+            due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
+            step = int(rows.steps[look])
+            fresh = [name for name in due if self._episodes.begins(name, step)]
+            if fresh:
+                every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
+                # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
+                # weight lives, the weight has a zero for its input, and the cause is what makes that.
+                alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
+                name = window.facts.first_in_backward([n for n in fresh if _module(n) not in alive] or fresh)
+                yield self.found(
+                    step - self.in_a_row + 1,
+                    name,
+                    f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
+                    + f", as have {len(every) - 1} others" * (len(every) > 1),
+                    about="gradient",
+                    parameters=every[:20],
+                    in_a_row=self.in_a_row,
+                )
+
+
+class MissingGradient(Rule):
+    """Parameters that require a gradient and never get one.
+
+    Args:
+        in_a_row: For so many steps.
+    """
+
+    name = "missing-gradient"
+    causes = (
+        "the parameter is not used in the forward pass",
+        "its result was cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax",
+    )
+    advice = (
+        "follow the module's output to the loss and look for what cuts the graph",
+        "if it is meant to rest, requires_grad_(False) says so and saves its memory",
+    )
+
+    def __init__(self, in_a_row: int = 5) -> None:
+        self.in_a_row = in_a_row
+        self._missing_for = PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("gradient")
+        if rows is None:
+            return
+        missing = np.zeros(rows.present.shape, dtype=bool)
+        for seen in window.observations:  # rows do not tell which parameters are frozen
+            if seen.kind == "missing":
+                missing[np.ix_(rows.steps == seen.step, seen.value)] = True
+        for look, lengths in runs(missing, self._missing_for.of(rows.names)):
+            due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
+            step = int(rows.steps[look])
+            fresh = [name for name in due if self._episodes.begins(name, step)]
+            if fresh:
+                every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
+                name = fresh[-1]  # the one nearest to the loss: those before it are cut off with it
+                yield self.found(
+                    step - self.in_a_row + 1,
+                    name,
+                    f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"
+                    + f", with {len(every) - 1} others" * (len(every) > 1),
+                    about="gradient",
+                    parameters=every[:20],
+                    in_a_row=self.in_a_row,
+                )

@@ -1,0 +1,102 @@
+"""What losses and gradient norms have in common: a level that they leave, which may mean something or nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gradstat.monitor.rules.base import Episodes, Rule
+
+# Makes the median absolute deviation of a normal distribution its standard deviation.
+_MAD = 1.4826
+
+# So many values tell where training began.
+_BEGINNING = 20
+
+# Limits are set anew after so many values, however long windows are.
+_EVERY = 32
+
+
+class LeapingRule(Rule):
+    """A series that leaps and stays up, or that leaps beyond anything there was.
+
+    A leap of one step means little: the better a model has learned, the more a single hard sample stands out, at any
+    ratio to the median, until it brings back the values with which training began. So it takes several values above
+    the limit within few steps, or one that is beyond those of the beginning.
+
+    Args:
+        sigmas, factor: The limit is so many robust standard deviations (1.4826 times the median absolute deviation)
+            above the median of the window, and at least ``factor`` times the median.
+        log_sigmas: And at least so many of the logarithms above theirs: on this scale tails that are heavy because
+            samples differ by factors are no heavier than those of a normal distribution.
+        back: And at least so far above the median, as a share of the way back to where training began: the third
+            quartile of the first 20 values.
+        floor: And at least so far above it.
+        times, within: So many values above the limit within so many steps are a leap, told of the first of them.
+        beyond: A single value is one if it is above so many times that of the beginning and the window's largest.
+        window: Of how many steps; compared from half of them on.
+        quiet: A leap so many steps after the last is another one.
+    """
+
+    def __init__(
+        self, sigmas: float, log_sigmas: float, factor: float, back: float, floor: float, times: int, within: int,
+        beyond: float, window: int, quiet: int,
+    ) -> None:  # fmt: skip
+        self.sigmas, self.log_sigmas, self.factor = sigmas, log_sigmas, factor
+        self.back, self.floor = back, floor
+        self.times, self.within, self.beyond, self.window = times, within, beyond, window
+        self._values: list[float] = []
+        self._first: list[float] = []
+        self._leaps: list[int] = []
+        self._new = 0
+        self._median = math.nan  # of the window, when it is half full
+        self._high = self._beyond = math.inf
+        self._episodes = Episodes(quiet)
+
+    def leapt(self, step: int, value: float) -> int | None:
+        """Takes in a finite value; the step in which a leap began that shows now, or None."""
+        began = None
+        if value > self._high:
+            self._leaps = [*(leap for leap in self._leaps if step - leap < self.within), step]
+            alone = value > self._beyond
+            if (alone or len(self._leaps) >= self.times) and self._episodes.begins("leap", step):
+                began = step if alone else self._leaps[0]
+        if len(self._first) < _BEGINNING:
+            self._first.append(value)
+        self._values.append(value)
+        self._new += 1
+        if self._new >= _EVERY:
+            self.close()
+        return began
+
+    def beginning(self) -> float:
+        """The value with which training began."""
+        return sorted(self._first)[len(self._first) * 3 // 4]
+
+    def close(self) -> None:
+        """Sets the limits for the next steps."""
+        if not self._new:
+            return
+        self._new = 0
+        del self._values[: -self.window]
+        if len(self._values) < self.window // 2:
+            return
+        # Sorting a hundred numbers is quicker than numpy's median of them.
+        values = sorted(self._values)
+        self._median = median = values[len(values) // 2]
+        first = self.beginning()
+        above = max(
+            self.sigmas * _spread(values, median),
+            (self.factor - 1) * abs(median),
+            self.back * (first - median),
+            self.floor,
+        )
+        self._beyond = max(median + above, self.beyond * max(first, values[-1]))
+        if values[0] > 0:
+            logs = self.log_sigmas * _spread([math.log(value) for value in values], math.log(median))
+            above = max(above, median * math.expm1(min(logs, 100.0)))
+        self._high = min(median + above, self._beyond)
+
+
+def _spread(values: Sequence[float], median: float) -> float:
+    return _MAD * sorted(abs(value - median) for value in values)[len(values) // 2]

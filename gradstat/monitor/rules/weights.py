@@ -1,0 +1,235 @@
+"""Rules about weights, and gradients and updates beside them: out of proportion, overwritten, not moving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Window
+from gradstat.monitor.rules.base import Episodes, PerName, Rule, runs
+
+
+class GradientWeightRatio(Rule):
+    """Gradients out of proportion to their weights.
+
+    Only weights of two dimensions and more are judged: biases and gains begin at 0 or 1 by convention. The weight has
+    to be looked at again before anything is said: one that begins near zero may have grown within a few steps.
+
+    Args:
+        std_ratio: Standard deviation of the gradient over that of the weight; above it the next updates destroy what
+            the weight holds.
+        norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn by plain SGD. An info, since
+            Adam does not mind, and large models trained on large batches come there by themselves.
+        in_a_row, long: For so many steps.
+    """
+
+    name = "gradient-weight-ratio"
+    causes = (
+        "weights initialised far too small or too large for the loss at hand",
+        "a loss that is summed instead of averaged, or scaled",
+    )
+    advice = ("look at the initialisation of that weight", "clip gradients, or give the weight its own learning rate")
+
+    def __init__(self, std_ratio: float = 100.0, norm_ratio: float = 1e-5, in_a_row: int = 5, long: int = 500) -> None:
+        self.std_ratio, self.norm_ratio, self.in_a_row, self.long = std_ratio, norm_ratio, in_a_row, long
+        self._high_for, self._low_for = PerName(0.0), PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
+        if gradients is None or parameters is None or parameters.names != gradients.names:
+            return
+        judged = np.array([shape is not None and len(shape) >= 2 for shape in parameters.layout.shapes])
+        spread, size = parameters.std[-1], parameters.l2_norm[-1]
+        # Weights that are all zero have begun there on purpose, and constants have no spread.
+        spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
+        smallest = np.where(judged, self.norm_ratio * size, 0.0)
+        norms = gradients.l2_norm
+        with np.errstate(invalid="ignore", divide="ignore"):
+            # The root mean square is never below the standard deviation, and cheaper.
+            high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
+            if high.any():
+                high &= gradients.std > self.std_ratio * spreads
+            low = norms < smallest
+            if low.any():
+                low &= norms > 0
+        for condition, state, needed, words in (
+            (high, self._high_for, self.in_a_row, "as large as the weight's own spread"),
+            (low, self._low_for, self.long, "of the weight's norm"),
+        ):
+            for look, lengths in runs(condition, state.of(gradients.names)):
+                step = int(gradients.steps[look])
+                began = step - lengths + 1
+                for i in np.flatnonzero((lengths >= needed) & (parameters.steps[-1] > began)):
+                    name = gradients.names[i]
+                    if not self._episodes.begins(name, step):
+                        continue
+                    is_high = condition is high
+                    value = gradients.std[look, i] / spread[i] if is_high else gradients.l2_norm[look, i] / size[i]
+                    times = " times" * is_high
+                    yield self.found(
+                        int(began[i]),
+                        name,
+                        f"the gradient of {name} is {value:.3g}{times} {words}, for {lengths[i]:.0f} steps",
+                        about="gradient",
+                        severity=None if is_high else "info",
+                        ratio=value,
+                        in_a_row=lengths[i],
+                    )
+
+
+class UpdateWeightRatio(Rule):
+    """Updates out of proportion to their weights; looks at ``watch={"updates": n}``.
+
+    Around 1e-3 is what practitioners aim at (A. Karpathy, lecture notes of Stanford's CS231n, "Babysitting the learning
+    process").
+
+    Args:
+        high, low: Of ``|update| / |weight|``.
+        looks: For so many looks in a row.
+    """
+
+    name = "update-weight-ratio"
+    causes = ("a learning rate too high (or too low) for this weight", "an optimizer state that was restored wrongly")
+    advice = ("change the learning rate by the factor that the ratio is off from 1e-3",)
+
+    def __init__(self, high: float = 0.3, low: float = 1e-7, looks: int = 2) -> None:
+        self.high, self.low, self.looks = high, low, looks
+        self._off_for, self._since = PerName(0.0), PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        updates, parameters = window.rows("update"), window.latest.get("parameter")
+        if updates is None or parameters is None or parameters.names != updates.names:
+            return
+        judged = np.array([shape is not None and len(shape) >= 2 for shape in parameters.layout.shapes])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = updates.l2_norm / parameters.l2_norm[-1]
+            off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
+        since = self._since.of(updates.names)
+        for look, lengths in runs(off, self._off_for.of(updates.names)):
+            step = int(updates.steps[look])
+            since[lengths == 1] = step
+            due = np.flatnonzero(lengths == self.looks)
+            fresh = [i for i in due if self._episodes.begins(updates.names[i], step)]
+            if fresh:
+                worst = max(fresh, key=lambda i: abs(math.log(ratio[look, i])))
+                yield self.found(
+                    int(since[worst]),
+                    updates.names[worst],
+                    f"one step changes {updates.names[worst]} by {ratio[look, worst]:.3g} of its norm",
+                    about="update",
+                    ratio=ratio[look, worst],
+                    high=self.high,
+                    low=self.low,
+                    parameters=len(fresh),
+                )
+
+
+class ParameterJump(Rule):
+    """A parameter whose largest magnitude has leapt since the last look: overwritten, or hit by a wild update.
+
+    It has to leap beyond all weights there were, too: what begins near zero may grow by any factor.
+
+    Args:
+        factor: By how much.
+    """
+
+    name = "parameter-jump"
+    causes = (
+        "memory that was overwritten: a bit flip in an exponent multiplies by a power of two",
+        "an update that was far too large: learning rate, or a state of the optimizer that is wrong",
+    )
+    advice = (
+        "compare with the last checkpoint; if a single element leapt, suspect the hardware",
+        "go back to the checkpoint: on_anomaly='rollback'",
+    )
+
+    def __init__(self, factor: float = 100.0) -> None:
+        self.factor = factor
+        self._largest = PerName(math.nan)
+        self._episodes = Episodes()
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("parameter")
+        if rows is None:
+            return
+        known = self._largest.of(rows.names)
+        judged = np.array([shape is not None and len(shape) >= 2 for shape in rows.layout.shapes])
+        for look, step in enumerate(rows.steps.tolist()):
+            largest = rows.max_abs[look]
+            with np.errstate(invalid="ignore"):
+                leapt = judged & (known > 0) & (largest > self.factor * known)
+                leapt &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
+            if leapt.any():
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    i = int(np.nanargmax(np.where(leapt, largest / known, np.nan)))
+                if self._episodes.begins(rows.names[i], step):
+                    yield self.found(
+                        step,
+                        rows.names[i],
+                        f"the largest element of {rows.names[i]} has leapt from {known[i]:.3g} to {largest[i]:.3g}",
+                        about="parameter",
+                        severity="error",
+                        before=known[i],
+                        now=largest[i],
+                        parameters=int(leapt.sum()),
+                    )
+            np.copyto(known, largest, where=np.isfinite(largest))
+
+
+class UnchangedParameter(Rule):
+    """A parameter with gradients that stays exactly as it is.
+
+    Args:
+        looks: At least so many looks at parameters in a row without any change.
+        steps: And for at least so many steps: after something odd, looks are close together.
+    """
+
+    name = "unchanged-parameter"
+    causes = (
+        "it is not in the optimizer, which was made before the parameter was replaced, tied, moved or cast",
+        "the learning rate of its group is 0",
+        "updates below the precision of the weight: bfloat16 weights keep 8 bits",
+    )
+    advice = (
+        "make the optimizer after everything that replaces parameters",
+        "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
+    )
+
+    def __init__(self, looks: int = 2, steps: int = 50) -> None:
+        self.looks, self.steps = looks, steps
+        self._same_for = PerName(0.0)
+        self._sums: dict[str, list[float]] = {}
+        self._episodes = Episodes(quiet=1000)
+        self._since: dict[str, int] = {}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows, gradients = window.rows("parameter"), window.latest.get("gradient")
+        if rows is None or gradients is None or gradients.names != rows.names:
+            return
+        moved = np.nan_to_num(gradients.max_abs[-1]) > 0
+        counts = self._same_for.of(rows.names)
+        for look, step in enumerate(rows.steps.tolist()):
+            sums = rows.raw[look][:, 3:9].tolist()
+            for i, name in enumerate(rows.names):  # once in many steps, so a loop may be one
+                same = self._sums.get(name) == sums[i] and moved[i]
+                counts[i] = counts[i] + 1 if same else 0
+                if not same:
+                    self._since[name] = int(step)
+                self._sums[name] = sums[i]
+            still = [rows.names[i] for i in np.flatnonzero(counts >= self.looks)]
+            still = [name for name in still if step - self._since.get(name, 0) >= self.steps]
+            fresh = [name for name in still if self._episodes.begins(name, step)]
+            if fresh:
+                yield self.found(
+                    self._since.get(fresh[0], 0),
+                    fresh[0],
+                    f"{fresh[0]} has gradients and has not changed since step {self._since.get(fresh[0], 0)}"
+                    + f"; nor have {len(fresh) - 1} others" * (len(fresh) > 1),
+                    about="parameter",
+                    parameters=fresh[:20],
+                )

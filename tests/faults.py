@@ -1,0 +1,561 @@
+"""Failures injected into small trainings, and what the monitor has to say first about each of them.
+
+A `Fault` declares what is broken, when, and which finding has to come first: the rule, the name and the step. `inject`
+runs it. ``python tests/faults.py`` prints what is found; ``tests/diagnosis.py`` writes it into docs/diagnosis.md.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nn.functional as F  # noqa: N812
+from ranks import Ranks
+from small_training import (
+    CLASSES,
+    TOKENS,
+    Clusters,
+    Training,
+    cross_entropy,
+    train_bag,
+    train_cnn,
+    train_gpt,
+    train_mlp,
+    train_recurrent,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradstat.monitor import RULES, Finding, Monitor
+
+Batch = tuple[Tensor, Tensor]
+RECORD = {"error": "record", "warning": "record", "lost-loss": "record"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A training that is broken, and what has to be found.
+
+    Attributes:
+        what: What is broken, in words.
+        model: In which training, in words.
+        rule, name: Of the finding that has to be the first.
+        breaks: Breaks the training, just before step ``step``.
+        training: Makes the training.
+        step: When; 0 is from the start.
+        late: By how many steps the finding may date it too late; 0 where the fault shows at once.
+        further: How many steps are trained after it.
+        also: Other rules that have to be among the findings.
+        watch, classes, policy: Arguments of the monitor.
+        ranks: On how many ranks, by DDP; what the monitor of rank 0 finds counts.
+        bad_ranks: The ranks on which the training is broken.
+    """
+
+    what: str
+    model: str
+    rule: str
+    name: str
+    breaks: Callable[[Training], object]
+    training: Callable[[], Training] = train_mlp
+    step: int = 70
+    late: int = 0
+    further: int = 6
+    also: tuple[str, ...] = ()
+    watch: dict[str, int] | None = None
+    classes: int | None = None
+    ranks: int = 1
+    bad_ranks: tuple[int, ...] = (0,)
+    policy: Any = field(default_factory=lambda: RECORD)
+
+    @property
+    def id(self) -> str:
+        """For a test."""
+        return self.what.replace(" ", "-")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a monitor found.
+
+    Attributes:
+        findings: All of them.
+        noticed: For each the step in which it was noticed.
+    """
+
+    findings: list[Finding]
+    noticed: list[int]
+
+    @property
+    def first(self) -> Finding | None:
+        """The most upstream finding that is no mere info."""
+        return first_of(self.findings)
+
+    def noticed_at(self, finding: Finding) -> int:
+        """The step in which a finding was noticed."""
+        return self.noticed[[id(known) for known in self.findings].index(id(finding))]
+
+
+def first_of(findings: Sequence[Finding]) -> Finding | None:
+    """The earliest finding that is no mere info; of several in a step, that of the rule asked first."""
+    order = {rule.name: i for i, rule in enumerate(RULES)}
+    severe = [finding for finding in findings if finding.severity != "info"]
+    return min(severe, key=lambda finding: (finding.step, order[finding.rule]), default=None)
+
+
+def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
+    """Trains, breaks the training, and trains on.
+
+    Args:
+        fault: How.
+        ranks: Where faults of several ranks are run.
+    """
+    if fault.ranks > 1:
+        assert ranks is not None
+        return ranks.run(fault.ranks, _inject, FAULTS.index(fault))[0]
+    return _injected(fault, fault.training())
+
+
+def _inject(number: int) -> Outcome:
+    """On one rank of several."""
+    torch.set_num_threads(1)
+    fault = FAULTS[number]
+    training = fault.training()
+    rank = torch.distributed.get_rank()
+    training.model = DistributedDataParallel(training.model)
+    if rank not in fault.bad_ranks:
+        fault = replace(fault, breaks=lambda training: None)
+    return _injected(fault, training)
+
+
+def _injected(fault: Fault, training: Training) -> Outcome:
+    if fault.step == 0:
+        fault.breaks(training)
+    monitor = Monitor(
+        training.model,
+        training.optimizer,
+        training.scaler,
+        on_anomaly=fault.policy,
+        watch=fault.watch,
+        classes=fault.classes,
+    )
+    noticed: list[int] = []
+    for step, begins in training.steps(monitor, 0, fault.step + fault.further):
+        if begins and step == fault.step > 0:
+            fault.breaks(training)
+        noticed += [step] * (len(monitor.findings) - len(noticed))
+    monitor.flush()
+    noticed += [monitor.steps - 1] * (len(monitor.findings) - len(noticed))
+    monitor.detach()
+    return Outcome(monitor.findings, noticed)
+
+
+# Ways to break a training -------------------------------------------------------------------------------------
+
+
+def next_batch(spoil: Callable[[Batch], Batch]) -> Callable[[Training], None]:
+    """Spoils one batch."""
+
+    def breaks(training: Training) -> None:
+        healthy = training.batch
+
+        def once() -> Batch:
+            training.batch = healthy
+            return spoil(healthy())
+
+        training.batch = once
+
+    return breaks
+
+
+def every_batch(spoil: Callable[[Batch], Batch]) -> Callable[[Training], None]:
+    """Spoils all batches from now on."""
+
+    def breaks(training: Training) -> None:
+        healthy = training.batch
+        training.batch = lambda: spoil(healthy())
+
+    return breaks
+
+
+def loss(function: Callable[[nn.Module, Batch], Tensor], shown: bool = False) -> Callable[[Training], None]:
+    """Another loss from now on; batches are only shown to the monitor if they tell something."""
+
+    def breaks(training: Training) -> None:
+        training.loss, training.shown = function, shown
+
+    return breaks
+
+
+@torch.no_grad()
+def _poke(tensor: Tensor, value: float, index: int = 7) -> None:
+    tensor.view(-1)[index] = value
+
+
+def weight(name: str, value: float, index: int = 7) -> Callable[[Training], None]:
+    """Overwrites one element of a parameter or buffer."""
+
+    def breaks(training: Training) -> None:
+        _poke(training.model.state_dict()[name], value, index)
+
+    return breaks
+
+
+def multiplied(name: str, factor: float) -> Callable[[Training], None]:
+    """Multiplies a parameter."""
+    return lambda training: training.model.state_dict()[name].mul_(factor)
+
+
+def state(name: str, key: str, change: Callable[[Tensor], object]) -> Callable[[Training], None]:
+    """Changes a state of the optimizer."""
+    return lambda training: change(training.optimizer.state[training.model.get_parameter(name)][key])
+
+
+def learning_rate(change: Callable[[float], float]) -> Callable[[Training], None]:
+    """Another learning rate from now on."""
+
+    def breaks(training: Training) -> None:
+        for group in training.optimizer.param_groups:
+            group["lr"] = change(group["lr"])
+
+    return breaks
+
+
+def replaced_forward(name: str, forward: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[Training], None]:
+    """Another forward pass of a module, which is given what it gave so far."""
+
+    def breaks(training: Training) -> None:
+        module = training.model.get_submodule(name)
+        before = module.forward
+        module.forward = lambda *inputs: forward(module, before(*inputs))  # type: ignore[method-assign]
+
+    return breaks
+
+
+# Losses with a fault ------------------------------------------------------------------------------------------
+
+
+def _log_of_softmax(model: nn.Module, batch: Batch) -> Tensor:
+    # The centre is far away, so that the probability of another class is 0.
+    inputs = batch[0].clone()
+    inputs[0] *= 1e4
+    return -F.softmax(model(inputs), -1)[:, 0].log().mean()
+
+
+def _softmax_by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    powers = torch.exp(model(batch[0]) * 200)
+    return -(powers / powers.sum(-1, keepdim=True)).clamp_min(1e-6).log().gather(1, batch[1][:, None]).mean()
+
+
+def _pairwise_distances(model: nn.Module, batch: Batch) -> Tensor:
+    hidden = model[0](batch[0])  # type: ignore[index]
+    # Every point has no distance from itself.
+    distances = (hidden[:, None] - hidden[None]).square().sum(-1).sqrt()
+    return cross_entropy(model, batch) - 1e-4 * distances.mean()
+
+
+def _cosine(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(torch.cat([torch.zeros_like(batch[0][:1]), batch[0][1:]]))
+    directions = batch[0] - batch[0][:1]  # the first one is zero
+    return F.cross_entropy(logits, batch[1]) + (directions / directions.norm(dim=1, keepdim=True)).mean()
+
+
+def _without_branch(model: nn.Module, batch: Batch) -> Tensor:
+    hidden = model[1](model[0](batch[0])).detach()  # type: ignore[index]
+    return F.cross_entropy(model[2:](hidden), batch[1])  # type: ignore[index]
+
+
+def _summed(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model, batch) * len(batch[0])
+
+
+def _with_hidden_infinity(model: nn.Module, batch: Batch) -> Tensor:
+    # The loss is finite, the derivative of the root is not, whatever the loss is scaled by.
+    return cross_entropy(model, batch) + torch.sqrt(0 * model[0].bias).sum()  # type: ignore[index]
+
+
+def _fixed_scale(model: nn.Module, batch: Batch) -> Tensor:
+    unscaled = F.cross_entropy(model(batch[0].half()).float(), batch[1])
+    return (unscaled - unscaled.detach()) * 2.0**24 + unscaled.detach()  # the monitor is told the loss without it
+
+
+class _Alternating:
+    """A root at 0 that is added in one micro-batch and subtracted in the next."""
+
+    def __init__(self) -> None:
+        self.sign = 1.0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.sign = -self.sign
+        gain = model[2].bias[0]  # type: ignore[index]
+        return cross_entropy(model, batch) + self.sign * torch.sqrt(gain - gain.detach())
+
+
+# Batches with a fault -----------------------------------------------------------------------------------------
+
+
+def _with_nan(batch: Batch) -> Batch:
+    _poke(batch[0], math.nan, 37)
+    return batch
+
+
+def _from_one(batch: Batch) -> Batch:
+    return batch[0], batch[1] + 1
+
+
+def _huge(batch: Batch) -> Batch:
+    return batch[0] * 1e3, batch[1]
+
+
+def _constant(batch: Batch) -> Batch:
+    return batch[0][:1].expand_as(batch[0]), batch[1]
+
+
+def _ignored(batch: Batch) -> Batch:
+    return batch[0], torch.full_like(batch[1], -100)
+
+
+def _permuted(batch: Batch) -> Batch:
+    return batch[0], (batch[1] + 1) % CLASSES
+
+
+# Trainings for faults -----------------------------------------------------------------------------------------
+
+
+def _half_model(loss_scale: float = 1.0) -> Training:
+    """A model whose parameters are float16, without a scaler."""
+    made = train_mlp(shown=False)
+    made.model.half()
+    made.optimizer = torch.optim.SGD(made.model.parameters(), 0.05)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0].half()), batch[1]) * loss_scale
+
+    made.loss = loss
+    return made
+
+
+def _scaled(**options: Any) -> Training:
+    return train_mlp(
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=100),
+        autocast=torch.float16,
+        shown=False,
+        **options,
+    )
+
+
+def _deep_sigmoid() -> Training:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(16, 16), nn.Sigmoid()]
+    for _ in range(9):
+        layers += [nn.Linear(16, 16), nn.Sigmoid()]
+    model = nn.Sequential(*layers, nn.Linear(16, CLASSES))
+    return Training(model, torch.optim.SGD(model.parameters(), 0.1), Clusters(0, 16), cross_entropy)
+
+
+def _stalled() -> Training:
+    made = train_mlp(shown=False)
+    made.model.bfloat16()
+    made.optimizer = torch.optim.SGD(made.model.parameters(), 1e-6)
+    made.loss = lambda model, batch: F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+    return made
+
+
+def _two_rates() -> Training:
+    made = train_mlp()
+    made.optimizer = torch.optim.Adam(
+        [
+            {"params": [*made.model[0].parameters(), *made.model[2].parameters()]},  # type: ignore[index]
+            {"params": made.model[4].parameters(), "lr": 1.0},  # type: ignore[index]
+        ],
+        1e-3,
+    )
+    return made
+
+
+def _stale_head(training: Training) -> None:
+    training.model.head.weight = training.model.tokens.weight  # type: ignore[union-attr]
+
+
+def _new_head(training: Training) -> None:
+    training.model[4] = nn.Linear(32, CLASSES)  # type: ignore[index]
+
+
+def _frozen(training: Training) -> None:
+    training.model[0].requires_grad_(False)  # type: ignore[index]
+
+
+def _hooked(training: Training) -> None:
+    name = "blocks.1.up.weight"
+    training.model.get_parameter(name).register_hook(lambda g: g * torch.full_like(g[:1], math.nan))
+
+
+def _dead(training: Training) -> None:
+    nn.init.constant_(training.model[2].bias, -1e3)  # type: ignore[index]
+
+
+def _sporadic(training: Training) -> None:
+    """NaN in one gradient every tenth step, each time another."""
+    names = [name for name, _ in training.model.named_parameters()]
+    healthy, count = training.loss, [0]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        count[0] += 1
+        at = count[0] - 1
+        if at % 10 == 0 and at < 30:
+            parameter = model.get_parameter(names[(5, 0, 3)[at // 10]])
+            handle = parameter.register_hook(lambda g: (handle.remove(), g + math.nan)[1])
+        return healthy(model, batch)
+
+    training.loss = loss
+
+
+def _tiny_weight(training: Training) -> None:
+    with torch.no_grad():
+        training.model[2].weight *= 1e-7  # type: ignore[index]
+
+
+def _bad_momentum(training: Training) -> None:
+    _poke(training.optimizer.state[training.model.get_parameter("2.weight")]["exp_avg"], -1e6)
+
+
+def _silent_momentum(training: Training) -> None:
+    # The weight falls so far that its unit is dead from then on, and the loss hardly notices.
+    _poke(training.optimizer.state[training.model.get_parameter("2.weight")]["exp_avg"], 1e6)
+
+
+FAULTS: tuple[Fault, ...] = (
+    # NaN and Inf
+    Fault("log of a softmax that is 0", "MLP", "nonfinite-loss", "loss", loss(_log_of_softmax),
+          also=("nonfinite-gradient",)),
+    Fault("root of 0 in pairwise distances: its derivative is infinite", "MLP", "nonfinite-gradient", "0.bias",
+          loss(_pairwise_distances)),
+    Fault("softmax written by hand overflows", "MLP", "nonfinite-loss", "loss", loss(_softmax_by_hand)),
+    Fault("division by the norm of a vector that is 0", "MLP", "nonfinite-loss", "loss", loss(_cosine)),
+    Fault("a batch with everything masked out", "MLP", "nonfinite-loss", "loss", next_batch(_ignored)),
+    Fault("NaN in a batch", "CNN", "nonfinite-batch", "batch[0]", next_batch(_with_nan), train_cnn,
+          also=("nonfinite-loss", "nonfinite-gradient", "nonfinite-buffer")),
+    Fault("NaN in a weight", "GPT", "nonfinite-parameter", "blocks.0.qkv.weight",
+          weight("blocks.0.qkv.weight", math.nan), train_gpt, also=("lost-loss",)),
+    Fault("a bit flip makes a weight 1e30", "GPT", "parameter-jump", "blocks.1.down.weight",
+          weight("blocks.1.down.weight", 1e30), train_gpt),
+    Fault("NaN in the embedding of a rare token", "embedding and linear map", "nonfinite-parameter",
+          "0.weight", weight("0.weight", math.nan, 395 * 16), train_bag, late=30, further=40),
+    Fault("a bit flip makes a recurrent weight 1e30", "LSTM", "parameter-jump", "cells.weight_hh_l0",
+          weight("cells.weight_hh_l0", 1e30), train_recurrent, late=30, further=40),
+    Fault("NaN in the running variance of a batch norm", "CNN", "nonfinite-buffer", "4.running_var",
+          weight("4.running_var", math.nan), train_cnn, late=30, further=40),
+    Fault("NaN in exp_avg_sq of AdamW", "MLP", "nonfinite-optimizer-state", "2.weight",
+          state("2.weight", "exp_avg_sq", lambda s: _poke(s, math.nan)), late=1),
+    Fault("a hook on a parameter returns NaN", "GPT", "nonfinite-gradient", "blocks.1.up.weight", _hooked, train_gpt),
+    Fault("accumulated gradients are Inf - Inf", "MLP", "nonfinite-gradient", "2.bias", loss(_Alternating()),
+          lambda: train_mlp(accumulate=2)),
+    Fault("log of a negative output of a module", "MLP", "nonfinite-activation", "2",
+          replaced_forward("2", lambda module, out: out.log()), watch={"activations": 1}),
+    Fault("NaN in changing places, every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
+          policy={"nonfinite-gradient": "skip", **RECORD}),
+    # Half precision
+    Fault("float16 gradients overflow under a fixed loss scale", "MLP in float16", "nonfinite-gradient", "4.bias",
+          loss(_fixed_scale), _half_model),
+    Fault("float16 overflows in the forward pass, under a scaler", "MLP, autocast", "nonfinite-loss", "loss",
+          every_batch(lambda batch: (batch[0] * 1e6, batch[1])), _scaled, also=("loss-scale",)),
+    Fault("an infinite derivative: the scaler skips every step", "MLP, autocast", "loss-scale", "loss_scale",
+          loss(_with_hidden_infinity), _scaled),
+    Fault("float16 gradients underflow, without a scaler", "MLP in float16", "underflow", "0.weight",
+          lambda training: None, lambda: _half_model(1e-5), step=0, further=40),
+    # Size
+    Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
+    Fault("learning rate is negative", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: -lr)),
+    Fault("learning rate is 0", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: 0.0), further=60),
+    Fault("one group of parameters with learning rate 1", "MLP", "update-weight-ratio", "4.weight",
+          lambda training: None, _two_rates, step=0, late=1, further=40, watch={"updates": 1, "parameters": 1}),
+    Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight", _bad_momentum, step=120, late=1,
+          also=("parameter-jump",)),
+    Fault("one element of exp_avg is 1e6, and its unit dies", "MLP", "momentum-drift", "2.weight", _silent_momentum,
+          step=120, late=30, further=40),
+    Fault("exp_avg_sq is zeroed", "MLP", "second-moment-drop", "2.weight",
+          state("2.weight", "exp_avg_sq", lambda s: s.zero_()), step=120, late=30, further=60),
+    Fault("a backward written by hand gives 1000 times too much", "MLP", "exploding-gradient", "0.weight",
+          replaced_forward("2", lambda module, out: (out.register_hook(lambda g: g * 1e3), out)[1])),
+    Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
+          lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
+    Fault("ten sigmoid layers, initialised as usual", "deep MLP", "vanishing-gradient", "0.weight",
+          lambda training: None, _deep_sigmoid, step=0, late=5, further=40),
+    Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
+          _tiny_weight, lambda: train_mlp(lr=1e-9), step=0, further=70),
+    Fault("a loss so small that AdamW divides by its eps", "MLP", "small-second-moment", "0.weight",
+          loss(lambda model, batch: 1e-7 * cross_entropy(model, batch)), step=0, late=50, further=160),
+    Fault("a layer of ReLUs that are never positive", "MLP", "dead-gradient", "2.bias", _dead, further=60),
+    Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=40),
+    Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",
+          "0.weight", lambda training: None, _stalled, step=0, further=120),
+    # The course of training
+    Fault("labels are permuted from now on", "MLP", "loss-spike", "loss", every_batch(_permuted), step=150,
+          late=1, further=12),
+    Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss", loss(_summed)),
+    Fault("logits times 1,000", "GPT", "saturated-logits", "logits",
+          replaced_forward("head", lambda module, out: out * 1e3), lambda: train_gpt(lr=1e-4), step=0, further=110,
+          classes=TOKENS),
+    Fault("tied weights: the optimizer holds the old head", "GPT", "optimizer-coverage",
+          "param_groups[0]['params'][28]", _stale_head, train_gpt, step=0, further=5),
+    Fault("a layer replaced after the optimizer was made", "MLP", "optimizer-coverage", "4.weight", _new_head,
+          further=100, also=("unchanged-parameter",)),
+    Fault("frozen layers left in the optimizer", "MLP", "optimizer-coverage", "0.weight", _frozen, late=50,
+          further=60),
+    # Several ranks
+    Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
+          lambda: train_mlp(torch.distributed.get_rank(), shown=False), step=20, ranks=2, bad_ranks=(1,),
+          watch={"origin": 1}, also=("nonfinite-gradient",)),
+    Fault("a weight is changed on one rank alone", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
+          multiplied("module.0.weight", 1.0001), lambda: train_mlp(shown=False), step=12, late=8, further=12, ranks=2,
+          watch={"replicas": 10}),
+    Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", lambda training: None,
+          step=0, ranks=2, watch={"batches": 10}),
+    # Data
+    Fault("labels counted from 1", "MLP", "label-out-of-range", "batch[1]", every_batch(_from_one), step=0,
+          classes=CLASSES),
+    Fault("labels out of range in one batch", "GPT", "label-out-of-range", "batch[1]",
+          next_batch(lambda batch: (batch[0], batch[1] - 1)), train_gpt, classes=TOKENS),
+    Fault("a batch that was not normalised", "MLP", "batch-range", "batch[0]", next_batch(_huge)),
+    Fault("the same sample throughout every batch", "MLP", "constant-feature", "batch[0]", every_batch(_constant),
+          late=50, further=200, step=10),
+)  # fmt: skip
+
+
+def is_found(fault: Fault, outcome: Outcome) -> bool:
+    """Whether the first finding is the one that has to be, and the others are there."""
+    first = outcome.first
+    return (
+        first is not None
+        and (first.rule, first.name) == (fault.rule, fault.name)
+        and 0 <= first.step - fault.step <= fault.late
+        and {finding.rule for finding in outcome.findings} >= set(fault.also)
+    )
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    pool, missed = Ranks(), 0
+    for fault in FAULTS:
+        if not all(word in fault.what for word in sys.argv[1:]):
+            continue
+        outcome = inject(fault, pool)
+        good = is_found(fault, outcome)
+        missed += not good
+        print("ok    " if good else "MISSED", f"{fault.what} ({fault.model}), at {fault.step}:")
+        if not good:
+            print(f"       expected {fault.rule} {fault.name} {fault.also}")
+        shown = [outcome.first] if good else sorted(outcome.findings, key=lambda finding: finding.step)[:6]
+        for finding in shown:
+            print(f"       {finding} (noticed at {outcome.noticed_at(finding)})")
+    pool.stop()
+    print(f"{missed} missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Small models that really train, in milliseconds, for tests of the monitor: healthy runs and runs to be broken.
+
+A `Training` is one such run: everything in it may be replaced while it goes on, which is how faults are injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradstat.monitor import Monitor
+
+CLASSES = 4
+TOKENS = 32
+
+
+@dataclass
+class Training:
+    """A model, what it is trained on, and how.
+
+    Attributes:
+        model: Of the run.
+        optimizer: Of its parameters.
+        batch: Gives the next batch, a pair of inputs and labels.
+        loss: Of a model and a batch.
+        scaler: A loss scaler, or None.
+        autocast: The type in which the forward pass computes; None for that of the parameters.
+        schedule: Learning rate of a step beside the first one's; None for a constant.
+        accumulate: Micro-batches of a step.
+        max_norm: What gradients are clipped to, if at all.
+        shown: Whether the monitor is shown the batches.
+        show: What of them.
+        before_backward, after_backward: Called with the number of the step.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    scaler: torch.amp.GradScaler | None = None
+    autocast: torch.dtype | None = None
+    schedule: Callable[[int], float] | None = None
+    accumulate: int = 1
+    max_norm: float | None = None
+    shown: bool = True
+    show: Callable[[tuple[Tensor, Tensor]], Any] = tuple
+
+    def steps(self, monitor: Monitor, first: int, end: int) -> Iterator[tuple[int, bool]]:
+        """Trains from step ``first`` to ``end``. A step whose forward pass fails is the last one.
+
+        Yields:
+            Each step twice: as it begins, with true, and at its end, with false.
+        """
+        base = [group.setdefault("base_lr", group["lr"]) for group in self.optimizer.param_groups]
+        for step in range(first, end):
+            yield step, True
+            if self.schedule is not None:
+                for group, lr in zip(self.optimizer.param_groups, base, strict=True):
+                    group["lr"] = lr * self.schedule(step)
+            total = torch.zeros(())
+            self.optimizer.zero_grad()
+            for _ in range(self.accumulate):
+                batch = self.batch()
+                if self.shown:
+                    monitor.batch(self.show(batch))
+                try:
+                    loss = self._loss(batch) / self.accumulate
+                except (IndexError, RuntimeError):
+                    yield step, False
+                    return
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                total += loss.detach().float()
+            monitor.step(total)
+            self._update()
+            yield step, False
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", self.autocast) if self.autocast is not None else nullcontext():
+            return self.loss(self.model, batch)
+
+    def _update(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Of logits ``[batch, ..., classes]`` and labels."""
+    logits = model(batch[0])
+    return F.cross_entropy(logits.flatten(0, -2).float(), batch[1].flatten())
+
+
+# Data ----------------------------------------------------------------------------------------------------------
+
+
+class Clusters:
+    """Points around one centre for each class, in inputs of any shape."""
+
+    def __init__(self, seed: int, *shape: int, size: int = 32, noise: float = 1.0) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.centres = torch.randn(CLASSES, *shape, generator=self.random)
+        self.size, self.noise = size, noise
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(CLASSES, (self.size,), generator=self.random)
+        points = self.centres[labels]
+        return points + self.noise * torch.randn(points.shape, generator=self.random), labels
+
+
+class Sentences:
+    """Sequences of tokens of which each follows from the one before, most of the time; tokens as rare as words are."""
+
+    def __init__(self, seed: int, length: int = 12, size: int = 8) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.follows = torch.randperm(TOKENS, generator=self.random)
+        self.shares = 1 / torch.arange(1.0, TOKENS + 1)
+        self.length, self.size = length, size
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        drawn = torch.multinomial(self.shares, self.size * (self.length + 1), True, generator=self.random)
+        tokens = drawn.view(self.size, self.length + 1)
+        surprise = torch.rand(tokens.shape, generator=self.random) < 0.3
+        for i in range(1, self.length + 1):
+            tokens[:, i] = torch.where(surprise[:, i], tokens[:, i], self.follows[tokens[:, i - 1]])
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+class Bags:
+    """Bags of tokens, most of them rare; the class is that of the majority."""
+
+    def __init__(self, seed: int, vocabulary: int = 400, length: int = 6, size: int = 16) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.shares = 1 / torch.arange(1.0, vocabulary + 1)
+        self.length, self.size = length, size
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        drawn = torch.multinomial(self.shares, self.size * self.length, True, generator=self.random)
+        tokens = drawn.view(self.size, self.length)
+        return tokens, F.one_hot(tokens % CLASSES, CLASSES).sum(1).argmax(1)
+
+
+# Models --------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Pre-norm causal attention with one head, and a perceptron."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    """A GPT of few parameters."""
+
+    def __init__(self, layers: int = 2, width: int = 16, dropout: float = 0.0, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(32, width)
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        nn.init.normal_(self.places.weight, std=0.1)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Recurrent(nn.Module):
+    """An embedding, an LSTM or a plain RNN, and a head."""
+
+    def __init__(self, kind: type[nn.RNNBase], width: int = 16, **options: Any) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, width)
+        self.cells = kind(width, width, batch_first=True, **options)
+        self.head = nn.Linear(width, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.cells(self.tokens(tokens))[0])
+
+
+def mlp(width: int = 32, dropout: float = 0.0) -> nn.Sequential:
+    """Two hidden layers on 16 inputs."""
+    drop = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(
+        nn.Linear(16, width), nn.ReLU(), *drop, nn.Linear(width, width), nn.ReLU(), *drop, nn.Linear(width, CLASSES)
+    )
+
+
+def cnn() -> nn.Sequential:
+    """Two convolutions with batch norm on images of 8 x 8."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, CLASSES),
+    )
+
+
+def bag() -> nn.Sequential:
+    """The mean of embeddings, most of them rare, and a linear map."""
+    return nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, CLASSES))
+
+
+class LowRank(nn.Module):
+    """A frozen linear map with a trained correction of low rank, one factor of which begins at zero (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+# Trainings that are healthy ------------------------------------------------------------------------------------
+
+
+def train_mlp(seed: int = 0, lr: float = 1e-3, width: int = 32, **options: Any) -> Training:
+    """An MLP on clusters, by AdamW."""
+    torch.manual_seed(seed)
+    model = mlp(width)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr), Clusters(seed, 16), cross_entropy, **options)
+
+
+def train_cnn(seed: int = 0, lr: float = 0.05, **options: Any) -> Training:
+    """A CNN with batch norm on clusters of images, by SGD with momentum."""
+    torch.manual_seed(seed)
+    model = cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4)
+    return Training(model, optimizer, Clusters(seed, 1, 8, 8, size=16, noise=2.0), cross_entropy, **options)
+
+
+def train_gpt(
+    seed: int = 0, lr: float = 3e-3, layers: int = 2, dropout: float = 0.0, tied: bool = False, **options: Any
+) -> Training:
+    """A small GPT, by AdamW."""
+    torch.manual_seed(seed)
+    model = GPT(layers, dropout=dropout, tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1)
+    return Training(model, optimizer, Sentences(seed), cross_entropy, **options)
+
+
+def train_recurrent(
+    kind: type[nn.RNNBase] = nn.LSTM,
+    seed: int = 0,
+    lr: float = 5e-3,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> Training:
+    """An LSTM or a plain RNN, by Adam, clipped."""
+    torch.manual_seed(seed)
+    model = Recurrent(kind, **(settings or {}))
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    return Training(model, optimizer, Sentences(seed), cross_entropy, **{"max_norm": 1.0, **options})
+
+
+def train_bag(seed: int = 0, lr: float = 0.01, **options: Any) -> Training:
+    """Embeddings of rare tokens and a linear map, by Adam: most rows have no gradient in a step."""
+    torch.manual_seed(seed)
+    model = bag()
+    return Training(
+        model,
+        torch.optim.Adam(model.parameters(), lr),
+        Bags(seed),
+        cross_entropy,
+        show=lambda batch: batch[1],
+        **options,
+    )

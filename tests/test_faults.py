@@ -1,0 +1,52 @@
+"""Every injected fault is found: the right rule first, with the right name and step."""
+
+import pytest
+import torch
+from faults import FAULTS, Fault, first_of, inject
+from ranks import Ranks
+
+from gradstat.monitor import RULES, Finding
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks | None = request.getfixturevalue("ranks") if fault.ranks > 1 else None
+    outcome = inject(fault, ranks)
+    first = outcome.first
+    told = "\n".join(map(str, outcome.findings))
+    assert first is not None, "nothing was found"
+    assert (first.rule, first.name) == (fault.rule, fault.name), told
+    assert 0 <= first.step - fault.step <= fault.late, told
+    assert {finding.rule for finding in outcome.findings} >= set(fault.also), told
+    assert first.text
+    assert first.causes
+    assert first.advice
+    assert Finding.from_dict(first.to_dict()) == first
+
+
+def test_faults_have_names_of_their_own() -> None:
+    assert len({fault.id for fault in FAULTS}) == len(FAULTS)
+
+
+def test_every_rule_that_is_no_mere_info_is_met_by_a_fault() -> None:
+    met = {fault.rule for fault in FAULTS} | {rule for fault in FAULTS for rule in fault.also}
+    assert {rule.name for rule in RULES if rule.severity != "info"} <= met
+
+
+def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
+    def found(rule: str, step: int, severity: str = "error") -> Finding:
+        return Finding(rule, severity, step, "", {})  # type: ignore[arg-type]
+
+    batch, loss, parameter = found("nonfinite-batch", 7), found("nonfinite-loss", 7), found("nonfinite-parameter", 8)
+    info = found("clip-activity", 1, "info")
+    assert first_of([info, parameter, loss, batch]) is batch
+    assert first_of([info, parameter, loss]) is loss
+    assert first_of([info]) is None

@@ -1,0 +1,101 @@
+"""A monitor on several ranks: sharded and replicated models, the same findings everywhere."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradstat
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
+
+
+def _gathered(value: object) -> list[object]:
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def sharded_training_is_told_of_whole_tensors() -> None:
+    whole, model = _model(), _model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # both stay alike
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    expected = []
+    for step in range(6):
+        torch.manual_seed(step)
+        x = torch.randn(4, 6)
+        for net in (whole, model):
+            net.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+        gradient = model[2].weight.grad  # type: ignore[index,union-attr]
+        assert isinstance(gradient, DTensor)
+        last = dist.get_rank() == dist.get_world_size() - 1
+        if step == 4 and last:
+            gradient._local_tensor[-1, 2] = math.nan  # the last row of the whole weight
+        if step == 4:
+            expected.append(math.nan)
+        else:
+            expected.append(gradstat.check(whole).total_norm)
+        found = monitor.step(loss)
+        assert bool(found) == (step == 4)
+        if step < 4:
+            optimizer.step()
+    torch.testing.assert_close(
+        torch.tensor(monitor.recording().scalars["norm"]),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-6,
+        atol=0,
+        equal_nan=True,
+    )
+    finding = monitor.findings[0]
+    assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 4, "2.weight")
+    assert finding.evidence["first"] == [2, 2]
+    assert len(set(map(str, _gathered(finding.text)))) == 1
+    table = monitor.recording().tables["parameter"]
+    assert table.numel.tolist() == [60, 10, 30, 3]
+
+
+def test_sharded_training_is_told_of_whole_tensors(ranks: Ranks) -> None:
+    ranks.run(2, sharded_training_is_told_of_whole_tensors)
+
+
+def the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
+    model = DistributedDataParallel(_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", watch={"origin": 1})
+    for step in range(4):
+        x = torch.randn(4, 6)
+        if step == 2 and dist.get_rank() == 1:
+            x[0, 0] = math.inf
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        monitor.step()
+        if step != 2:
+            optimizer.step()
+    (bad,) = [finding for finding in monitor.findings if finding.rule == "bad-rank"]
+    assert bad.step == 2
+    assert bad.evidence["ranks"] == [1]
+    names = _gathered([finding.rule for finding in monitor.findings])
+    assert names[0] == names[1]
+    monitor.detach()
+    gradstat.Monitor(model, watch={"origin": 1}).detach()  # the model may be watched again
+
+
+def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive(ranks: Ranks) -> None:
+    ranks.run(2, the_rank_that_brought_it_is_named_whenever_numbers_arrive)

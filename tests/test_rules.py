@@ -1,0 +1,586 @@
+"""Each rule on windows made by hand: it fires when it must and not a little below, however the steps are cut up.
+
+A `Story` is what a monitor would have measured; `told` lets a rule look at it in windows of some size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradstat.monitor as monitoring
+from gradstat import _fields
+from gradstat._tensors import TensorInfo
+from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
+from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
+from gradstat.monitor.rules import ClipActivity, MissingGradient
+from gradstat.monitor.watching import Outputs
+
+NAMES = ("a.weight", "a.bias", "b.weight")
+SHAPES = ((8, 8), (8,), (8, 8))
+ABSENT = [math.nan] * len(_fields.FIELDS)
+NORMAL16 = float(torch.finfo(torch.float16).smallest_normal)
+
+
+def row(
+    size: float = 1.0, numel: int = 64, zeros: int = 0, mean: float = 0.0, nan: int = 0, inf: int = 0
+) -> list[float]:
+    """The row of a tensor whose elements are ±``size``, but for zeros and those that are not finite."""
+    left = numel - zeros - nan - inf
+    first = 0.0 if nan or inf else math.inf
+    values = {
+        "nan_count": nan, "inf_count": inf, "zero_count": zeros, "sum": mean * left, "sq_sum": left * size**2,
+        "sq_sum_large": 0, "sq_sum_small": 0, "min": -size, "max": size, "first_nonfinite": first,
+    }  # fmt: skip
+    return [float(values[f.name]) for f in _fields.FIELDS]
+
+
+@dataclass
+class Table:
+    """Rows of one kind, by step."""
+
+    rows: dict[int, list[list[float]]]
+    names: tuple[str, ...] = NAMES
+    shapes: Sequence[tuple[int, ...]] = SHAPES
+    dtype: torch.dtype = torch.float32
+
+    def within(self, first: int, end: int) -> Rows | None:
+        steps = [step for step in sorted(self.rows) if first <= step < end]
+        if not steps:
+            return None
+        infos = [TensorInfo(torch.Size(shape), self.dtype, torch.device("cpu"), None) for shape in self.shapes]
+        return Rows(
+            Layout.of(self.names, infos),
+            np.array(steps),
+            np.array([self.rows[step] for step in steps], dtype=np.float64),
+        )
+
+
+@dataclass
+class Story:
+    """What was measured in some steps."""
+
+    steps: int
+    scalars: dict[str, Sequence[float]] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
+    observations: Sequence[Observation] = ()
+    facts: Facts = field(default_factory=Facts)
+
+    def windows(self, size: int) -> list[Window]:
+        """All steps, in windows of ``size``."""
+        made, latest = [], {}
+        for first in range(0, self.steps, size):
+            end = min(first + size, self.steps)
+            tables = {kind: table.within(first, end) for kind, table in self.tables.items()}
+            known = {kind: rows for kind, rows in tables.items() if rows is not None}
+            latest |= {kind: Rows(rows.layout, rows.steps[-1:], rows.raw[-1:]) for kind, rows in known.items()}
+            made.append(
+                Window(
+                    np.arange(first, end),
+                    {name: np.array(values[first:end], dtype=np.float64) for name, values in self.scalars.items()},
+                    known,
+                    self.facts,
+                    [seen for seen in self.observations if first <= seen.step < end],
+                    dict(latest),
+                )
+            )
+        return made
+
+
+def new(name: str, **thresholds: Any) -> Rule:
+    """A rule by its name."""
+    return next(kind for kind in RULES if kind.name == name)(**thresholds)
+
+
+def told(asked: Rule, windows: Sequence[Window]) -> list[tuple[str, int, str]]:
+    """What a rule finds."""
+    found = [finding for window in windows for finding in asked.review(window)]
+    for finding in found:
+        assert isinstance(finding, Finding)
+        assert finding.text
+        json.dumps(finding.to_dict())
+    return [(finding.rule, finding.step, finding.name) for finding in found]
+
+
+# Stories -------------------------------------------------------------------------------------------------------
+
+
+def series(name: str, values: Sequence[float], **more: Any) -> Story:
+    return Story(len(values), {name: values, **more.pop("scalars", {})}, **more)
+
+
+def rows_of(kind: str, by_step: dict[int, list[list[float]]], steps: int | None = None, **more: Any) -> Story:
+    options = {key: more.pop(key) for key in ("names", "shapes", "dtype") if key in more}
+    table = Table(by_step, **options)
+    return Story(steps or max(by_step) + 1, tables={kind: table, **more.pop("tables", {})}, **more)
+
+
+def healthy_rows(numel: Sequence[int] = (64, 8, 64)) -> list[list[float]]:
+    return [row(0.1, n) for n in numel]
+
+
+def with_nan(position: int = 2, count: int = 1) -> list[list[float]]:
+    made = healthy_rows()
+    made[position] = row(0.1, (64, 8, 64)[position], nan=count)
+    return made
+
+
+def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x") -> Story:
+    """A kind with one tensor of 64 elements of these sizes, every so many steps."""
+    return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)])
+
+
+def shares(kind: str, values: Sequence[float], every: int = 50) -> Story:
+    """A kind with one number, every so many steps."""
+    rows = {i * every: [row(v, 1, mean=v)] for i, v in enumerate(values)}
+    return rows_of(kind, rows, names=("x",), shapes=[(1,)])
+
+
+def certain(values: Sequence[float], loss: float = 1.1, classes: int | None = 4) -> Story:
+    story = shares("output", values)
+    story.scalars, story.facts = {"loss": [loss] * story.steps}, Facts(classes=classes)
+    return story
+
+
+def seen(kind: str, value: Any, step: int = 3) -> Story:
+    return Story(10, observations=[Observation(kind, step, value)])
+
+
+def labels(low: int, high: int) -> Any:
+    return {"name": "batch[1]", "low": low, "high": high, "classes": 4}
+
+
+def incidents(*positions: int) -> Story:
+    rows = {step: healthy_rows() for step in range(40)}
+    rows |= {10 * (i + 1): with_nan(position) for i, position in enumerate(positions)}
+    return rows_of("gradient", rows)
+
+
+def missing(steps: int) -> Story:
+    rows = {step: [ABSENT, ABSENT, row()] for step in range(20)}
+    return rows_of("gradient", rows, observations=[Observation("missing", step, [1]) for step in range(4, 4 + steps)])
+
+
+def dead(steps: int) -> Story:
+    zero = [row(0.0, 64, 64), row(0.0, 8, 8), row()]
+    rows = {step: zero if 4 <= step < 4 + steps else healthy_rows() for step in range(40)}
+    return rows_of("gradient", rows, facts=Facts(("b.weight", "a.bias", "a.weight")))
+
+
+def layers(ratio: float) -> Story:
+    names = tuple(f"{i}.weight" for i in range(6))
+    rows = [row(0.1 * ratio ** (1 - i / 5)) for i in range(6)]
+    return rows_of("gradient", dict.fromkeys(range(8), rows), names=names, shapes=[(8, 8)] * 6)
+
+
+def skipped(steps: int, scale: float = 64.0) -> Story:
+    bad = [1.0 if 10 <= step < 10 + steps else math.nan for step in range(30)]
+    return series("nonfinite", bad, scalars={"loss_scale": [scale] * 30}, facts=Facts(is_scaled=True))
+
+
+def halves(zeros: int, normals: float, steps: int = 10) -> Story:
+    low = [row(normals * NORMAL16, 64, zeros), row(0.1, 8), row()]
+    rows = {step: low if step < steps else healthy_rows() for step in range(20)}
+    return rows_of("gradient", rows, dtype=torch.float16)
+
+
+def beside_weights(gradient: float, steps: int, weight: float = 1.0, looks: Sequence[int] = (0, 3)) -> Story:
+    rows = {step: [row(gradient if step < steps else 0.1), row(0.1, 8), row()] for step in range(steps + 5)}
+    weights = {step: [row(weight), row(1.0, 8), row()] for step in looks}
+    return rows_of("gradient", rows, tables={"parameter": Table(weights)})
+
+
+def updated(*ratios: float) -> Story:
+    rows = {1 + 10 * i: [row(ratio), row(1e3, 8), row(1e-3)] for i, ratio in enumerate(ratios)}
+    return rows_of("update", rows, tables={"parameter": Table({0: [row(), row(1.0, 8), row()]})})
+
+
+def unchanged(looks: int, gradient: float = 0.1, apart: int = 50) -> Story:
+    """The first weight changes until the third look, and then does not for so many."""
+    weights = {i * apart: [row(1 + 0.01 * min(i, 2)), row(1 + i, 8), row(1 + i)] for i in range(3 + looks)}
+    gradients = {step: [row(gradient), row(0.1, 8), row()] for step in range(max(weights) + 1)}
+    return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
+
+
+def wobbling(count: int, level: float = 1.0) -> list[float]:
+    return [level * (1 + 0.05 * math.sin(i * 1.7)) for i in range(count)]
+
+
+LOSSES = [3.0] * 20 + wobbling(76, 0.3)
+NORMS = [2.0] * 20 + wobbling(76, 0.1)
+SETTLED = [1.0] * 20 + [0.1] * 108
+report = SimpleNamespace
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, a story in which it has something to say, and others in which it just has not."""
+
+    rule: str
+    bad: Story
+    step: int
+    name: str
+    fine: tuple[Story, ...]
+    sizes: tuple[int, ...] = (1, 7, 32, 10_000)
+
+
+CASES = [
+    Case("nonfinite-batch", rows_of("batch", {0: healthy_rows(), 4: with_nan()}), 4, "b.weight",
+         (rows_of("batch", {0: healthy_rows()}), rows_of("gradient", {0: with_nan()}))),
+    Case("batch-range", one("batch", [1.0] * 20 + [101.0], 1), 20, "x",
+         (one("batch", [1.0] * 20 + [99.0], 1), one("batch", [1.0] * 19 + [101.0], 1),
+          one("batch", [0.0] * 20 + [101.0], 1))),
+    Case("label-out-of-range", seen("label", labels(0, 4)), 3, "batch[1]", (seen("other", labels(0, 4)),)),
+    Case("constant-feature", shares("constant", [0.2, 0.95, 0.95, 0.95]), 50, "x",
+         (shares("constant", [0.95, 0.95, 0.2, 0.95]), shares("constant", [0.9] * 5))),
+    Case("repeated-batch", seen("batches", report(ok=False, repeated=[(0, 1)])), 3, "batch",
+         (seen("batches", report(ok=True)),)),
+    Case("learning-rate-jump", series("lr", [1.0] * 5 + [3.1] * 5), 5, "lr",
+         (series("lr", [1.0] * 5 + [3.0] * 5), series("lr", [0.0] + [1.0] * 5), series("lr", [math.nan] * 9),
+          series("lr", [1.0, 0.1, 1.0, 0.1, 1.0]))),
+    Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.049] * 5), 5, "lr", (series("lr", [1.0] * 5 + [0.05] * 5),)),
+    Case("learning-rate-jump", series("lr", [1.0] * 5 + [-1.0] * 5), 5, "lr", ()),
+    Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.0] * 20), 5, "lr",
+         (series("lr", [1.0] * 5 + [0.0] * 19 + [0.1]), series("lr", [0.0] * 30))),
+    Case("optimizer-coverage", seen("coverage", {"absent": ["a.weight"], "frozen": [], "foreign": []}), 3, "a.weight",
+         (seen("coverage", {"absent": [], "frozen": [], "foreign": []}),)),
+    Case("replica-mismatch", seen("replicas", report(ok=False, drifted=[report(name="a.bias")])), 3, "a.bias",
+         (seen("replicas", report(ok=True)),)),
+    Case("nonfinite-optimizer-state", rows_of("exp_avg", {0: healthy_rows(), 50: with_nan(1)}), 50, "a.bias",
+         (rows_of("exp_avg", {0: healthy_rows()}), rows_of("parameter", {0: with_nan()}))),
+    Case("second-moment-drop", one("exp_avg_sq", [1.0, 1.0, 0.49 * 0.9**5], 5), 10, "x",
+         (one("exp_avg_sq", [1.0, 1.0, 0.51 * 0.95**5], 5), one("exp_avg_sq", [0.0, 0.0, 1.0], 5),
+          one("exp_avg", [1.0, 0.0, 0.0], 5))),
+    Case("momentum-drift", one("exp_avg", [1.0] * 5 + [1.2**i for i in range(1, 7)]), 9 * 50, "x",
+         (one("exp_avg", [1.0] * 5 + [1.14**i for i in range(1, 12)]),
+          one("exp_avg", [1.0] * 5 + [1.2, 1.5, 1.9, 2.3, 2.2]),
+          one("exp_avg", [2.0, *[1.0] * 4, 1.2, 1.5, 1.9, 2.3, 2.8, 3.9]),
+          one("exp_avg", [0.0] * 5 + [1.2**i for i in range(1, 7)]))),
+    Case("momentum-drift", one("momentum_buffer", [1.0, 1.0, 101.0]), 100, "x",
+         (one("momentum_buffer", [1.0, 1.0, 99.0]), one("momentum_buffer", [1.0, 101.0]))),
+    Case("nonfinite-parameter", rows_of("parameter", {0: healthy_rows(), 50: with_nan()}), 50, "b.weight",
+         (rows_of("parameter", {0: healthy_rows()}), rows_of("buffer", {0: with_nan()}))),
+    Case("parameter-jump", one("parameter", [1.0, 101.0]), 50, "x",
+         (one("parameter", [1.0, 99.0]),
+          rows_of("parameter", {0: [row(1e-4), row(1, 8), row()], 50: [row(0.1), row(1, 8), row()]}),
+          one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0]))),
+    Case("nonfinite-buffer", rows_of("buffer", {0: healthy_rows(), 50: with_nan(0)}), 50, "a.weight",
+         (rows_of("buffer", {0: healthy_rows()}),)),
+    Case("sporadic-nonfinite", incidents(0, 1, 2), 10, "a.weight",
+         (incidents(0, 1, 1), incidents(2, 2, 2), incidents())),
+    Case("nonfinite-activation", rows_of("activation", {0: healthy_rows(), 5: with_nan(1)}), 5, "a.bias",
+         (rows_of("activation", {0: healthy_rows()}),)),
+    Case("nonfinite-loss", series("loss_nonfinite", [math.nan] * 5 + [1.0]), 5, "loss",
+         (series("loss_nonfinite", [math.nan] * 9), series("loss", [1.0] * 9))),
+    Case("lost-loss", series("loss_nonfinite", [math.nan] * 5 + [1.0, 2.0, 1.0, 1.0]), 5, "loss",
+         (series("loss_nonfinite", [1.0, 1.0, math.nan, 1.0, 1.0, math.nan]),)),
+    # A single loss beyond those of the beginning, and four among five above the limit.
+    Case("loss-spike", series("loss", [*LOSSES, 12.1]), 96, "loss",
+         (series("loss", [*LOSSES, 11.9]), series("loss", [*LOSSES, math.nan, math.inf]),
+          series("loss", [1.0] * 40 + [9.0]))),
+    Case("loss-spike", series("loss", [*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), 96, "loss",
+         (series("loss", [*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]), series("loss", [*LOSSES, 0.5, 0.5, 0.5, 0.5]))),
+    # A climb: never four of five.
+    Case("loss-spike", series("loss", [*SETTLED, *[0.95, 0.95, 0.95, 0.1, 0.1] * 6]), 140, "loss",
+         (series("loss", [*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),)),
+    Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "x",
+         (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
+    Case("bad-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3, "b.weight",
+         (seen("origin", report(ok=True)),)),
+    Case("loss-scale", skipped(5), 10, "loss_scale", (skipped(4), skipped(0))),
+    Case("loss-scale", skipped(0, 2.0**33), 0, "loss_scale", (skipped(0, 2.0**32),)),
+    Case("nonfinite-gradient", rows_of("gradient", {0: healthy_rows(), 4: with_nan(0, 3)}), 4, "a.weight",
+         (rows_of("gradient", {0: healthy_rows()}), rows_of("gradient", {0: [ABSENT] * 3}))),
+    Case("missing-gradient", missing(5), 4, "a.bias",
+         (missing(4), rows_of("gradient", {step: [ABSENT, ABSENT, row()] for step in range(20)}))),
+    Case("dead-gradient", dead(20), 4, "a.bias", (dead(19),)),
+    Case("underflow", halves(30, 7.0), 0, "a.weight", (halves(30, 7.0, steps=9), halves(19, 7.0), halves(30, 9.0))),
+    Case("vanishing-gradient", series("norm", [1.0] * 5 + [1e-9] * 5), 5, "norm",
+         (series("norm", [1.0] * 5 + [1e-9] * 4 + [1.0]), series("norm", [2e-8] * 20),
+          series("norm", [math.nan] * 20))),
+    Case("vanishing-gradient", layers(1e-6), 0, "0.weight", (layers(1e-4),)),
+    Case("exploding-gradient", series("norm", [*NORMS, 10.1]), 96, "norm",
+         (series("norm", [*NORMS, 9.9]), series("norm", [*NORMS, math.nan, math.inf]),
+          series("norm", [1.0] * 30 + [9.0]))),
+    Case("exploding-gradient", series("norm", [*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), 96, "norm",
+         (series("norm", [*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), series("norm", [*NORMS, 0.9, 0.9, 0.9, 0.9]))),
+    Case("exploding-gradient", series("norm", [1.0, 1.0, 1001.0]), 2, "norm", (series("norm", [1.0, 1.0, 999.0]),)),
+    Case("exploding-gradient", series("norm", [501.0] * 10), 9, "norm", (series("norm", [499.0] * 10),)),
+    Case("gradient-weight-ratio", beside_weights(101.0, 5), 0, "a.weight",
+         (beside_weights(101.0, 4), beside_weights(99.0, 9), beside_weights(101.0, 9, looks=[0]),
+          beside_weights(1.0, 9, weight=0.0))),
+    Case("gradient-weight-ratio", beside_weights(0.9e-5, 500), 0, "a.weight",
+         (beside_weights(0.9e-5, 499), beside_weights(1.1e-5, 600), beside_weights(0.0, 600))),
+    Case("update-weight-ratio", updated(0.1, 0.31, 0.31), 11, "a.weight", (updated(0.1, 0.31), updated(0.3, 0.3, 0.3))),
+    Case("update-weight-ratio", updated(0.9e-7, 0.9e-7), 1, "a.weight", (updated(1.1e-7, 1.1e-7), updated(0.0, 0.0))),
+    Case("unchanged-parameter", unchanged(2), 100, "a.weight",
+         (unchanged(1), unchanged(2, gradient=0.0), unchanged(9, apart=5))),
+    Case("small-second-moment", one("exp_avg_sq", [1.0, 0.9e-10, 0.9e-10, 0.9e-10]), 50, "x",
+         (one("exp_avg_sq", [0.9e-10, 0.9e-10]), one("exp_avg_sq", [1.1e-10] * 5), one("exp_avg_sq", [0.0] * 5))),
+    Case("clip-activity", series("norm", [1.1] * 460 + [0.9] * 40, facts=Facts(max_norm=1.0)), 499, "norm",
+         (series("norm", [1.1] * 440 + [0.9] * 60, facts=Facts(max_norm=1.0)), series("norm", [1.1] * 500)), (500,)),
+]  # fmt: skip
+by_rule = pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.rule}" for i, case in enumerate(CASES)])
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == {kind.name for kind in RULES}
+
+
+@by_rule
+def test_it_fires_however_steps_are_cut_up(case: Case) -> None:
+    for size in case.sizes:
+        assert told(new(case.rule), case.bad.windows(size)) == [(case.rule, case.step, case.name)], size
+
+
+@by_rule
+def test_it_is_silent_just_below(case: Case) -> None:
+    for fine in case.fine:
+        for size in case.sizes:
+            assert told(new(case.rule), fine.windows(size)) == []
+
+
+@by_rule
+def test_it_goes_on_from_a_saved_state(case: Case) -> None:
+    windows = case.bad.windows(1)
+    whole = told(new(case.rule), windows)
+    for cut in {1, len(windows) // 3, len(windows) // 2, len(windows) - 1}:
+        before, after = new(case.rule), new(case.rule)
+        found = told(before, windows[:cut])
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert after.bands() == before.bands()
+        assert found + told(after, windows[cut:]) == whole
+
+
+@by_rule
+def test_it_survives_other_names_and_rows_that_are_not_there(case: Case) -> None:
+    asked = new(case.rule)
+    for kind in (*case.bad.tables, "gradient", "parameter"):
+        told(asked, rows_of(kind, {0: [row()]}, names=("z",), shapes=[(8, 8)]).windows(1))
+        told(asked, rows_of(kind, {1: [ABSENT, row()]}, names=("y", "z"), shapes=[(8, 8)] * 2).windows(2)[1:])
+    windows = [w for w in case.bad.windows(7) if len(w.steps)]
+    assert (case.rule, case.name) in {(rule, name) for rule, _, name in told(asked, windows)}
+    told(asked, rows_of("gradient", {0: []}, names=(), shapes=()).windows(1))
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.name)
+def test_an_empty_window_tells_nothing(kind: type[Rule]) -> None:
+    empty = Window(np.empty(0, np.int64), {}, {})
+    nothing = Window(np.arange(3), {"loss": np.full(3, math.nan), "norm": np.full(3, math.nan)}, {})
+    asked = kind()
+    assert told(asked, [empty, nothing, empty]) == []
+    assert repr(asked).startswith(kind.__name__)
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.name)
+def test_what_a_rule_says_of_itself(kind: type[Rule]) -> None:
+    assert kind.__doc__
+    assert kind.causes
+    assert kind.advice
+    assert kind.severity in ("info", "warning", "error")
+
+
+def test_thresholds_are_arguments() -> None:
+    assert told(MissingGradient(in_a_row=3), missing(3).windows(32)) == [("missing-gradient", 4, "a.bias")]
+    assert told(new("lost-loss", in_a_row=1), series("loss_nonfinite", [1.0]).windows(1)) == [("lost-loss", 0, "loss")]
+    assert "in_a_row=3" in repr(MissingGradient(in_a_row=3))
+
+
+def test_an_episode_is_told_once_and_again_after_it_ended() -> None:
+    bad = {step: with_nan() for step in (*range(3, 9), *range(20, 23))}
+    found = told(new("nonfinite-gradient"), rows_of("gradient", bad).windows(4))
+    assert [step for _, step, _ in found] == [3, 20]
+
+
+def test_the_first_gradient_in_the_backward_pass_is_named() -> None:
+    story = rows_of(
+        "gradient", {0: [row(nan=1), row(0.1, 8, nan=1), row()]}, facts=Facts(("b.weight", "a.bias", "a.weight"))
+    )
+    assert told(new("nonfinite-gradient"), story.windows(1)) == [("nonfinite-gradient", 0, "a.bias")]
+
+
+def test_an_overflow_under_a_scaler_is_an_info() -> None:
+    story = rows_of("gradient", {0: with_nan()}, facts=Facts(is_scaled=True))
+    (found,) = new("nonfinite-gradient").review(story.windows(1)[0])
+    assert found.severity == "info"
+    assert (
+        told(
+            new("sporadic-nonfinite"), Story(40, {}, incidents(0, 1, 2).tables, facts=Facts(is_scaled=True)).windows(9)
+        )
+        == []
+    )
+
+
+def test_a_bad_rank_under_a_scaler_is_an_info() -> None:
+    story = seen("origin", report(ok=False, nonfinite=["0.weight"], rank_of=lambda name: 1))
+    story.facts = Facts(("module.2.weight", "module.0.weight"), is_scaled=True)
+    (found,) = new("bad-rank").review(story.windows(10)[0])
+    assert (found.severity, found.name, found.evidence["ranks"]) == ("info", "module.0.weight", [1])
+
+
+def test_a_loss_scale_runs_away_without_any_overflow() -> None:
+    story = series("loss_scale", [2.0**33] * 3, facts=Facts(is_scaled=True))
+    assert told(new("loss-scale"), story.windows(2)) == [("loss-scale", 0, "loss_scale")]
+
+
+def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
+    story = one("exp_avg_sq", [1.0, 0.2], 50)
+    assert told(new("second-moment-drop"), story.windows(100)) == []
+    story.facts = Facts(second_moment_decay=0.999)
+    assert told(new("second-moment-drop"), story.windows(100)) == [("second-moment-drop", 50, "x")]
+
+
+def test_a_small_second_moment_is_judged_beside_eps() -> None:
+    for value, found in ((0.9e-10, []), (1.1e-14, []), (0.9e-14, [("small-second-moment", 0, "x")])):
+        story = one("exp_avg_sq", [value] * 4)
+        story.facts = Facts(optimizer_eps=1e-8)
+        assert told(new("small-second-moment"), story.windows(100)) == found
+
+
+def test_a_gradient_that_is_small_beside_its_weight_is_an_info() -> None:
+    (found,) = new("gradient-weight-ratio").review(beside_weights(0.9e-5, 500).windows(600)[0])
+    assert found.severity == "info"
+
+
+@pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])
+def test_certain_predictions_are_trouble_if_they_are_wrong(loss: float, classes: int | None, severity: str) -> None:
+    (found,) = new("saturated-logits").review(certain([0.6] * 4, loss, classes).windows(500)[0])
+    assert found.severity == severity
+
+
+def test_constant_features_of_sparse_inputs_and_masks_are_no_finding() -> None:
+    def beside(share: float, zeros: int, low: float = -1.0) -> Story:
+        story = shares("constant", [share] * 4)
+        batch = row(1.0, 64, zeros)
+        batch[_fields.INDEX["min"]] = low
+        story.tables["batch"] = Table({step: [batch] for step in range(story.steps)}, ("x",), [(8, 8)])
+        return story
+
+    for story in (beside(0.95, 40), beside(1.0, 0, low=1.0)):
+        assert told(new("constant-feature"), story.windows(32)) == []
+    for story in (beside(0.95, 10), beside(1.0, 40)):
+        assert told(new("constant-feature"), story.windows(32)) == [("constant-feature", 0, "x")]
+
+
+def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
+    asked = new("loss-spike")
+    told(asked, series("loss", LOSSES).windows(32))
+    _, high = asked.bands()["loss"]
+    assert 0.4 < high < 1.2
+    rate = new("learning-rate-jump")
+    assert rate.bands() == {"lr": (0.0, math.inf)}
+    told(rate, series("lr", [1.0]).windows(1))
+    assert rate.bands() == {"lr": (0.05, 3.0)}
+
+
+def test_norms_that_are_always_large_are_told_once() -> None:
+    story = series("norm", [*wobbling(200, 2000.0), 15_000.0])
+    assert told(new("exploding-gradient"), story.windows(32)) == [("exploding-gradient", 0, "norm")]
+    story = series("norm", [*wobbling(200, 2000.0), *[25_000.0] * 5])
+    assert [step for _, step, _ in told(new("exploding-gradient"), story.windows(32))] == [0, 200]
+
+
+def test_a_series_with_heavy_tails_has_a_higher_limit() -> None:
+    values = [math.exp(1.5 * math.sin(i * 1.7)) for i in range(96)]  # factors of 20 between them
+    asked, calm = new("exploding-gradient"), new("exploding-gradient")
+    assert told(asked, series("norm", values).windows(32)) == []
+    assert told(calm, series("norm", wobbling(96)).windows(32)) == []
+    assert asked.bands()["norm"][1] > 2 * calm.bands()["norm"][1]
+
+
+def test_no_clip_at_all_is_told_too() -> None:
+    story = series("norm", [0.5] * 500, facts=Facts(max_norm=1.0))
+    (found,) = ClipActivity().review(story.windows(500)[0])
+    assert found.evidence["share"] == 0
+    assert found.evidence["suggested"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dtype) -> None:
+    watch = Outputs(nn.Identity())
+    logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
+    for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
+        watch.see("", outputs.to(dtype))
+        segment, (measured,) = watch.take()
+        assert segment.names == ("logits",)
+        assert measured.item() == share
+    watch.see("", torch.ones(3))
+    assert watch.take()[1] == []
+
+
+# Rules of users ------------------------------------------------------------------------------------------------
+
+
+@rule("loss-negative", causes=["a sign"], advice=["look at the sign of the loss"])
+def loss_negative(asked: Rule, window: Window) -> Any:
+    """A loss below 0."""
+    loss = window.scalar("loss")
+    if loss is not None and (loss < 0).any():
+        first = (loss < 0).argmax()
+        yield asked.found(window.steps[first], "loss", f"the loss is {loss[first]:.3g}", loss=loss[first])
+
+
+@rule("silent")
+def silent(asked: Rule, window: Window) -> Any:
+    return None
+
+
+def trained(monitor_rules: list[Rule], step: Callable[[Monitor, torch.Tensor], Any], steps: int = 5) -> Monitor:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = Monitor(model, optimizer, rules=monitor_rules, on_anomaly={"warning": "record"})
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        step(monitor, loss)
+        optimizer.step()
+    monitor.flush()
+    return monitor
+
+
+def test_a_rule_may_be_a_function() -> None:
+    monitor = trained([*default_rules(), loss_negative(), silent()], lambda m, loss: m.step(-loss.detach() - 1))
+    (found,) = [finding for finding in monitor.findings if finding.rule == "loss-negative"][:1]
+    assert (found.rule, found.severity, found.step, found.name) == ("loss-negative", "warning", 0, "loss")
+    assert found.causes == ("a sign",)
+    assert found.evidence["loss"] < 0
+    assert loss_negative.__doc__ == "A loss below 0."
+    assert loss_negative.__module__ == __name__
+
+
+def test_a_rule_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"severity is 'bad'; expected one of info, warning, error"):
+        rule("x", severity="bad")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a name"):
+        rule("")
+    with pytest.raises(TypeError, match="it is a class, make an instance"):
+        Monitor(nn.Linear(1, 1), rules=[loss_negative])  # type: ignore[list-item]
+    with pytest.raises(NotImplementedError):
+        Rule().review(Window(np.arange(1), {}, {}))
+
+
+def test_a_rule_that_raises_is_switched_off_and_training_goes_on() -> None:
+    calls = []
+
+    @monitoring.rule("broken")
+    def broken(asked: Rule, window: Window) -> Any:
+        calls.append(len(window.steps))
+        raise ZeroDivisionError("in a rule")
+
+    with pytest.warns(
+        RuntimeWarning, match=r"rule 'broken' failed and is switched off(.|\n)*ZeroDivisionError: in a rule"
+    ):
+        monitor = trained([broken(), loss_negative()], lambda m, loss: m.step(-1.0), steps=70)
+    assert len(calls) == 1
+    assert monitor.steps == 70
+    assert monitor.findings  # the others are still asked
