@@ -151,7 +151,7 @@ def main() -> None:
     for name, samples in timed.items():
         steps, clips = [one.step for one in samples], [one.clip for one in samples]
         made.append(row(GROUP, case, name, "wall time", "us", _micro(steps), device))
-        made.append(row(GROUP, case, name, "time inside", "us", _micro(clips), device))
+        made.append(row(GROUP, case, f"{name}: its clip", "time inside", "us", _micro(clips), device))
         made.append(row(GROUP, case, name, "time ratio", "", ratios(steps, plain), device))
     print(tables.plainly(made))
     if options.record:

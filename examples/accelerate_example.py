@@ -65,9 +65,8 @@ def main() -> None:
             optimizer.zero_grad()
         if micro_batch % 40 == 39:
             numbers = handle.scalars()
-            print(
-                f"step {micro_batch // MICRO_BATCHES}: loss {numbers['gradstat/loss']:.3f}, norm {numbers['gradstat/norm']:.3f}"
-            )
+            loss, norm = numbers["gradstat/loss"], numbers["gradstat/norm"]
+            print(f"step {micro_batch // MICRO_BATCHES}: loss {loss:.3f}, norm {norm:.3f}")
     print(handle.monitor.diagnose())
     handle.remove()
 

@@ -1,10 +1,13 @@
-"""Ranks of the pool as those of an Accelerator, which learns of them from the environment."""
+"""What tests of Hugging Face's frameworks share: ranks of the pool as those of an Accelerator; running examples."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -36,3 +39,18 @@ def accelerate_on_ranks() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """What an example of ``examples/`` shows, standard error included."""
+    root = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(root / "examples" / name), *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr

@@ -424,6 +424,18 @@ def test_deepspeed_shows_losses_and_its_norm(monkeypatch: pytest.MonkeyPatch) ->
     handle.remove()
 
 
+def test_the_example_runs_and_names_the_fault() -> None:
+    from ranked import run_example
+
+    shown = run_example("accelerate_example.py", "--steps", "20")
+    for words in (
+        "step 10: Inf was first made in the forward pass, by exp in module '3'",
+        "step 10: micro-batch 1 of 2",
+        "errors in 20 steps of Sequential",
+    ):
+        assert words in shown, shown
+
+
 # Several ranks ----------------------------------------------------------------------------------------------
 
 

@@ -498,6 +498,18 @@ def test_the_core_imports_no_framework() -> None:
     assert result.stdout == "[]\n", result.stderr
 
 
+def test_the_example_runs_and_names_the_fault() -> None:
+    from ranked import run_example
+
+    shown = run_example("transformers_example.py", "--steps", "20")
+    for words in (
+        "step 10: NaN was first made in the forward pass, by div in module 'transformer.h.1.mlp'",
+        "step 10: micro-batch 1 of 2",
+        "2 errors in 20 steps of GPT2LMHeadModel",
+    ):
+        assert words in shown, shown
+
+
 # Several ranks ----------------------------------------------------------------------------------------------
 
 
