@@ -398,6 +398,18 @@ def test_several_optimizers_of_one_model_cannot_be_skipped() -> None:
     install(accelerator).remove()
 
 
+def test_one_optimizer_of_several_models_cannot_be_skipped() -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    *prepared, optimizer = accelerator.prepare(*models, torch.optim.SGD([p for m in models for p in m.parameters()]))
+    with pytest.raises(ValueError, match="expected an optimizer for each of 2 models to skip steps of"):
+        install(accelerator, on_anomaly="skip")
+    with install(accelerator) as handle:
+        accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in prepared))
+        optimizer.step()
+    assert [monitor.steps for monitor in handle.monitors] == [1, 1]
+
+
 class Engine:
     """What Accelerate asks DeepSpeed's engine for."""
 
@@ -412,13 +424,14 @@ def test_deepspeed_shows_losses_and_its_norm(monkeypatch: pytest.MonkeyPatch) ->
     accelerator, model, *_ = prepare()
     accelerator.deepspeed_engine_wrapped = Engine()
     monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
+    theirs = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # None in the oldest versions
     with pytest.raises(ValueError, match="on_anomaly='rollback' cannot be done under DeepSpeed"):
         install(accelerator, on_anomaly="rollback")
     with pytest.warns(UserWarning, match=r"Visible are losses, parameters and its gradient norm"):
         handle = install(accelerator)
     for step in range(30):
         accelerator.backward(torch.tensor(1.0 + step))
-        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 3.0
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == theirs
     assert handle.monitor.diagnose().ok  # gradients that are elsewhere are not missing
     assert handle.monitor.recording().scalars["loss"].tolist() == [1.0 + step for step in range(30)]
     handle.remove()

@@ -21,6 +21,7 @@ from gradstat.integrations import _requirements
 from gradstat.integrations._callback import GradstatCallback
 from gradstat.integrations.transformers import STATE_FILE, install
 from gradstat.monitor import AnomalyError
+from gradstat.monitor.measuring import Numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -287,6 +288,22 @@ def test_the_micro_batch_is_named(make: Make) -> None:
     assert re.search(r"step 1: micro-batch 2 of 4 \(counted from 0\) brought it; .*its loss was nan", words), words
     assert set(handle.attributions) == {1}
     assert min(handle.attributions[1].first_bad.values()) == 2
+    handle.remove()
+
+
+@QUIET
+def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: nothing is waited for but on logging steps, and the step is skipped all the same."""
+    monkeypatch.setattr(Numbers, "travels", True)
+    trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
+    trainer.model.bad_at = at(2, 2, 1)
+    found_at: list[int] = []
+    handle = install(trainer, on_anomaly=["skip", lambda monitor, finding: found_at.append(monitor.steps)])
+    trainer.train()
+    assert set(found_at) == {4}  # when step 3, the fourth, was measured
+    assert set(handle.attributions) == {2}
+    assert all(value.isfinite().all() for value in trained(trainer).values())
+    assert logged(trainer, "gradstat/norm") == pytest.approx(logged(trainer, "grad_norm"), rel=1e-5)
     handle.remove()
 
 

@@ -95,6 +95,10 @@ class Handle:
         self._accelerator = accelerator
         several = accelerator.num_processes > 1
         pairs = [(model, _optimizer_of(model, accelerator._optimizers, options)) for model in accelerator._models]
+        _refuse_shared([wrapper for _, wrapper in pairs if wrapper is not None], options)
+        if not len(pairs) == len({id(wrapper) for _, wrapper in pairs}) == len(accelerator._optimizers):
+            # Which optimizer has which parameters is no longer for one model to say.
+            options.rules = [rule for rule in options.rules if rule.name != "optimizer-coverage"]
         watched = [
             Watched(model, None if wrapper is None else unwrapped(wrapper), accelerator.scaler, options, max_norm,
                     several=several)
@@ -212,6 +216,15 @@ def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options)
             "than 'skip', or gradstat.guarded_step on each"
         )
     return those[0] if those else None
+
+
+def _refuse_shared(wrappers: Sequence[Any], options: Options) -> None:
+    """Raises ValueError if an optimizer serves several models, of which each would tell it whether to skip."""
+    if options.policies.uses("skip") and len({id(wrapper) for wrapper in wrappers}) < len(wrappers):
+        raise ValueError(
+            f"expected an optimizer for each of {len(wrappers)} models to skip steps of, got one for several; put the "
+            "models into one torch.nn.ModuleList and prepare that, or use another policy than 'skip'"
+        )
 
 
 def _require_accelerator(accelerator: object) -> None:
