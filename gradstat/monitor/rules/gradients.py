@@ -81,7 +81,6 @@ class ExplodingGradient(LeapingRule):
                     step, "norm", f"the gradient norm is {mean:.3g} on average of 10 steps", mean=mean,
                     limit=self.mean_limit,
                 )  # fmt: skip
-        self.close()
 
     def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
         rows = window.tables.get("gradient")
