@@ -166,7 +166,7 @@ class VanishingGradient(Rule):
                 )
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
-        weights = [i for i, shape in enumerate(rows.layout.shapes) if shape is not None and len(shape) >= 2]
+        weights = np.flatnonzero(rows.layout.matrices)
         if len(weights) < self.layers:
             return
         # Once for all of these steps: it does not come and go.
