@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from small_training import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradstat.monitor import RULES, Finding, Monitor
+from gradstat.monitor import Finding, Monitor
 
 Batch = tuple[Tensor, Tensor]
 RECORD = {"error": "record", "warning": "record", "lost-loss": "record"}
@@ -85,26 +85,16 @@ class Outcome:
     Attributes:
         findings: All of them.
         noticed: For each the step in which it was noticed.
+        first: What the diagnosis begins with; None if there is nothing but infos.
     """
 
     findings: list[Finding]
     noticed: list[int]
-
-    @property
-    def first(self) -> Finding | None:
-        """The most upstream finding that is no mere info."""
-        return first_of(self.findings)
+    first: Finding | None
 
     def noticed_at(self, finding: Finding) -> int:
         """The step in which a finding was noticed."""
         return self.noticed[[id(known) for known in self.findings].index(id(finding))]
-
-
-def first_of(findings: Sequence[Finding]) -> Finding | None:
-    """The earliest finding that is no mere info; of several in a step, that of the rule asked first."""
-    order = {rule.name: i for i, rule in enumerate(RULES)}
-    severe = [finding for finding in findings if finding.severity != "info"]
-    return min(severe, key=lambda finding: (finding.step, order[finding.rule]), default=None)
 
 
 def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
@@ -150,8 +140,9 @@ def _injected(fault: Fault, training: Training) -> Outcome:
         noticed += [step] * (len(monitor.findings) - len(noticed))
     monitor.flush()
     noticed += [monitor.steps - 1] * (len(monitor.findings) - len(noticed))
+    diagnosis = monitor.diagnose()
     monitor.detach()
-    return Outcome(monitor.findings, noticed)
+    return Outcome(monitor.findings, noticed, None if diagnosis.ok else diagnosis.findings[0])
 
 
 # Ways to break a training -------------------------------------------------------------------------------------

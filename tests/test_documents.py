@@ -49,7 +49,7 @@ def run_examples(name: str) -> None:
         exec(example, {})
 
 
-@pytest.mark.parametrize("name", ["stepping.md", "clipping.md", "flight-recorder.md"])
+@pytest.mark.parametrize("name", ["stepping.md", "clipping.md", "flight-recorder.md", "integrations.md"])
 def test_examples_of_the_pages_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
     run_examples(name)

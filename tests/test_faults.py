@@ -1,11 +1,12 @@
 """Every injected fault is found: the right rule first, with the right name and step."""
 
+import numpy as np
 import pytest
 import torch
-from faults import FAULTS, Fault, first_of, inject
+from faults import FAULTS, Fault, inject
 from ranks import Ranks
 
-from gradstat.monitor import RULES, Finding
+from gradstat.monitor import RULES, Diagnosis, Finding, Recording
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +46,9 @@ def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
     def found(rule: str, step: int, severity: str = "error") -> Finding:
         return Finding(rule, severity, step, "", {})  # type: ignore[arg-type]
 
+    def ranked(*findings: Finding) -> list[Finding]:
+        return list(Diagnosis.of(Recording(np.arange(9), {}, {}, findings)).findings)
+
     batch, loss, parameter = found("nonfinite-batch", 7), found("nonfinite-loss", 7), found("nonfinite-parameter", 8)
     info = found("clip-activity", 1, "info")
-    assert first_of([info, parameter, loss, batch]) is batch
-    assert first_of([info, parameter, loss]) is loss
-    assert first_of([info]) is None
+    assert ranked(info, parameter, loss, batch) == [batch, loss, parameter, info]

@@ -366,6 +366,17 @@ def test_labels_out_of_range_are_told_before_the_forward_pass() -> None:
     assert [(f.rule, f.name, f.step, f.evidence["high"]) for f in found] == [("label-out-of-range", "batch['y']", 0, 4)]
 
 
+def test_labels_may_be_told_from_other_integers_by_their_place() -> None:
+    _, _, monitor = made(classes={"batch['labels']": 4})
+    tokens, labels = torch.full((6, 8), 30_000), torch.tensor([0, 3, 1, 2, 2, 0])
+    assert monitor.batch({"tokens": tokens, "labels": labels}) == []
+    (found,) = monitor.batch({"tokens": tokens, "labels": labels + 1})
+    assert found.name == "batch['labels']"
+    for nonsense in (0, True, {"batch": -1}):
+        with pytest.raises(ValueError, match="classes is"):
+            made(classes=nonsense)
+
+
 def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
     model, optimizer, monitor = made()
     trained(model, optimizer, monitor, 5)

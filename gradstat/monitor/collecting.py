@@ -54,7 +54,7 @@ class Collector:
         optimizer: Optimizer | None,
         scaler: Any,
         watch: Mapping[str, int],
-        classes: int | None,
+        classes: int | Mapping[str, int] | None,
         ignore_index: int,
         backend: str | None,
         flagged: bool,
@@ -63,7 +63,13 @@ class Collector:
         self._flagged = flagged
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._watch, self._backend = watch, backend
-        self.classes, self._ignore_index = classes, ignore_index
+        self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
+        given: list[object] = [classes] if isinstance(classes, int) else list((self._classes_by or {}).values())
+        for number in given:
+            if type(number) is not int or number < 1:
+                raise ValueError(f"classes is {classes!r}; expected a number of at least 1, or several by place")
+        self.classes = classes if isinstance(classes, int) else max((self._classes_by or {}).values(), default=None)
+        self._ignore_index = ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
         self.backward_order: tuple[str, ...] = ()
@@ -196,7 +202,7 @@ class Collector:
                 share = watching.constant_features(tensor) if self.is_due("parameters", step) else None
                 if share is not None:
                     self._batch.append(("constant", path, share))
-            elif self.classes is not None and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+            elif self._classes_of(path) and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
                 low, high = torch.aminmax(torch.where(tensor == self._ignore_index, 0, tensor))
                 if tensor.device.type == "cpu":
                     observations += self.judged_label(step, path, float(low), float(high))
@@ -208,11 +214,16 @@ class Collector:
             observations.append(Observation("batches", step, verify_batches(batch)))
         return observations
 
+    def _classes_of(self, path: str) -> int | None:
+        """Into how many classes the labels at a place fall; None if they are none, or it is not known."""
+        return self._classes_by.get(path) if self._classes_by is not None else self.classes
+
     def judged_label(self, step: int, path: str, low: float, high: float) -> list[Observation]:
         """An observation if labels are not among the classes."""
-        if self.classes is None or (low >= 0 and high < self.classes):
+        classes = self._classes_of(path)
+        if not classes or (low >= 0 and high < classes):
             return []
-        seen = {"name": path, "low": int(low), "high": int(high), "classes": self.classes}
+        seen = {"name": path, "low": int(low), "high": int(high), "classes": classes}
         return [Observation("label", step, seen)]
 
     def forget_batch(self) -> None:

@@ -9,11 +9,7 @@ from typing import Any
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import Recording
-
-# Where in a step a thing comes before others: what goes in, what was there before, forward, loss, backward.
-_STAGES = {"batch": 0, "parameter": 2, "buffer": 2, "activation": 4, "output": 5, "gradient": 7, "update": 9}
-_SERIES = {"batch": 0, "lr": 1, "loss": 6, "loss_scale": 8, "norm": 8}
-_STATE, _OTHER = 3, 8
+from gradstat.monitor.rules import RULES
 
 # Findings that begin no further apart than this are told together.
 _APART = 50
@@ -38,9 +34,10 @@ class Diagnosis:
     """What was found in a run, ordered by when it began and by how far upstream. Made by `Monitor.diagnose`.
 
     Attributes:
-        findings: Errors and warnings by the step in which they began; in the same step first what the batch brought,
-            then what was there before, then the forward pass in the order of modules, the loss, and the backward pass
-            in its order. Behind them the infos, likewise.
+        findings: Errors and warnings by the step in which they began; in the same step in the order of
+            `gradstat.monitor.RULES`, in which causes go before effects: the batch, what was there before the step, the
+            forward pass in the order of modules, the loss, the backward pass in its order. Behind them the infos,
+            likewise.
         incidents: The errors and warnings in groups, by time.
         steps: How many steps the run had taken.
         model: Its class.
@@ -147,21 +144,21 @@ class _Places:
     """How far upstream what a finding is about lies."""
 
     def __init__(self, recording: Recording) -> None:
+        self._rules = {rule.name: i for i, rule in enumerate(RULES)}
         self._order = {
             kind: {name: i for i, name in enumerate(series.names)} for kind, series in recording.tables.items()
         }
         self._backward = {name: i for i, name in enumerate(recording.backward_order)}
 
     def of(self, finding: Finding) -> tuple[int, int]:
-        """Stage of the step, and the place in it."""
-        if finding.about == "series":
-            return _SERIES.get(finding.name, _OTHER), 0
-        stage = _STAGES.get(finding.about, _STATE)
-        forward = self._order.get(finding.about, {}).get(finding.name, 0)
+        """The place of its rule in the order of cause and effect, rules of users last; and of what it names."""
+        rule = self._rules.get(finding.rule, len(self._rules))
+        known = self._order.get(finding.about, {})
+        forward = known.get(finding.name, len(known))
         if finding.about == "gradient":
             # Backward order; without it, the parameters nearest to the loss are those at the end of the model.
-            return stage, self._backward.get(finding.name, -forward)
-        return stage, forward
+            return rule, self._backward.get(finding.name, -forward)
+        return rule, forward
 
 
 def _when(incident: Incident) -> str:

@@ -15,7 +15,7 @@ from gradstat.monitor.rows import KEPT, Floats, Layout, Rows, expanded
 
 
 class _Chunk(NamedTuple):
-    """Compact rows of some steps, ``[m, n, len(KEPT)]``."""
+    """Compact rows of some steps, ``[len(KEPT), m, n]``."""
 
     layout: Layout
     steps: npt.NDArray[np.int64]
@@ -82,8 +82,9 @@ class History:
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))
         for kind, series in recording.tables.items():
-            layout = Layout(series.names, (None,) * len(series.names), series.numel, series.numel.astype(np.float64))
-            kept = np.stack([series.column(name) for name in KEPT], axis=2)
+            unknown = Layout.of(series.names, [None] * len(series.names))
+            layout = unknown._replace(numel=series.numel, values=series.numel.astype(np.float64))
+            kept = np.stack([series.column(name) for name in KEPT])
             self._chunks[kind] = deque([_Chunk(layout, series.steps, kept)])
 
 
@@ -95,16 +96,16 @@ def _joined(chunks: deque[_Chunk], first: int) -> Series:
     column = {name: i for i, name in enumerate(names)}
     numel = np.zeros(len(names), dtype=np.int64)
     steps = np.concatenate([chunk.steps for chunk in chunks])
-    values = np.full((len(steps), len(names), len(KEPT)), math.nan, dtype=np.float32)
+    values = np.full((len(KEPT), len(steps), len(names)), math.nan, dtype=np.float32)
     row = 0
     for chunk in chunks:
         at = [column[name] for name in chunk.layout.names]
-        values[row : row + len(chunk.steps), at] = chunk.values
+        values[:, row : row + len(chunk.steps), at] = chunk.values
         seen = chunk.layout.numel > 0
         numel[np.array(at, dtype=np.int64)[seen]] = chunk.layout.numel[seen]
         row += len(chunk.steps)
     kept = steps >= first
-    return Series(names, numel, steps[kept], expanded(values[kept], numel))
+    return Series(names, numel, steps[kept], expanded(values[:, kept], numel))
 
 
 def as_state(recording: Recording) -> dict[str, Any]:

@@ -160,6 +160,7 @@ class Intake:
             raw = self._memory = np.empty((len(held), len(self._names), len(_fields.FIELDS)))
         raw = raw[: len(held)]
         layout: Layout | None = None
+        seen: tuple[object, object] = (None, None)
         for one, rows in zip(held, raw, strict=True):
             numbers = one.pending.numbers[0]
             segment = numbers.segments[0]
@@ -168,7 +169,9 @@ class Intake:
             else:
                 rows.fill(math.nan)
                 rows[segment.positions] = one.table[: segment.measured]
-            layout = self._layout_of(Arrived(segment, one.table, numbers.infos(), 0))
+            infos = numbers.infos()
+            if infos is not seen[0] or segment is not seen[1]:
+                layout, seen = self._layout_of(Arrived(segment, one.table, infos, 0)), (infos, segment)
             if one.pending.is_scaled:
                 rows /= one.pending.scalars["loss_scale"] ** _DEGREES
         assert layout is not None

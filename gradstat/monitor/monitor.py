@@ -70,7 +70,8 @@ class Monitor:
         lag: On a GPU the numbers of a step are read so many steps later, when they have long arrived. 0 reads them at
             once, with a host sync in every step. On the CPU nothing travels and all is read at once.
         max_norm: What gradients are clipped to, so that the rule on clipping can judge.
-        classes: Into how many classes integer labels in batches fall, for `batch`.
+        classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
+            ``{"batch['labels']": 10}``, if not all of them are labels.
         ignore_index: A label that stands for none.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none.
         replay: The function that does a step, for ``on_anomaly="replay"``; True to remember what `replay` needs, and do
@@ -104,7 +105,7 @@ class Monitor:
         watch: Mapping[str, int] | Sequence[str] | None = None,
         lag: int = 1,
         max_norm: float | AdaptiveClip | None = None,
-        classes: int | None = None,
+        classes: int | Mapping[str, int] | None = None,
         ignore_index: int = -100,
         save_to: str | Path | None = None,
         replay: Callable[..., Any] | bool = False,

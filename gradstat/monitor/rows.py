@@ -29,12 +29,14 @@ class Layout(NamedTuple):
         infos: Of each; None where it was never seen.
         numel: ``[n]`` int64.
         values: ``[n]`` float64: elements, complex ones twice.
+        matrices: ``[n]`` bool: those of two dimensions and more.
     """
 
     names: tuple[str, ...]
     infos: tuple[TensorInfo | None, ...]
     numel: npt.NDArray[np.int64]
     values: Floats
+    matrices: Bools
 
     @property
     def shapes(self) -> tuple[torch.Size | None, ...]:
@@ -50,7 +52,8 @@ class Layout(NamedTuple):
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:
         numel = np.array([0 if info is None else info.shape.numel() for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
-        return cls(tuple(names), tuple(infos), numel, numel * parts)
+        matrices = np.array([info is not None and len(info.shape) >= 2 for info in infos], dtype=bool)
+        return cls(tuple(names), tuple(infos), numel, numel * parts, matrices)
 
 
 class Rows:
@@ -154,16 +157,16 @@ class Rows:
         return bool((self.raw[:, :, _fields.NONFINITE] == 0).all()) and bool((self.layout.numel > 0).all())
 
     def compact(self) -> npt.NDArray[np.float32]:
-        """What is kept for long: ``[m, n, len(KEPT)]`` float32, from which `expanded` makes what a `Series` has."""
-        kept = np.empty((*self.raw.shape[:2], len(KEPT)), dtype=np.float32)
+        """What is kept for long: ``[len(KEPT), m, n]`` float32, from which `expanded` makes what a `Series` has."""
+        kept = np.empty((len(KEPT), *self.raw.shape[:2]), dtype=np.float32)
         low, high = self.field("min"), self.field("max")
         if not self.all_finite:
             low, high = (np.where(np.isfinite(extreme), extreme, np.nan) for extreme in (low, high))
         columns = (self.l2_norm, self.mean, low, high, self.zero_fraction)
         with np.errstate(over="ignore"):
             for i, column in enumerate(columns):
-                kept[:, :, i] = column
-        kept[:, :, len(columns) :] = self.raw[:, :, _fields.NONFINITE]
+                kept[i] = column
+        kept[len(columns) :] = 0 if self.all_finite else np.moveaxis(self.raw[:, :, _fields.NONFINITE], 2, 0)
         # Beyond float32 the largest float32 stands for what is larger: infinity would say something else.
         if np.isinf(kept).any():
             limit = np.finfo(np.float32).max
@@ -177,8 +180,8 @@ KEPT = ("l2_norm", "mean", "min", "max", "zero_fraction", "nan_count", "inf_coun
 
 def expanded(kept: npt.NDArray[np.float32], numel: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """``[m, n, len(COLUMNS)]`` from what was kept of tensors of ``numel`` elements, each taken for one value."""
-    out = np.empty((*kept.shape[:2], len(COLUMNS)), dtype=np.float32)
-    by_name = {name: kept[:, :, i].astype(np.float64) for i, name in enumerate(KEPT)}
+    out = np.empty((*kept.shape[1:], len(COLUMNS)), dtype=np.float32)
+    by_name = {name: column.astype(np.float64) for name, column in zip(KEPT, kept, strict=True)}
     with np.errstate(invalid="ignore", divide="ignore"):
         rms = by_name["l2_norm"] / np.sqrt(numel - by_name["nan_count"] - by_name["inf_count"])
         mean = np.abs(by_name["mean"])

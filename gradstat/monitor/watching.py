@@ -91,14 +91,17 @@ def states_of(
 ) -> Iterator[tuple[Segment, list[Tensor]]]:
     """The tensors in an optimizer's state that are as large as their parameter, by their names there."""
     found: dict[str, tuple[list[int], list[Tensor]]] = {}
-    state = optimizer.state
+    # By id, as a tensor's hash is slow.
+    held_by = {id(parameter): held for parameter, held in optimizer.state.items()}
     for i, parameter in enumerate(parameters):
-        held = state.get(parameter)
+        held = held_by.get(id(parameter))
         if not held:
             continue
         for key, value in held.items():
             if key != "step" and measurable(value) and value.shape == parameter.shape:
-                positions, tensors = found.setdefault(str(key), ([], []))
+                if key not in found:
+                    found[key] = ([], [])
+                positions, tensors = found[key]
                 positions.append(i)
                 tensors.append(value)
     for key, (positions, tensors) in found.items():

@@ -81,7 +81,6 @@ class ExplodingGradient(LeapingRule):
                     step, "norm", f"the gradient norm is {mean:.3g} on average of 10 steps", mean=mean,
                     limit=self.mean_limit,
                 )  # fmt: skip
-        self.close()
 
     def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
         rows = window.tables.get("gradient")
@@ -167,7 +166,7 @@ class VanishingGradient(Rule):
                 )
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
-        weights = [i for i, shape in enumerate(rows.layout.shapes) if shape is not None and len(shape) >= 2]
+        weights = np.flatnonzero(rows.layout.matrices)
         if len(weights) < self.layers:
             return
         # Once for all of these steps: it does not come and go.

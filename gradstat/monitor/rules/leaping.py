@@ -65,19 +65,19 @@ class LeapingRule(Rule):
             self._first.append(value)
         self._values.append(value)
         self._new += 1
-        if self._new >= _EVERY:
-            self.close()
+        # By the count of values, so that it does not matter where one review ends and the next begins.
+        if self._new == _EVERY:
+            self._new = 0
+        if not self._new or len(self._values) == self.window // 2:
+            self.set_limits()
         return began
 
     def beginning(self) -> float:
         """The value with which training began."""
         return sorted(self._first)[len(self._first) * 3 // 4]
 
-    def close(self) -> None:
+    def set_limits(self) -> None:
         """Sets the limits for the next steps."""
-        if not self._new:
-            return
-        self._new = 0
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class MomentumDrift(Rule):
     ) -> None:
         self.factor, self.growth, self.looks, self.settled_after = factor, growth, looks, settled_after
         self.jump = jump
-        self._norms: dict[str, list[list[float]]] = {}
+        self._norms: dict[str, list[Any]] = {}
         self._names: dict[str, list[str]] = {}
         self._growing = PerName(0.0)
         self._episodes = Episodes(quiet=1000)
@@ -56,14 +57,19 @@ class MomentumDrift(Rule):
             for look, step in enumerate(rows.steps.tolist()):
                 norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
                 if len(before) >= 2:
-                    settled = np.median(before, axis=0)
-                    largest = np.max(before[: -self.looks] or before, axis=0)
-                    rises = norms > (1 + self.growth) * np.array(before[-1])
+                    rises = norms > (1 + self.growth) * np.asarray(before[-1])
                     growing[:] = np.where(rises, growing + 1, 0)
-                    drifts = (growing >= self.looks) & (largest > 0) & (norms > self.factor * largest)
-                    leaps = norms > self.jump * settled
-                    due = (drifts & (len(before) >= self.settled_after) | leaps) & (settled > 0)
-                    fresh = [i for i in np.flatnonzero(due).tolist() if self._episodes.begins(names[i], step)]
+                    fresh: list[int] = []
+                    past = np.array(before)
+                    drifts = growing >= self.looks
+                    # The median is above the smallest, and much dearer.
+                    if drifts.any() or (norms > self.jump * past.min(0)).any():
+                        settled = np.median(past, axis=0)
+                        largest = (past[: -self.looks] if len(past) > self.looks else past).max(0)
+                        drifts &= (largest > 0) & (norms > self.factor * largest)
+                        leaps = norms > self.jump * settled
+                        due = (drifts & (len(before) >= self.settled_after) | leaps) & (settled > 0)
+                        fresh = [i for i in np.flatnonzero(due).tolist() if self._episodes.begins(names[i], step)]
                     if fresh:
                         worst = max(fresh, key=lambda i: norms[i] / settled[i])
                         yield self.found(
@@ -77,7 +83,7 @@ class MomentumDrift(Rule):
                             growing_for=growing[worst],
                             parameters=len(fresh),
                         )
-                before.append(norms.tolist())
+                before.append(norms)
             del before[:-50]
 
 
@@ -174,7 +180,7 @@ class SmallSecondMoment(Rule):
             names = tuple(f"{kind} {name}" for name in rows.names)
             low_for, since = self._low_for.of(names), self._since.of(names)
             largest = rows.field("max")
-            judged = np.array([shape is not None and len(shape) >= 2 for shape in rows.layout.shapes])
+            judged = rows.layout.matrices
             for look, step in enumerate(rows.steps.tolist()):
                 # All zero means no gradient yet, which is another rule's business.
                 low = judged & (largest[look] < limit) & (largest[look] > 0)

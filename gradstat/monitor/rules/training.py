@@ -54,8 +54,8 @@ class LossSpike(LeapingRule):
         self._lowest = math.inf
         self._error = 0.0
 
-    def close(self) -> None:
-        super().close()
+    def set_limits(self) -> None:
+        super().set_limits()
         count = len(self._values)
         if 2 * count >= self.window:
             mean = sum(self._values) / count
@@ -95,7 +95,6 @@ class LossSpike(LeapingRule):
                     mean=mean,
                     lowest=self._lowest,
                 )
-        self.close()
 
 
 class LearningRateJump(Rule):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
+from gradstat import _fields
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Episodes, PerName, Rule, runs
+
+# What cannot stay the same if any element changes, but by chance.
+_SUMS = slice(_fields.INDEX["sum"], _fields.INDEX["max"] + 1)
 
 
 class GradientWeightRatio(Rule):
@@ -42,7 +47,7 @@ class GradientWeightRatio(Rule):
         gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
         if gradients is None or parameters is None or parameters.names != gradients.names:
             return
-        judged = np.array([shape is not None and len(shape) >= 2 for shape in parameters.layout.shapes])
+        judged = parameters.layout.matrices
         spread, size = parameters.std[-1], parameters.l2_norm[-1]
         # Weights that are all zero have begun there on purpose, and constants have no spread.
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
@@ -105,7 +110,7 @@ class UpdateWeightRatio(Rule):
         updates, parameters = window.rows("update"), window.latest.get("parameter")
         if updates is None or parameters is None or parameters.names != updates.names:
             return
-        judged = np.array([shape is not None and len(shape) >= 2 for shape in parameters.layout.shapes])
+        judged = parameters.layout.matrices
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = updates.l2_norm / parameters.l2_norm[-1]
             off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
@@ -158,7 +163,7 @@ class ParameterJump(Rule):
         if rows is None:
             return
         known = self._largest.of(rows.names)
-        judged = np.array([shape is not None and len(shape) >= 2 for shape in rows.layout.shapes])
+        judged = rows.layout.matrices
         for look, step in enumerate(rows.steps.tolist()):
             largest = rows.max_abs[look]
             with np.errstate(invalid="ignore"):
@@ -202,33 +207,33 @@ class UnchangedParameter(Rule):
 
     def __init__(self, looks: int = 2, steps: int = 50) -> None:
         self.looks, self.steps = looks, steps
-        self._same_for = PerName(0.0)
-        self._sums: dict[str, list[float]] = {}
+        self._same_for, self._since = PerName(0.0), PerName(0.0)
+        self._names: list[str] = []
+        self._sums: Any = None
         self._episodes = Episodes(quiet=1000)
-        self._since: dict[str, int] = {}
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, gradients = window.rows("parameter"), window.latest.get("gradient")
         if rows is None or gradients is None or gradients.names != rows.names:
             return
         moved = np.nan_to_num(gradients.max_abs[-1]) > 0
-        counts = self._same_for.of(rows.names)
+        counts, since = self._same_for.of(rows.names), self._since.of(rows.names)
         for look, step in enumerate(rows.steps.tolist()):
-            sums = rows.raw[look][:, 3:9].tolist()
-            for i, name in enumerate(rows.names):  # once in many steps, so a loop may be one
-                same = self._sums.get(name) == sums[i] and moved[i]
-                counts[i] = counts[i] + 1 if same else 0
-                if not same:
-                    self._since[name] = int(step)
-                self._sums[name] = sums[i]
-            still = [rows.names[i] for i in np.flatnonzero(counts >= self.looks)]
-            still = [name for name in still if step - self._since.get(name, 0) >= self.steps]
+            sums = rows.raw[look, :, _SUMS]
+            same = np.zeros(len(rows.names), dtype=bool)
+            if self._sums is not None and self._names == list(rows.names):
+                same = (sums == np.asarray(self._sums)).all(1) & moved
+            self._names, self._sums = list(rows.names), sums.copy()
+            counts[:] = np.where(same, counts + 1, 0)
+            since[:] = np.where(same, since, step)
+            still = [rows.names[i] for i in np.flatnonzero((counts >= self.looks) & (step - since >= self.steps))]
             fresh = [name for name in still if self._episodes.begins(name, step)]
             if fresh:
+                begun = int(since[rows.names.index(fresh[0])])
                 yield self.found(
-                    self._since.get(fresh[0], 0),
+                    begun,
                     fresh[0],
-                    f"{fresh[0]} has gradients and has not changed since step {self._since.get(fresh[0], 0)}"
+                    f"{fresh[0]} has gradients and has not changed since step {begun}"
                     + f"; nor have {len(fresh) - 1} others" * (len(fresh) > 1),
                     about="parameter",
                     parameters=fresh[:20],
