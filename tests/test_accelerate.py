@@ -479,3 +479,46 @@ def test_ranks_decide_alike(ranks: Ranks) -> None:
     assert {name for _, _, name in first[1]} <= {"loss", "3.bias", "3.weight"}  # without DDP's "module."
     # The last micro-batch is the one that is reduced, so the first rank learns of it there.
     assert (first[4], second[4]) == ({2: 1}, {2: 1})
+
+
+def _sharded_on_ranks() -> tuple[list[float], list[Any], list[float], list[bool]]:
+    from accelerate import FullyShardedDataParallelPlugin
+    from ranked import accelerate_on_ranks
+    from torch.distributed.fsdp import fully_shard
+
+    with accelerate_on_ranks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator = Accelerator(cpu=True)
+        # Accelerate shards on GPUs only; on a CPU it can be told that it has.
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        model = network()
+        model[2].at = {2} if torch.distributed.get_rank() == 1 else set()
+        fully_shard(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+        accelerator._models.append(model)
+        data = accelerator.prepare(loader(12))
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = "FSDP", plugin
+        assert accelerator.is_fsdp2
+        with install(accelerator, on_anomaly="skip") as handle:
+            norms = []
+            for x, y in data:
+                accelerator.backward(mse_loss(model(x), y))
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+        recording = handle.monitor.recording()
+        found = [(f.rule, f.step, f.name) for f in handle.monitor.findings]
+        whole = [bool(p.full_tensor().isfinite().all()) for p in model.parameters()]  # type: ignore[attr-defined]
+        assert "scalars" not in recording.tables, set(recording.tables)
+        assert recording.scalars["norm"].tolist() == pytest.approx(norms, rel=1e-5, nan_ok=True)
+        return norms, found, recording.scalars["loss"].tolist(), whole
+
+
+def test_sharded_parameters_are_whole(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _sharded_on_ranks, timeout=60.0)
+    assert str(first) == str(second)
+    norms, found, losses, whole = first
+    assert [math.isnan(norm) for norm in norms] == [False, False, True, False, False, False]
+    assert [math.isnan(loss) for loss in losses] == [False, False, True, False, False, False]
+    assert ("nonfinite-loss", 2, "loss") in found
+    assert all(whole)

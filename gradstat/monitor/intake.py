@@ -81,6 +81,11 @@ class Intake:
         if others and others[0].kind == "scalars":
             for i, name in enumerate(others[0].names):
                 scalars[name] = _value(table[count + i])
+        elif len(pending.numbers) > 1 and pending.numbers[1].segments[0].kind == "scalars":
+            # Beside distributed gradients every segment is measured by itself.
+            apart = pending.numbers[1]
+            for name, row in zip(apart.segments[0].names, apart.table(), strict=True):
+                scalars[name] = _value(row)
         if pending.is_scaled:
             norm /= scalars["loss_scale"]
         scalars["finite_norm"] = scalars["norm"] = norm
@@ -106,11 +111,11 @@ class Intake:
 
     def _take_others(self, pending: Pending, table: Floats) -> None:
         first, *rest = pending.numbers
-        for arrived in first.split(table)[1:]:
-            if arrived.segment.kind != "scalars":
-                self.take_rows(pending.step, arrived)
+        split = first.split(table)[1:]
         for numbers in rest:
-            for arrived in numbers.split(numbers.table()):
+            split += numbers.split(numbers.table())
+        for arrived in split:
+            if arrived.segment.kind != "scalars":
                 self.take_rows(pending.step, arrived)
 
     def has_rows(self, kind: str, step: int) -> bool:
