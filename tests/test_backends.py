@@ -177,7 +177,7 @@ LAYERS = [
     {"distributed"},
     {"monitor"},
     {"__init__"},
-    {"bench", "pytest_plugin"},
+    {"bench", "integrations", "pytest_plugin"},
     {"demo"},
     {"__main__"},
 ]

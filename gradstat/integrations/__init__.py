@@ -1,0 +1,5 @@
+"""Where training frameworks and loggers meet gradstat; each module imports its framework, and nothing imports them.
+
+`gradstat.integrations.lightning` has the callback for Lightning, `gradstat.integrations.loggers` writes statistics to
+TensorBoard, Weights & Biases, MLflow, CSV and JSON lines.
+"""
