@@ -16,7 +16,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 def callback_classes() -> tuple[Any, ...]:
     """The base classes of callbacks: of the packages that are imported already, else of the first there is."""
-    names = [name for name in _PACKAGES if name in sys.modules]
+    names = [name for name in _PACKAGES if sys.modules.get(name) is not None]
     for name in names or _PACKAGES:
         try:
             package = importlib.import_module(name)

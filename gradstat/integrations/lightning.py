@@ -136,6 +136,7 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         loaded, self._loaded = self._loaded, []
         for monitor, state in zip(self.monitors, loaded, strict=False):
             monitor.load_state_dict(state)
+            monitor.should_stop = False  # who resumes a training that was stopped wants it to run
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Reads what has not been read yet."""
