@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -592,3 +593,18 @@ def test_without_lightning_the_remedy_is_told() -> None:
         "except ImportError as error: print(error)"
     )
     assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in python(code)
+
+
+# The example ------------------------------------------------------------------------------------------------
+
+
+def test_the_example_tells_the_layer_and_the_line(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/lightning_example.py", "--steps", "64", "--folder", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "it began in step 60" in result.stdout
+    assert "NaN was first made in the forward pass, by div in module 'body.2'" in result.stdout
+    assert "return x / x.square().mean(-1, keepdim=True).sqrt()" in result.stdout
+    (log,) = tmp_path.rglob("metrics.csv")
+    assert "grad/l2_norm/body.1.weight" in log.read_text().splitlines()[0]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ import gradstat
 from gradstat.integrations import _writers, loggers
 from gradstat.integrations._newest import newest_of
 from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, ReportLogger, log_report, scalars_of
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def model_and_report(bad: bool = False) -> tuple[nn.Module, gradstat.Report]:
@@ -283,3 +288,21 @@ def test_another_csv_file_is_refused(tmp_path: Path) -> None:
         CsvWriter(path)
     assert path.read_text() == "time,loss\n1,2\n"
     assert _writers.CsvWriter is CsvWriter
+
+
+# The example ------------------------------------------------------------------------------------------------
+
+
+def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/loggers.py", "--steps", "90", "--folder", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "dead-gradient (warning), since step 60" in result.stdout
+    with (tmp_path / "layers.csv").open(newline="") as file:
+        norms = {row["step"]: float(row["grad/l2_norm/2.weight"]) for row in csv.DictReader(file)}
+    assert norms["50"] > 0
+    assert norms["60"] == norms["70"] == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    assert steps == list(range(90))
+    assert [e.step for e in events_in(tmp_path / "tensorboard").Scalars("grad/total_norm")] == list(range(0, 90, 10))
