@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -267,6 +268,18 @@ def test_overflows_under_a_loss_scale_are_the_scalers(fused: bool) -> None:
     torch.testing.assert_close(after[3], after[2], rtol=0, atol=0)
     assert made.precision_plugin.scaler.get_scale() == 512.0  # type: ignore[attr-defined]
     assert not {"found_inf", "grad_scale"} & set(made.strategy.optimizers[0].__dict__)
+
+
+def test_schedulers_advance_over_a_step_that_was_skipped() -> None:
+    class Scheduled(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=8)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    made = fit(GradStatCallback(on_anomaly=["skip", "record"]), Scheduled(spoil={0: "nan", 3: "nan"}))
+    (configured,) = made.lr_scheduler_configs
+    assert configured.scheduler.last_epoch == made.global_step == 8
 
 
 def test_stop_and_checkpoint(tmp_path: Path) -> None:
@@ -608,3 +621,12 @@ def test_the_example_tells_the_layer_and_the_line(tmp_path: Path) -> None:
     assert "return x / x.square().mean(-1, keepdim=True).sqrt()" in result.stdout
     (log,) = tmp_path.rglob("metrics.csv")
     assert "grad/l2_norm/body.1.weight" in log.read_text().splitlines()[0]
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "integrations-lightning.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(example, {})

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -32,13 +33,14 @@ class _Lines:
                     file.write(b"\n")
         # Unbuffered, so each line is one call of the system: lines of several writers do not mix.
         self._file = self.path.open("ab", buffering=0)
+        self._close = weakref.finalize(self, self._file.close)  # nothing is lost if nobody closes it
 
     def _put(self, line: str) -> None:
         self._file.write(line.encode())
 
     def close(self) -> None:
         """Ends the file; may be called twice."""
-        self._file.close()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
