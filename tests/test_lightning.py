@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -556,7 +557,25 @@ def test_options_that_are_the_callbacks_own_are_refused() -> None:
     with pytest.raises(TypeError, match="scaler is not for the monitor's options"):
         GradStatCallback(scaler=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'histroy'"):
-        fit(GradStatCallback(histroy=5), Model())
+        GradStatCallback(histroy=5)
+
+
+def test_rules_and_their_names_are_looked_at_before_there_is_a_model() -> None:
+    with pytest.raises(ValueError, match=r"on_anomaly\['nonfinite-gradients'\]: expected a severity"):
+        GradStatCallback(on_anomaly={"nonfinite-gradients": "checkpoint"})
+    with pytest.raises(ValueError, match="cannot watch 'activation'; known: gradients"):
+        GradStatCallback(watch=["activation"])
+    rule = gradstat.monitor.default_rules()[0]
+    callback = GradStatCallback(on_anomaly={rule.name: "checkpoint"}, rules=[rule], watch={"origin": 1}, log_every=0)
+    assert pickle.loads(pickle.dumps(callback)).monitors == []
+
+
+def test_lbfgs_is_measured_in_every_evaluation() -> None:
+    callback = GradStatCallback(max_norm=1.0, on_anomaly="record")
+    model = Model(torch.optim.LBFGS, max_iter=3)
+    made = fit(callback, model, batches=2)
+    assert callback.monitor is not None
+    assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
 
 
 # Imports ----------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradstat.integrations.lightning import GradStatCallback
@@ -68,7 +70,7 @@ def _fit(callbacks: list[Any], model: pl.LightningModule, **options: Any) -> pl.
         max_epochs=1,
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy="ddp",
+        strategy=options.pop("strategy", "ddp"),
         plugins=[_Here()],
         use_distributed_sampler=False,
         logger=False,
@@ -178,3 +180,39 @@ def test_the_micro_batch_is_told_on_the_rank_that_made_it(ranks: Ranks) -> None:
     first, second = ranks.run(2, _blaming)
     assert set(second[1].values()) == {0}
     assert set(first[1].values()) == {3}  # it came with the reduction of the last one
+
+
+class _Sharded(_Model):
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad.full_tensor().double() for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        self.norms.append(math.sqrt(sum(float(g.square().sum()) for g in gradients)))
+
+
+def _sharding() -> tuple[list[float], list[float], bool, list[float], int]:
+    model = _Sharded(3)
+    after: list[float] = []
+    model.configure_gradient_clipping = lambda optimizer, value, kind: (  # type: ignore[method-assign]
+        model.clip_gradients(optimizer, value, kind),
+        model.on_before_optimizer_step(optimizer),
+        after.append(model.norms.pop()),
+    )
+    callback = GradStatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
+    made = _fit([callback], model, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    assert callback.monitor is not None
+    norms = callback.monitor.recording().scalars["norm"].tolist()
+    finite = all(p.to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
+    return norms, model.norms, finite, after, made.global_step
+
+
+def test_sharded_gradients_are_measured_and_clipped_as_a_whole(ranks: Ranks) -> None:
+    for norms, seen, finite, after, steps in ranks.run(2, _sharding):
+        assert steps == 8
+        assert finite
+        assert math.isnan(norms[3])
+        for i in (0, 1, 2, 4, 5, 6, 7):
+            assert abs(norms[i] - seen[i]) < 1e-6 * norms[i]
+            assert abs(after[i] - 0.1) < 1e-4

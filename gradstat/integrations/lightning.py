@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations import _lightning_checks as checks
 from gradstat.integrations._lightning_actions import Actions
-from gradstat.integrations._lightning_base import Part, callback_classes
+from gradstat.integrations._lightning_base import Part, callback_classes, leave, try_out
 from gradstat.integrations._lightning_clip import Clip
 from gradstat.integrations._lightning_replay import StepAgain
 from gradstat.integrations._newest import newest_of
@@ -87,11 +88,12 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
             raise ValueError(f"max_norm is {max_norm!r}; expected a number above 0, an adaptive clip, or None")
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
+        self._policies = names_in(on_anomaly)
+        try_out(max_norm, on_anomaly, options)
         self._max_norm, self._on_anomaly, self._options = max_norm, on_anomaly, options
         self._log_every, self._prefix = log_every, prefix
         self._choice = Choice(tuple(aggregates), tuple(per_tensor), top, prefix).check()
         self._wants_micro_batches = micro_batches
-        self._policies = names_in(on_anomaly)
         self._actions = Actions(save_dir)
         self.monitors: list[Monitor] = []
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
@@ -163,13 +165,14 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         self._micro_of, self._logged_at = {}, {}
         watching, self._is_watching = self._is_watching, False
         for monitor in self.monitors if watching else ():
-            _leave(monitor, error)
+            leave(monitor, error)
 
     def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Monitor:
         options = dict(self._options)
         model: nn.Module = module
         if len(trainer.optimizers) > 1:
             model = Part(module, optimizer)
+            options["rules"] = copy.deepcopy(options.get("rules"))  # they remember what they saw
             if self.monitors and options.get("save_to") is not None:
                 base = Path(options["save_to"])
                 options["save_to"] = base.with_name(f"{base.stem}-{len(self.monitors)}{base.suffix}")
@@ -305,11 +308,3 @@ def _logging_step(trainer: Any) -> int:
     """The step at which Lightning itself would log now."""
     loop = getattr(trainer.fit_loop, "epoch_loop", None)
     return int(getattr(loop, "_batches_that_stepped", trainer.global_step))
-
-
-def _leave(monitor: Monitor, error: BaseException | None) -> None:
-    """Ends a watch, and saves its recording; whatever goes wrong with that, what ended the training is to be seen."""
-    try:
-        monitor.__exit__(None if error is None else type(error), error, None)
-    except Exception as failure:
-        warnings.warn(f"gradstat: {type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
