@@ -183,29 +183,34 @@ def test_the_micro_batch_is_told_on_the_rank_that_made_it(ranks: Ranks) -> None:
 
 
 class _Sharded(_Model):
+    def __init__(self, bad: int | None) -> None:
+        super().__init__(bad)
+        self.after: list[float] = []
+
     def configure_model(self) -> None:
         assert self.device_mesh is not None
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients = [p.grad.full_tensor().double() for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        self.norms.append(math.sqrt(sum(float(g.square().sum()) for g in gradients)))
+        self.norms.append(self.norm())
+
+    def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*arguments, **options)
+        self.after.append(self.norm())
+
+    def norm(self) -> float:
+        gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
+        return math.sqrt(sum(float(g.full_tensor().double().square().sum()) for g in gradients))
 
 
 def _sharding() -> tuple[list[float], list[float], bool, list[float], int]:
     model = _Sharded(3)
-    after: list[float] = []
-    model.configure_gradient_clipping = lambda optimizer, value, kind: (  # type: ignore[method-assign]
-        model.clip_gradients(optimizer, value, kind),
-        model.on_before_optimizer_step(optimizer),
-        after.append(model.norms.pop()),
-    )
     callback = GradStatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
     made = _fit([callback], model, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
     assert callback.monitor is not None
     norms = callback.monitor.recording().scalars["norm"].tolist()
     finite = all(p.to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
-    return norms, model.norms, finite, after, made.global_step
+    return norms, model.norms, finite, model.after, made.global_step
 
 
 def test_sharded_gradients_are_measured_and_clipped_as_a_whole(ranks: Ranks) -> None:
