@@ -63,7 +63,9 @@ class Model(pl.LightningModule):
         return nn.functional.cross_entropy(outputs, y) * self.scale
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss_of(batch, batch_idx)
+        loss = self.loss_of(batch, batch_idx)
+        self.log("calls", 1.0, reduce_fx="sum", on_epoch=True, on_step=False, logger=False)
+        return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
@@ -233,6 +235,20 @@ def test_the_clip_is_given_back_after_an_error() -> None:
     assert "clip_gradients" not in made.precision_plugin.__dict__
 
 
+def test_an_optimizer_that_did_not_step_keeps_nothing() -> None:
+    class Failing(Model):
+        def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
+            super().configure_gradient_clipping(*arguments, **options)
+            assert "grad_scale" in self.optimizers().optimizer.__dict__  # type: ignore[union-attr]
+            raise ZeroDivisionError
+
+    made = trainer(GradStatCallback(max_norm=0.01), **scaled())
+    model = Failing(torch.optim.AdamW, fused=True)
+    with pytest.raises(ZeroDivisionError):
+        made.fit(model, data())
+    assert "grad_scale" not in made.strategy.optimizers[0].__dict__
+
+
 # Policies ---------------------------------------------------------------------------------------------------
 
 
@@ -319,7 +335,31 @@ def test_a_replay_names_the_line(accumulate: int, options: dict[str, Any]) -> No
     assert culprit is not None
     assert "torch.sqrt(outputs - outputs)" in str(culprit)
     assert made.global_step == math.ceil(8 / accumulate)
+    assert made.callback_metrics["calls"] == 8  # a replay logs nothing
     assert "sqrt" in str(callback.monitor.diagnose())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, scaled()], ids=["32", "bf16", "scaled"])
+def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, options: dict[str, Any]) -> None:
+    compared: list[int] = []
+
+    class Repeating(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            before = [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+            assert callback._again is not None
+            compared.append(len(callback._again()))
+            torch.testing.assert_close([p.grad for p in module.parameters()], before, rtol=0, atol=0)
+
+    class Dropping(Model):
+        def loss_of(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().loss_of((nn.functional.dropout(batch[0], 0.5), batch[1]), batch_idx)
+
+    callback = GradStatCallback(on_anomaly=["replay"])
+    model = Dropping(torch.optim.AdamW, fused=True)  # whose gradients a scaler leaves as they are
+    fit([Repeating(), callback], model, batches=6, accumulate_grad_batches=accumulate, **options)
+    assert compared == [accumulate] * (6 // accumulate)
 
 
 def test_a_replay_repeats_the_dropout_of_the_step() -> None:
@@ -455,6 +495,15 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     assert second.monitor.recording().steps.tolist() == list(range(16))
     assert second.monitor.findings[: len(first.monitor.findings)] == first.monitor.findings
     assert again.summary().steps == 15  # the step that was skipped had nothing to clip
+
+
+def test_a_training_that_was_stopped_runs_when_it_is_resumed(tmp_path: Path) -> None:
+    made = fit(GradStatCallback(on_anomaly=["skip", "stop"]), Model(spoil={3: "nan"}))
+    assert made.global_step == 4
+    made.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = trainer(GradStatCallback(on_anomaly=["skip", "stop"]), max_epochs=2)
+    resumed.fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert resumed.global_step == 4 + 8
 
 
 def test_a_state_of_a_newer_version_is_refused() -> None:
