@@ -221,3 +221,18 @@ def test_sharded_gradients_are_measured_and_clipped_as_a_whole(ranks: Ranks) -> 
         for i in (0, 1, 2, 4, 5, 6, 7):
             assert abs(norms[i] - seen[i]) < 1e-6 * norms[i]
             assert abs(after[i] - 0.1) < 1e-4
+
+
+def _watching_origins() -> tuple[list[int], list[str]]:
+    callback = GradStatCallback(on_anomaly=["skip", "record"], watch=["origin"])
+    _fit([callback], _Model(3))
+    assert callback.monitor is not None
+    found = [finding for finding in callback.monitor.findings if finding.rule == "bad-rank"]
+    return [finding.step for finding in found], [finding.text for finding in found]
+
+
+def test_the_rank_that_brought_it_is_named_on_all(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _watching_origins)
+    assert first == second
+    assert first[0] == [3]
+    assert "rank 1" in first[1][0]

@@ -26,11 +26,6 @@ class Agreement:
             if dist.is_available() and dist.is_initialized():
                 self._group = dist.new_group(backend="gloo")
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there are others."""
-        return self._group is not None
-
     def any_of(self, wants: Sequence[bool]) -> list[bool]:
         """For each place, whether any rank says True there. Every rank has to call this, with as many places."""
         if self._group is None:

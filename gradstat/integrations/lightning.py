@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gradstat.integrations._newest import newest_of
 from gradstat.integrations._policies import names_in, translated
 from gradstat.integrations.loggers import Choice, log_scalars
 from gradstat.monitor import AnomalyWarning, Finding, Monitor
+from gradstat.monitor.watching import periods
 from gradstat.report import NonFiniteGradientError
 
 __all__ = ["GradStatCallback"]
@@ -176,8 +177,8 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
             if self.monitors and options.get("save_to") is not None:
                 base = Path(options["save_to"])
                 options["save_to"] = base.with_name(f"{base.stem}-{len(self.monitors)}{base.suffix}")
-        elif isinstance(options.get("watch"), Mapping) and options["watch"].get("origin"):
-            model = trainer.strategy.model
+        elif periods(options.get("watch"))["origin"]:
+            model = trainer.strategy.model  # DDP's
         if self._again is not None:
             options["lag"] = 0  # the next step would overwrite what a replay needs
         monitor = Monitor(
