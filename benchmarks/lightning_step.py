@@ -53,6 +53,36 @@ class _Clock(pl.Callback):
         self.took.append(time.perf_counter() - self._began)
 
 
+class _Timed(GradStatCallback):
+    """Notes how long its own part of each step takes: whole steps vary by more than that."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.took: list[float] = []
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self._spent = 0.0
+        self._time(super().on_train_batch_start, arguments)
+
+    def on_before_backward(self, *arguments: Any) -> None:
+        self._time(super().on_before_backward, arguments)
+
+    def on_after_backward(self, *arguments: Any) -> None:
+        self._time(super().on_after_backward, arguments)
+
+    def on_before_optimizer_step(self, *arguments: Any) -> None:
+        self._time(super().on_before_optimizer_step, arguments)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self._time(super().on_train_batch_end, arguments)
+        self.took.append(self._spent)
+
+    def _time(self, hook: Callable[..., None], arguments: Any) -> None:
+        began = time.perf_counter()
+        hook(*arguments)
+        self._spent += time.perf_counter() - began
+
+
 class _Language(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +165,14 @@ def _lightning_rows(rounds: int, device: torch.device, folder: str) -> list[Row]
     }
     fits = {name: _training(_Language, tokens, options) for name, options in variants.items()}
     made = _timed("gpt-0.9m", fits, rounds, device)
+    for name, options in (
+        ("GradStatCallback()", {}),
+        ("GradStatCallback(on_anomaly='replay')", {"on_anomaly": "replay"}),
+    ):
+        inside = _Timed(**options)
+        _training(_Language, tokens, lambda inside=inside: ([inside], {}))()
+        micro = Quartiles(*(1e6 * s for s in quartiles(inside.took[_WARM:])))
+        made.append(row(STEPS, "gpt-0.9m, inside the step", name, "time inside", "us", micro, device))
     batch = torch.randn(8 * (_WARM + _TIMED), 8)
 
     def board() -> dict[str, Any]:
