@@ -178,7 +178,7 @@ LAYERS = [
     {"monitor"},
     {"automatic"},
     {"__init__"},
-    {"bench", "pytest_plugin", "integrations"},
+    {"bench", "integrations", "pytest_plugin"},
     {"demo"},
     {"__main__"},
 ]

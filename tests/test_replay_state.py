@@ -277,6 +277,42 @@ def test_every_forward_pass_of_a_step_begins_with_its_own_random_state() -> None
         assert again == [happened]
 
 
+def test_an_evaluation_between_steps_is_no_part_of_one() -> None:
+    masks: list[Tensor] = []
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            masks.append(nn.functional.dropout(torch.ones(64), 0.5))
+            h: Tensor = self.linear(x).sum() * math.inf
+            return h
+
+    model, x = Dropping(), torch.randn(2, 4)
+    recorder = Recorder(model)
+    recorder.end_step()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+            torch.rand(7)
+    model.train()
+
+    def step(x: Tensor) -> None:
+        model(x).backward()
+        with torch.no_grad():  # in training mode it belongs to the step
+            model(x)
+
+    masks.clear()
+    step(x)
+    assert len(recorder.states) == 2
+    assert find_culprit(model, step, state=recorder.states, batch=x) is not None
+    assert torch.equal(masks[0], masks[2])
+    assert torch.equal(masks[1], masks[3])
+
+
 def test_buffers_begin_as_they_were() -> None:
     model = nn.BatchNorm1d(3)
     recorder = Recorder(model)

@@ -1,1 +1,6 @@
-"""Integrations with training frameworks; each is imported by its user."""
+"""Where training frameworks and loggers meet gradstat; each module imports its framework, and nothing imports them.
+
+`gradstat.integrations.lightning` has the callback for Lightning, `gradstat.integrations.transformers` and
+`gradstat.integrations.accelerate` an ``install`` each, `gradstat.integrations.loggers` writes statistics to
+TensorBoard, Weights & Biases, MLflow, CSV and JSON lines.
+"""

@@ -3,6 +3,7 @@
 from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.latest import LatestStep
 from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
 from gradstat.monitor.recording import Recording, Series
@@ -22,6 +23,7 @@ __all__ = [
     "Diagnosis",
     "Finding",
     "Incident",
+    "LatestStep",
     "Monitor",
     "Recording",
     "Rule",

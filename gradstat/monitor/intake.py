@@ -45,6 +45,7 @@ class Intake:
 
     Attributes:
         observations: What was seen besides rows since somebody took them away.
+        newest: The last step that was taken in.
     """
 
     def __init__(self, make_room: Callable[[], None], judge_label: JudgeLabel) -> None:
@@ -56,6 +57,7 @@ class Intake:
         self._names: tuple[str, ...] = ()
         self._memory: Floats | None = None
         self.observations: list[Observation] = []
+        self.newest: _Step | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -100,7 +102,8 @@ class Intake:
             if gradients.names != self._names and self._steps:
                 self._make_room()
             self._names = gradients.names
-        self._steps.append(_Step(pending, table))
+        self.newest = _Step(pending, table)
+        self._steps.append(self.newest)
         if pending.seen_at_once:
             self.observations += pending.seen_at_once
         if len(others) > 1 or len(pending.numbers) > 1:

@@ -26,6 +26,7 @@ from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.intake import Intake
+from gradstat.monitor.latest import LatestStep
 from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, outside
 from gradstat.monitor.recording import Recording
 from gradstat.monitor.replaying import CLEAN, Replaying
@@ -360,6 +361,11 @@ class Monitor:
             "culprit": self._replayed,
         }
         return recording
+
+    def latest(self) -> LatestStep | None:
+        """The newest step whose numbers were read: report and scalars. None before the first. No host sync."""
+        newest = self._intake.newest
+        return None if newest is None else LatestStep.of(*newest)
 
     def diagnose(self) -> Diagnosis:
         """What was found so far, in the order of cause and effect; ``print`` it. Waits for the device."""

@@ -20,7 +20,7 @@ from gradstat.monitor._taint import Origin, first, is_bad, kind_of, looks_like_m
 from gradstat.monitor._undo import Undo
 from gradstat.monitor._watch import Watch
 from gradstat.monitor.culprit import Culprit
-from gradstat.monitor.step_state import StepState, in_backward, replaying
+from gradstat.monitor.step_state import StepState, in_backward, is_evaluation, replaying
 
 
 def find_culprit(
@@ -197,7 +197,7 @@ def _as_it_was(
     todo = list(states)
 
     def before_forward(module: Module, args: Any) -> None:
-        if todo and not in_backward():
+        if todo and not in_backward() and not is_evaluation(module):
             with watch.paused():
                 todo.pop(0).restore(model, before_write)
                 _read_buffers(watch, model)

@@ -111,7 +111,7 @@ class Recorder:
     """Keeps the `StepState` of each forward pass of the current step, so that the step can be run again.
 
     A step of gradient accumulation has several. The recomputation of a checkpointed model is not one of them, nor are
-    the forward passes of a replay.
+    the forward passes of a replay, and of evaluations between steps.
 
     Example:
         >>> recorder = Recorder(model)
@@ -140,7 +140,7 @@ class Recorder:
         self._handle: Any = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward() or _replays or torch.compiler.is_compiling():
+        if in_backward() or _replays or torch.compiler.is_compiling() or is_evaluation(model):
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # copies would become part of the graph
@@ -179,6 +179,11 @@ def replaying() -> Iterator[None]:
         yield
     finally:
         _replays.pop()
+
+
+def is_evaluation(model: Module) -> bool:
+    """Whether a forward pass now is no part of a training step: in eval mode, without gradients."""
+    return not model.training and not torch.is_grad_enabled()
 
 
 def in_backward() -> bool:

@@ -1,0 +1,112 @@
+"""Files of scalars, for who has no logger: JSON lines, and CSV, safe to append to."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class _Lines:
+    """A text file of whole lines, each written at once, so that what is there is never half a line of ours.
+
+    A line that a crash of another program has left half is ended before the first of ours.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size:
+            with self.path.open("rb+") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+        # Unbuffered, so each line is one call of the system: lines of several writers do not mix.
+        self._file = self.path.open("ab", buffering=0)
+        self._close = weakref.finalize(self, self._file.close)  # nothing is lost if nobody closes it
+
+    def _put(self, line: str) -> None:
+        self._file.write(line.encode())
+
+    def close(self) -> None:
+        """Ends the file; may be called twice."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonlWriter(_Lines):
+    """Appends one JSON object for each step to a file. NaN and infinities, which JSON lacks, become null.
+
+    Args:
+        path: The file; made with its folders if it is not there, else appended to.
+    """
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Appends ``{"step": step, ...}``."""
+        line = {"step": int(step), **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        self._put(json.dumps(line, allow_nan=False) + "\n")
+
+
+class CsvWriter(_Lines):
+    """Appends one row for each step to a CSV file. Columns are those of the first row ever written, and the step.
+
+    Args:
+        path: The file; appended to under the header that it has, if it is there.
+
+    Raises:
+        ValueError: The file is there and does not begin with a column ``step``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._columns: list[str] | None = None
+        target = Path(path)
+        if target.exists() and target.stat().st_size:
+            with target.open(encoding="utf-8", newline="") as file:
+                header = next(csv.reader(file), [])
+            if header[:1] != ["step"]:
+                raise ValueError(
+                    f"{target} is not a table of scalars by step: its first column is {header[:1]}, expected 'step'. "
+                    "Choose another file, or move this one"
+                )
+            self._columns = header[1:]
+        super().__init__(target)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Appends a row.
+
+        Raises:
+            ValueError: There is a name without a column; nothing is written.
+        """
+        if self._columns is None:
+            self._columns = list(values)
+            self._put(_row(["step", *self._columns]))
+        new = [name for name in values if name not in self._columns]
+        if new:
+            raise ValueError(
+                f"{self.path} has no column for {new[0]!r} (and {len(new) - 1} more); a CSV file keeps the columns of "
+                "its first row. Log the same names on every step (per_tensor with top=None), or use JsonlWriter"
+            )
+        self._put(_row([int(step), *(values.get(name, "") for name in self._columns)]))
+
+
+def _row(cells: list[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()
