@@ -102,6 +102,8 @@ class Rows:
     @functools.cached_property
     def nonfinite(self) -> Floats:
         """NaN and Inf elements together; 0 where the tensor was not there."""
+        if self.all_finite:
+            return np.zeros(self.raw.shape[:2])
         counts: Floats = np.nan_to_num(self.raw[:, :, _fields.NONFINITE].sum(2))
         return counts
 
