@@ -731,3 +731,53 @@ def test_gradients_that_are_all_nan_are_not_vanishing() -> None:
         "nonfinite-gradient"
     }
     monitor.detach()
+
+
+# Files ---------------------------------------------------------------------------------------------------
+
+
+def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    from gradstat.monitor.recorder import load
+
+    path = tmp_path / "run.gradstat"
+    model, optimizer, monitor = made(save_to=path, on_anomaly={"error": ("record", "snapshot", "raise")})
+    with pytest.raises(AnomalyError):
+        trained(model, optimizer, monitor, 5, bad=4)
+    (snapshot,) = tmp_path.glob("run-step4-*.gradstat")
+    for file in (path, snapshot):
+        recording = load(file)
+        assert recording.findings[0].step == 4
+        assert recording.steps[-1] == 4
+        assert "second.weight" in recording.meta["why"]
+    monitor.detach()
+    assert load(path).meta["why"] == "the run ended"
+
+
+def test_a_disk_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model, optimizer, monitor = made(save_to=tmp_path / "file" / "run.gradstat")
+    with pytest.warns(RuntimeWarning, match="could not be saved"):
+        trained(model, optimizer, monitor, 3, bad=1)
+    assert monitor.steps == 3
+
+
+def test_all_findings_are_acted_on_before_one_raises() -> None:
+    seen: list[str] = []
+    model, optimizer, monitor = made(on_anomaly={"error": ("raise", lambda _, finding: seen.append(finding.rule))})
+    with torch.no_grad():
+        model.first.weight[0, 0] = math.nan
+    with pytest.raises(AnomalyError, match="nonfinite-parameter"):
+        trained(model, optimizer, monitor, 1)
+    assert {"nonfinite-parameter", "nonfinite-loss", "nonfinite-gradient"} <= set(seen)
+
+
+def test_the_newest_step_is_there_for_loggers() -> None:
+    model, optimizer, monitor = made()
+    assert monitor.latest() is None
+    for _ in range(3):
+        trained(model, optimizer, monitor, 1)
+        latest = monitor.latest()
+        assert latest is not None
+        assert latest.step == monitor.steps - 1
+        assert latest.report.total_norm == pytest.approx(latest.scalars["norm"])
+        assert latest.report["last.bias"].numel == 4

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 # In so many steps after an incident, states are not measured again and no further file is written.
 _QUIET = 20
-_NOTHING: list[Finding] = []
 
 
 class Monitor:
@@ -182,7 +181,7 @@ class Monitor:
             AnomalyError: Something was found that ``on_anomaly`` says to raise about.
         """
         if self._paused:
-            return _NOTHING
+            return []
         pending = self._collector.collect(self.steps, loss, lr)
         if self._replaying is not None:
             self._replaying.note(list(self._model.parameters()))
@@ -195,7 +194,7 @@ class Monitor:
         known = len(self.findings)
         # On the CPU nothing travels, and there is nothing to wait for.
         self._read(self._lag if pending.numbers[0].travels else 0)
-        return self.findings[known:] if len(self.findings) > known else _NOTHING
+        return self.findings[known:]
 
     def batch(self, batch: Any) -> list[Finding]:
         """Shows the monitor a batch, before the forward pass: tensors, in mappings, lists and tuples, nested.
@@ -207,7 +206,7 @@ class Monitor:
             What was found now.
         """
         if self._paused or not self._watch["batch"]:
-            return _NOTHING
+            return []
         known = len(self.findings)
         if self._replaying is not None:
             self._replaying.see_batch(batch)
@@ -215,7 +214,7 @@ class Monitor:
         if seen:
             self._intake.observations += seen
             self._review()
-        return self.findings[known:] if len(self.findings) > known else _NOTHING
+        return self.findings[known:]
 
     def flush(self) -> list[Finding]:
         """Reads and reviews all steps so far, waiting for the device if need be; returns what was found now."""
@@ -291,12 +290,17 @@ class Monitor:
         )
         found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
-        for finding in found:
-            self._act_on(finding)
+        # All of them are acted on before one raises.
+        raising = [finding for finding in found if self._act_on(finding)]
+        if raising:
+            first = raising[0]
+            replayed = f"\n{self._replayed}" if self._replayed else ""
+            raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
 
     # What is done about them -----------------------------------------------------------------------------
 
-    def _act_on(self, finding: Finding) -> None:
+    def _act_on(self, finding: Finding) -> bool:
+        """Does what the policies say; whether to raise."""
         raising = False
         for policy in self._policies.of(finding):
             if callable(policy):
@@ -308,17 +312,23 @@ class Monitor:
             elif policy == "stop":
                 self.should_stop = True
             elif policy == "snapshot":
-                self._save_incident(finding)
+                base = self._save_to if self._save_to is not None else Path("incident.gradstat")
+                beside = base.with_name(f"{base.stem}-step{finding.step}-{finding.rule}.gradstat")
+                self._save_or_warn(beside, str(finding))
             elif policy == "rollback":
                 self._roll_back(finding)
             elif policy == "replay":
                 self._replay_once(finding)
         if finding.severity == "error" and self._save_to is not None and finding.step - self._saved >= _QUIET:
             self._saved = finding.step
-            self.save(self._save_to, why=str(finding))
-        if raising:
-            replayed = f"\n{self._replayed}" if self._replayed else ""
-            raise AnomalyError(f"{finding}{replayed}\n{_in_words(finding)}", finding)
+            self._save_or_warn(self._save_to, str(finding))
+        return raising
+
+    def _save_or_warn(self, path: Path, why: str) -> None:
+        try:
+            self.save(path, why)
+        except (OSError, ValueError) as error:  # a full disk must not end what is watched
+            warnings.warn(f"gradstat: {path} could not be saved: {error}", RuntimeWarning, stacklevel=outside())
 
     def _replay_once(self, finding: Finding) -> None:
         """Replays the step that was found bad, once in an incident; says what came of it."""
@@ -444,10 +454,6 @@ class Monitor:
                 raise
             warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=outside())
 
-    def _save_incident(self, finding: Finding) -> None:
-        base = self._save_to if self._save_to is not None else Path("incident.gradstat")
-        self.save(base.with_name(f"{base.stem}-step{finding.step}-{finding.rule}.gradstat"), str(finding))
-
 
 def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) -> None:
     if not isinstance(model, nn.Module):
@@ -469,4 +475,4 @@ def _in_words(finding: Finding) -> str:
 def _save_at_exit(monitor: weakref.ref[Monitor]) -> None:
     alive = monitor()
     if alive is not None and not alive._paused and alive._save_to is not None:
-        alive.save(alive._save_to, "the program ended")
+        alive._save_or_warn(alive._save_to, "the program ended")
