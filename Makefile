@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -44,6 +44,11 @@ bench-ranks: $(VENV)/.built ## Time distributed clips and what a DDP step costs,
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/dtensor_clip.py
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/ddp_step.py
 
+bench-frameworks: $(VENV)/.built ## Time the integrations beside what the frameworks offer themselves
+	$(BIN)/python benchmarks/lightning_step.py
+	$(BIN)/python benchmarks/trainer_step.py
+	$(BIN)/python benchmarks/wandb_watch.py
+
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
@@ -61,7 +66,7 @@ clean: ## Remove everything that was built, the virtual environment included
 	rm -rf $(VENV) build dist demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
