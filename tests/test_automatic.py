@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +127,13 @@ def test_removing_takes_everything_away_and_another_may_come() -> None:
 def test_what_is_no_optimizer() -> None:
     with pytest.raises(TypeError, match="of a wrapped one pass what it wraps"):
         gradstat.auto(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_the_example_runs_and_names_the_fault(tmp_path: Path) -> None:
+    from ranked import run_example
+
+    shown = run_example("auto_example.py", "--steps", "30", "--output", str(tmp_path / "run.gradstat"))
+    assert "it began in step 15 with 2.weight" in shown
+    assert "the first at [17, 42]" in shown
+    assert "all parameters are finite: True" in shown
+    assert (tmp_path / "run.gradstat").exists()
