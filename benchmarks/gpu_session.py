@@ -1,8 +1,8 @@
 """`make gpu`: everything that needs a GPU, in one command, without the network.
 
-Builds in place with this Python and its torch, runs the whole test suite, `compute-sanitizer` on a short set,
-measures everything `suite.py` knows against torch, counts launches and syncs, and appends what it saw as rows under
-``benchmarks/results/<device>/``. Ends with tables; exits non-zero if a step failed. ``plots.py`` and ``render.py
+Builds in place with this Python and its torch, runs the tests, less those that touch no device, `compute-sanitizer` on
+a short set, measures everything `suite.py` knows against torch, counts launches and syncs, and appends what it saw as
+rows under ``benchmarks/results/<device>/``. Ends with tables; exits non-zero if a step failed. ``plots.py`` and ``render.py
 --write`` then bring charts and documents up to date.
 """
 
