@@ -2,8 +2,8 @@
 
 Builds in place with this Python and its torch, runs the tests, less those that touch no device, `compute-sanitizer` on
 a short set, measures everything `suite.py` knows against torch, counts launches and syncs, and appends what it saw as
-rows under ``benchmarks/results/<device>/``. Ends with tables; exits non-zero if a step failed. ``plots.py`` and ``render.py
---write`` then bring charts and documents up to date.
+rows under ``benchmarks/results/<device>/``. Ends with tables; exits non-zero if a step failed. ``plots.py`` and
+``render.py --write`` then bring charts and documents up to date.
 """
 
 from __future__ import annotations
