@@ -155,7 +155,7 @@ def main() -> None:
         made.append(row(GROUP, case, name, "time ratio", "", ratios(steps, plain), device))
     print(tables.plainly(made))
     if options.record:
-        print(f"recorded in {append(made, 'trainer')}")
+        print(f"recorded in {append(made, 'full')}")
 
 
 def _micro(seconds: list[float]) -> Quartiles:
