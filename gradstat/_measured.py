@@ -121,7 +121,7 @@ class Measured(NamedTuple):
         def make(table: Any, infos: Sequence[TensorInfo], verdict: Any, total: Any = None) -> Report:
             loss_scale = float(verdict[2]) if is_scaled else None
             if loss_scale is not None:
-                table, total = _unscaled(table, loss_scale), _unscaled(total, loss_scale)
+                table, total = without_scale(table, loss_scale), without_scale(total, loss_scale)
             whole = None if total is None else total[0]
             return Report(names, table, infos, missing, loss_scale=loss_scale, total=whole)
 
@@ -274,7 +274,7 @@ def _parts_of(
     return [rows.part], total
 
 
-def _unscaled(rows: Any, loss_scale: float) -> Any:
+def without_scale(rows: Any, loss_scale: float) -> Any:
     """Rows of a table told without the loss scale; None stays None, and further columns as they are."""
     if rows is None:
         return None

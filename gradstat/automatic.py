@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -87,20 +87,12 @@ class AutoHandle:
         self.remove()
 
 
-class _Parameters(nn.Module):
-    """The parameters of an optimizer as a module, under the names the optimizer has for them."""
+class Parameters(nn.Module):
+    """Parameters as a module, under names of which dots are a part."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
         super().__init__()
-        source = source_of(optimizer)
-        for name, parameter in zip(source.names(), source.parameters, strict=True):
-            *path, leaf = name.split(".")
-            place: nn.Module = self
-            for part in path:
-                if part not in place._modules:
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
-            place.register_parameter(leaf, parameter)  # type: ignore[arg-type]
+        self._parameters.update(named)  # register_parameter refuses the dots
 
 
 def auto(
@@ -144,9 +136,10 @@ def auto(
         raise RuntimeError(
             "this optimizer is watched already; call remove() on the handle of the first gradstat.auto()"
         )
-    monitor = Monitor(
-        model if model is not None else _Parameters(optimizer), optimizer, scaler, max_norm=max_norm, **options
-    )
+    if model is None:
+        source = source_of(optimizer)
+        model = Parameters(zip(source.names(), source.parameters, strict=True))
+    monitor = Monitor(model, optimizer, scaler, max_norm=max_norm, **options)
     handle = AutoHandle(optimizer, monitor, max_norm)
     _watched[optimizer] = weakref.ref(handle)
     return handle

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradstat.adaptive import AdaptiveClip
+from gradstat.automatic import Parameters
 from gradstat.integrations._lightning_checks import require_version
 from gradstat.integrations._policies import translated
 from gradstat.monitor import Monitor
@@ -42,15 +43,12 @@ def callback_classes() -> tuple[Any, ...]:
     return tuple(importlib.import_module(name).Callback for name in names)
 
 
-class Part(nn.Module):
+class Part(Parameters):
     """The parameters of one optimizer, under the names that they have in the whole module."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__()
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in module.named_parameters():
-            if id(parameter) in own:
-                self._parameters[name] = parameter  # register_parameter refuses the dots
+        super().__init__((name, parameter) for name, parameter in module.named_parameters() if id(parameter) in own)
 
 
 def try_out(max_norm: float | AdaptiveClip | None, on_anomaly: Any, options: dict[str, Any]) -> None:

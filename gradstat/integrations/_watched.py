@@ -45,29 +45,19 @@ class Options:
         rules = given.get("rules")
         self.rules = default_rules() if rules is None else list(rules)
         self.given["rules"] = self.rules
-        self.replays = bool(given.get("replay"))
-        if any(policy == "replay" for policy in _policies_in(given.get("on_anomaly"))):
-            self.replays = True
         self.wraps = bool(periods(given.get("watch"))["origin"])
         # All that Monitor has to say about arguments it says now, on a model of no consequence.
         stand_in = nn.Linear(1, 1)
         tried = dict(self.given, save_to=None, watch=_without_origin(given.get("watch")))
-        if self.replays and not callable(given.get("replay")):
-            tried["replay"] = _nothing
+        if not callable(given.get("replay")):
+            tried["replay"] = _nothing  # the function comes with what is trained
         Monitor(stand_in, torch.optim.SGD(stand_in.parameters(), lr=0.0), **tried).detach()
         self.policies = PolicyTable(given.get("on_anomaly"), [rule.name for rule in self.rules])
+        self.replays = bool(given.get("replay")) or self.policies.uses("replay")
 
 
 def _nothing() -> None:
     pass
-
-
-def _policies_in(given: Any) -> Iterable[Any]:
-    if given is None or isinstance(given, str) or callable(given):
-        return (given,)
-    if isinstance(given, Mapping):
-        return [policy for value in given.values() for policy in _policies_in(value)]
-    return list(given)
 
 
 def _without_origin(watch: Any) -> Any:

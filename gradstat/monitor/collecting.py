@@ -226,10 +226,6 @@ class Collector:
         seen = {"name": path, "low": int(low), "high": int(high), "classes": classes}
         return [Observation("label", step, seen)]
 
-    def forget_batch(self) -> None:
-        """Lets go of the batch."""
-        self._batch = []
-
     # What is looked at now and then ----------------------------------------------------------------------
 
     def _due(

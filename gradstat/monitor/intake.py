@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat import _fields
+from gradstat._measured import without_scale
 from gradstat.monitor.collecting import Pending
 from gradstat.monitor.measuring import Arrived
 from gradstat.monitor.rows import Floats, Layout, Observation, Rows
@@ -19,7 +20,6 @@ _NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]
 _SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
 _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
-_DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 # Scalars that are 0 where nothing is said of them.
 _COUNTS = ("nonfinite", "missing")
@@ -181,7 +181,7 @@ class Intake:
             if infos is not seen[0] or segment is not seen[1]:
                 layout, seen = self._layout_of(Arrived(segment, one.table, infos, 0)), (infos, segment)
             if one.pending.is_scaled:
-                rows /= one.pending.scalars["loss_scale"] ** _DEGREES
+                rows[:] = without_scale(rows, one.pending.scalars["loss_scale"])
         assert layout is not None
         return Rows(layout, steps, raw)
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from gradstat import _fields
+from gradstat._measured import without_scale
 from gradstat.monitor.collecting import Pending
 from gradstat.monitor.rows import Floats
 from gradstat.report import Report
-
-_DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
 class LatestStep(NamedTuple):
@@ -36,8 +32,7 @@ class LatestStep(NamedTuple):
         rows, total = table[: segment.measured], numbers.total()
         scale = pending.scalars.get("loss_scale")
         if pending.is_scaled and scale:
-            unit = scale**_DEGREES
-            rows, total = rows / unit, None if total is None else total / unit
+            rows, total = without_scale(rows, scale), total if total is None else without_scale(total[None], scale)[0]
         missing = [position for seen in pending.seen_at_once if seen.kind == "missing" for position in seen.value]
         positions = range(len(segment.names)) if segment.positions is None else segment.positions
         report = Report(

@@ -14,7 +14,7 @@ from gradstat._arrival import Arrival
 from gradstat._parts import Part
 from gradstat._tensors import TensorInfo, is_distributed, moved
 from gradstat.monitor.rows import Floats
-from gradstat.stats import measure_directly, measure_generally
+from gradstat.stats import measure_directly, measure_generally, measure_parts
 
 _WIDTH = len(_fields.FIELDS)
 
@@ -173,8 +173,7 @@ def _measured_over_ranks(
     name_of = _namer([segment])
 
     def measure(local: list[Tensor]) -> list[Part]:
-        parts = measure_directly(local, name_of, backend)
-        return measure_generally(local, name_of, backend) if parts is None else parts
+        return measure_parts(local, name_of, backend)
 
     if not is_distributed(tensors):
         return Numbers([segment], measure(tensors), flagged=flagged)

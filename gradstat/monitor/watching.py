@@ -139,7 +139,7 @@ class BackwardOrder:
         ]
 
     def end(self) -> tuple[str, ...]:
-        """The order; each parameter at the last time that something was added to it."""
+        """The order; each parameter at the first time that its gradient was complete."""
         self.remove()
         return tuple(dict.fromkeys(self.names))
 
@@ -175,7 +175,7 @@ class Activations:
         self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
     def see(self, name: str, output: Any) -> None:
-        found = [t for t in _tensors_in(output) if measurable(t) and t.numel()]
+        found = [t for _, t in leaves_of(output) if measurable(t) and t.numel()]
         if not found:
             return
         with torch.no_grad():
@@ -271,17 +271,6 @@ class Outputs:
 
     def remove(self) -> None:
         self._handle.remove()
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 def leaves_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
