@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel docs gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -52,6 +52,11 @@ bench-frameworks: $(VENV)/.built ## Time the integrations beside what the framew
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
+docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
+	$(BIN)/python tests/check_site.py build/site
+	@echo "open build/site/index.html"
+
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
 	$(BIN)/python tests/gpu_gates/check_cuda.py
 	$(BIN)/python tests/gpu_gates/check_triton.py
@@ -79,4 +84,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 # Incremental: does nothing unless a source is newer than the compiled library.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# What builds the site, apart from what builds and tests gradstat.
+$(VENV)/.documenting: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[docs]"
 	touch $@
