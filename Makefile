@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics wheel gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -48,6 +48,11 @@ bench-frameworks: $(VENV)/.built ## Time the integrations beside what the framew
 	$(BIN)/python benchmarks/lightning_step.py
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/wandb_watch.py
+
+numerics: $(VENV)/.built ## Hold norms of 100,000 vectors of every dtype against exact ones, beside torch and numpy
+	$(BIN)/python -W ignore benchmarks/numerics.py --record
+	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python benchmarks/render.py --write
 
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
