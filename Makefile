@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel docs gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics wheel gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -49,9 +49,15 @@ bench-frameworks: $(VENV)/.built ## Time the integrations beside what the framew
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/wandb_watch.py
 
+numerics: $(VENV)/.built ## Hold norms of 100,000 vectors of every dtype against exact ones, beside torch and numpy
+	$(BIN)/python -W ignore benchmarks/numerics.py --record
+	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python benchmarks/render.py --write
+
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
+.PHONY: docs
 docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	$(BIN)/python tests/check_site.py build/site
