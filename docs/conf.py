@@ -7,6 +7,7 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.ext.napoleon import GoogleDocstring
 
 from gradstat import __version__
 
@@ -41,6 +42,8 @@ nb_execution_mode = "off"
 copybutton_prompt_text = "$ "
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
+html_favicon = "_static/icon.svg"
 html_title = f"gradstat {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -68,9 +71,14 @@ def bring_from_root(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Begins the docstring of a property with an empty line: napoleon takes what is before its colon for a type."""
+    """Keeps napoleon from taking what is before a colon for a type: types are in signatures, colons part sentences."""
     if what in ("attribute", "data", "property"):
         lines.insert(0, "")
+
+
+def returned(docstring: GoogleDocstring, preprocess_types: bool = False) -> list[tuple[str, str, list[str]]]:
+    """The section on what is returned, likewise as it stands."""
+    return [("", "", docstring._dedent(docstring._consume_to_next_section()))]
 
 
 def find_by_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.TextElement) -> Any:
@@ -99,6 +107,7 @@ def find_by_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: n
 
 
 def setup(app: Sphinx) -> None:
+    GoogleDocstring._consume_returns_section = returned  # type: ignore[method-assign]
     app.connect("source-read", bring_from_root)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)
     app.connect("missing-reference", find_by_name)
