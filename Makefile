@@ -21,6 +21,19 @@ demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it
 test: $(VENV)/.built ## Run the tests
 	$(BIN)/python -m pytest
 
+.PHONY: coverage
+coverage: $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
+	mkdir -p build/coverage && rm -f build/coverage/data*
+	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report
+
+.PHONY: mutate
+mutate: $(VENV)/.built ## Change the core in one place at a time and see whether the tests notice (hours; remembers)
+	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray
+	$(BIN)/python tests/mutation.py
+
 lint: $(VENV)/.installed ## Check style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
