@@ -59,8 +59,6 @@ def torch_extension(name, sources, **kwargs):
     from torch.utils.cpp_extension import include_paths, library_paths
 
     flags = [flag for path in include_paths() for flag in ("-isystem", path)]
-    libraries = ["torch", "torch_cpu", "c10", *kwargs.pop("libraries", [])]
-    link = ["-Wl,--no-as-needed"] if sys.platform.startswith("linux") else ["-undefined", "dynamic_lookup"]
     return Extension(
         name,
         sources,
@@ -68,11 +66,23 @@ def torch_extension(name, sources, **kwargs):
         define_macros=MACROS,
         extra_compile_args=[*CXX_FLAGS, *flags, *kwargs.pop("compile_args", [])],
         library_dirs=[*library_paths(), *kwargs.pop("library_dirs", [])],
-        libraries=libraries,
-        extra_link_args=link,
+        extra_link_args=[*link_order(), *kwargs.pop("link_args", [])],
         py_limited_api=True,
         **kwargs,
     )
+
+
+def link_order():
+    """The libraries, in the order in which symbols are looked for in them.
+
+    libstdc++ stands before torch, whose libraries leak some of its newer functions: bound to those, they would
+    be missing wherever another torch leaks others. Torch's libraries are recorded as needed even where no symbol
+    is found in them at build time: libtorch brings libtorch_cuda, which a CPU build of torch does not have.
+    """
+    torch_libraries = ["-ltorch", "-ltorch_cpu", "-lc10"]
+    if sys.platform.startswith("linux"):
+        return ["-lstdc++", "-Wl,--no-as-needed", *torch_libraries, "-Wl,--as-needed"]
+    return [*torch_libraries, "-undefined", "dynamic_lookup"]
 
 
 class BuildExtension(build_ext):
@@ -133,7 +143,7 @@ def extensions():
                     f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures}"',
                 ],
                 library_dirs=[os.path.join(home, "lib64"), os.path.join(home, "lib")],
-                libraries=["cudart_static", "dl", "rt", "pthread"],
+                link_args=["-lcudart_static", "-ldl", "-lrt", "-lpthread"],
             )
         )
     return found
