@@ -73,6 +73,10 @@ numerics: $(VENV)/.built ## Hold norms of 100,000 vectors of every dtype against
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
+.PHONY: tour
+tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it with its outputs
+	$(BIN)/python docs/run_tour.py
+
 .PHONY: docs
 docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
