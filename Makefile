@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel matrix gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -51,6 +51,12 @@ bench-frameworks: $(VENV)/.built ## Time the integrations beside what the framew
 
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
+
+matrix: $(VENV)/.installed ## Try one wheel with every Python and torch this machine can install; an hour, gigabytes
+	rm -rf dist
+	$(BIN)/python setup.py --quiet sdist
+	$(MAKE) wheel
+	$(BIN)/python tests/matrix.py dist/*.whl --write
 
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
 	$(BIN)/python tests/gpu_gates/check_cuda.py
