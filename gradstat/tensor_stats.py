@@ -79,7 +79,7 @@ class TensorStats:
 
     @property
     def sum(self) -> float:
-        """Sum of the finite elements; infinite if it exceeds float64."""
+        """Sum of the finite elements; infinite or NaN if sums of some of them exceed float64."""
         return self._field("sum")
 
     @property
