@@ -80,6 +80,12 @@ matrix: $(VENV)/.installed ## Try one wheel with every Python and torch this mac
 	$(MAKE) wheel
 	$(BIN)/python tests/matrix.py dist/*.whl --write
 
+.PHONY: docs
+docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
+	$(BIN)/python tests/check_site.py build/site
+	@echo "open build/site/index.html"
+
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
 	$(BIN)/python tests/gpu_gates/check_cuda.py
 	$(BIN)/python tests/gpu_gates/check_triton.py
@@ -107,4 +113,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 # Incremental: does nothing unless a source is newer than the compiled library.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# What builds the site, apart from what builds and tests gradstat.
+$(VENV)/.documenting: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[docs]"
 	touch $@
