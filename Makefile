@@ -73,6 +73,13 @@ numerics: $(VENV)/.built ## Hold norms of 100,000 vectors of every dtype against
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
+.PHONY: matrix
+matrix: $(VENV)/.installed ## Try one wheel with every Python and torch this machine can install; an hour, gigabytes
+	rm -rf dist
+	$(BIN)/python setup.py --quiet sdist
+	$(MAKE) wheel
+	$(BIN)/python tests/matrix.py dist/*.whl --write
+
 .PHONY: tour
 tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it with its outputs
 	$(BIN)/python docs/run_tour.py

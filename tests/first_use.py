@@ -84,6 +84,7 @@ def main() -> None:
     found = {
         "gradstat": gradstat.__version__,
         "python": platform.python_version(),
+        "system": " ".join([platform.machine(), *platform.libc_ver()]),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "cpu": chosen["cpu"],

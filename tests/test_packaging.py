@@ -12,6 +12,7 @@ import zipfile
 from email import message_from_string
 from pathlib import Path
 
+import compatibility
 import pytest
 import torch
 from abi3info import DATAS, FUNCTIONS
@@ -176,6 +177,12 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(pure_wheel: Pat
     assert "no C++ compiler was found at installation" in run(
         str(python), "-m", "gradstat", "info", cwd=tmp_path, PYTHONPATH=""
     )
+
+
+def test_the_table_of_versions_is_what_was_found() -> None:
+    document = compatibility.DOCUMENT.read_text()
+    assert compatibility.MARKED.search(document), "the page has lost its markers"
+    assert compatibility.rendered(document) == document, "run `python tests/compatibility.py --write`"
 
 
 @pytest.mark.parametrize("found", ["2.9.1", "2.9.1+cu128", "1.13.0"])
