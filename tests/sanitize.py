@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import instrumented
+from instrumented import ROOT, step, tests
+
 BUILD = ROOT / "build" / "sanitize"
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
 # With the sanitizers' checks in between, gcc does not see what is initialized.
 HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
-LEVELS = ("baseline", "avx2", "avx512")
 KERNEL_TESTS = ("conformance", "fuzz", "multiply")
 OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive")
-QUICK_TESTS = ("fuzz",)
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
 TENSORS, QUICK_TENSORS = 20_000, 2_000
 
@@ -48,61 +45,46 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the highest level of instructions only, and fewer tests")
     options = parser.parse_args()
-    build_library()
+    instrumented.build(BUILD, FLAGS)
     environment = sanitized()
     prove_that_errors_are_reported(environment)
-    levels = [level for level in LEVELS if is_available(level, environment)]
-    print(f"levels of instructions on this machine: {', '.join(levels)}", flush=True)
+    levels = instrumented.levels(BUILD, environment)
     passed = True
     for level in levels[-1:] if options.quick else levels:
         at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
-        tests = QUICK_TESTS if options.quick else KERNEL_TESTS
-        passed &= step(f"{level}: tests of kernels", pytest(tests, "-k", "not triton"), at_level)
+        if not options.quick:
+            passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, "-k", "not triton"), BUILD, at_level)
         tensors = str(QUICK_TENSORS if options.quick else TENSORS)
         command = [sys.executable, str(ROOT / "tests" / "fuzz.py"), "--seed", "1", "--tensors", tensors, "--apart"]
-        passed &= step(f"{level}: {tensors} tensors", command, at_level)
+        passed &= step(f"{level}: {tensors} random tensors", command, BUILD, at_level)
     if not options.quick:
-        passed &= step("tests of everything around the kernels", pytest(OTHER_TESTS, "-k", "not triton"), environment)
-        passed &= step("the CUDA code on the host", pytest(HOST_TESTS), environment)
+        around = tests(OTHER_TESTS, "-k", "not triton")
+        passed &= step("tests of everything around the kernels", around, BUILD, environment)
+        passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
     return 0 if passed else 1
 
 
-def build_library() -> None:
-    """The package in ``build/sanitize/gradstat``, with a library of its own."""
-    package = BUILD / "gradstat"
-    shutil.rmtree(package, ignore_errors=True)
-    shutil.copytree(ROOT / "gradstat", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(BUILD)]
-    flags = {"GRADSTAT_INSTRUMENTATION": FLAGS, "GRADSTAT_CUDA": "0", "GRADSTAT_WERROR": "0"}
-    command += ["--build-temp", str(BUILD / "objects")]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **flags}, check=True)
-
-
 def sanitized() -> dict[str, str]:
-    """An environment in which the copy of the package is found, and the sanitizers' runtime before everything else."""
+    """An environment in which the sanitizers' runtime comes before everything else."""
     compiler = os.environ.get("CXX", "g++").split()[0]
 
     def path_of(library: str) -> str:
-        return subprocess.run(
-            [compiler, f"-print-file-name={library}"], check=True, capture_output=True, text=True
-        ).stdout.strip()
+        command = [compiler, f"-print-file-name={library}"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(BUILD), str(ROOT / "tests")]),
+        **instrumented.environment(BUILD, HOST_FLAGS),
         # The second so that exceptions are already there when the first looks for them.
         "LD_PRELOAD": f"{path_of('libasan.so')} {path_of('libstdc++.so')}",
         # Python keeps what it has until the end, and torch more than that.
-        "ASAN_OPTIONS": "detect_leaks=0:strict_string_checks=1:detect_stack_use_after_return=0",
+        "ASAN_OPTIONS": "detect_leaks=0:strict_string_checks=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         # Allocations of Python's own are seen, too.
         "PYTHONMALLOC": "malloc",
-        "GRADSTAT_INSTRUMENTATION": HOST_FLAGS,
     }
 
 
 def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
-    sys.path.insert(0, str(ROOT / "tests"))
     os.environ["GRADSTAT_INSTRUMENTATION"] = HOST_FLAGS
     from host_build import compiled
 
@@ -112,37 +94,10 @@ def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
         (BEHIND_AN_ARRAY.format(library=library), "heap-buffer-overflow"),
         (TOO_FAR.format(library=library), "shift exponent 32 is too large"),
     ):
-        said = subprocess.run(
-            [sys.executable, "-c", program], cwd=BUILD, env=environment, capture_output=True, text=True, check=False
-        )
+        said = instrumented.said_by(program, BUILD, environment)
         if said.returncode == 0 or report not in said.stderr:
             sys.exit(f"an error made on purpose was not reported as {report!r}:\n{program}\n{said.stdout}{said.stderr}")
     print("errors made on purpose are reported", flush=True)
-
-
-def is_available(level: str, environment: dict[str, str]) -> bool:
-    program = "from gradstat import _native; _native.load_cpu().instructions()"
-    environment = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
-    said = subprocess.run(
-        [sys.executable, "-c", program], cwd=BUILD, env=environment, capture_output=True, text=True, check=False
-    )
-    if said.returncode and "is not available on this machine" not in said.stderr:
-        sys.exit(said.stderr)
-    return said.returncode == 0
-
-
-def pytest(tests: tuple[str, ...], *options: str) -> list[str]:
-    paths = [str(ROOT / "tests" / f"test_{name}.py") for name in tests]
-    configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", "-q", *configuration, *paths, *options]
-
-
-def step(name: str, command: list[str], environment: dict[str, str]) -> bool:
-    print(f"\n== {name}", flush=True)
-    started = time.monotonic()
-    passed = subprocess.run(command, cwd=BUILD, env=environment, check=False).returncode == 0
-    print(f"{'passed' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s", flush=True)
-    return passed
 
 
 if __name__ == "__main__":
