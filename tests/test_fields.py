@@ -77,7 +77,7 @@ def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
     whole, merged = row(values), _fields.merge_rows([row(values[:cut]), row(values[cut:])])
     for name in ("nan_count", "inf_count", "zero_count", "min", "max"):
         assert whole[_fields.INDEX[name]] == merged[_fields.INDEX[name]]
-    assert norm(merged) == pytest.approx(norm(whole), rel=1e-14)
+    assert norm(merged) == pytest.approx(norm(whole), rel=1e-14, abs=0.0)
 
 
 def test_merging_nothing_gives_the_identity() -> None:
@@ -136,7 +136,7 @@ def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> No
     with np.errstate(all="ignore"):
         norm = _fields.l2_norm(np, *(np.float64(sums[name]) for name in ("", "_large", "_small")))
     exact = square_root(sum((Fraction(value) ** 2 for value in values), Fraction(0)))
-    assert float(norm) == pytest.approx(exact, rel=1e-15)
+    assert float(norm) == pytest.approx(exact, rel=1e-15, abs=0.0)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
