@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -47,6 +47,9 @@ format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 
 fuzz: $(VENV)/.built ## A million tensors of random bits and layouts through every operation, held against an exact account
 	$(BIN)/python tests/fuzz.py
+
+sanitize: $(VENV)/.installed ## The C++ code and the tests that reach it under AddressSanitizer and UBSan
+	$(BIN)/python tests/sanitize.py
 
 bench: $(VENV)/.built ## Time checks, clips and training steps against torch on this machine, in under three minutes
 	$(BIN)/python benchmarks/suite.py
