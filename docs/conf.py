@@ -30,6 +30,8 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [("py:(class|exc)", r"(?!gradstat).*")]
 
+# As they are written, and not the unions that they stand for.
+autodoc_type_aliases = {"ExtraGroups": "ExtraGroups", "Policies": "Policies"}
 autodoc_member_order = "bysource"
 autoclass_content = "both"
 autodoc_typehints_format = "short"
