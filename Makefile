@@ -83,6 +83,10 @@ matrix: $(VENV)/.installed ## Try one wheel with every Python and torch this mac
 	$(MAKE) wheel
 	$(BIN)/python tests/matrix.py dist/*.whl --write
 
+.PHONY: tour
+tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it with its outputs
+	$(BIN)/python docs/run_tour.py
+
 .PHONY: docs
 docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
