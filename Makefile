@@ -73,14 +73,12 @@ numerics: $(VENV)/.built ## Hold norms of 100,000 vectors of every dtype against
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
 
-wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
-	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
+wheel: $(VENV)/.installed ## Build the sdist and the wheel (one for every Python >= 3.10 and torch >= 2.10) into dist/
+	rm -rf dist
+	$(BIN)/python .ci/distribution.py dist
 
 .PHONY: matrix
-matrix: $(VENV)/.installed ## Try one wheel with every Python and torch this machine can install; an hour, gigabytes
-	rm -rf dist
-	$(BIN)/python setup.py --quiet sdist
-	$(MAKE) wheel
+matrix: wheel ## Try the wheel with every Python and torch this machine can install; an hour, gigabytes
 	$(BIN)/python tests/matrix.py dist/*.whl --write
 
 .PHONY: tour
