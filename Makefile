@@ -13,13 +13,26 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
 
 test: $(VENV)/.built ## Run the tests
 	$(BIN)/python -m pytest
+
+.PHONY: coverage
+coverage: $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
+	mkdir -p build/coverage && rm -f build/coverage/data*
+	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report
+
+.PHONY: mutate
+mutate: $(VENV)/.built ## Change the core in one place at a time and see whether the tests notice (hours; remembers)
+	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray
+	$(BIN)/python tests/mutation.py
 
 lint: $(VENV)/.installed ## Check style, types and formatting
 	$(BIN)/ruff check .
@@ -31,6 +44,12 @@ format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+fuzz: $(VENV)/.built ## A million tensors of random bits and layouts through every operation, held against an exact account
+	$(BIN)/python tests/fuzz.py
+
+sanitize: $(VENV)/.installed ## The C++ code and the tests that reach it under AddressSanitizer and UBSan
+	$(BIN)/python tests/sanitize.py
 
 bench: $(VENV)/.built ## Time checks, clips and training steps against torch on this machine, in under three minutes
 	$(BIN)/python benchmarks/suite.py
@@ -49,8 +68,26 @@ bench-frameworks: $(VENV)/.built ## Time the integrations beside what the framew
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/wandb_watch.py
 
+numerics: $(VENV)/.built ## Hold norms of 100,000 vectors of every dtype against exact ones, beside torch and numpy
+	$(BIN)/python -W ignore benchmarks/numerics.py --record
+	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python benchmarks/render.py --write
+
 wheel: $(VENV)/.installed ## Build a wheel (one binary for every Python >= 3.10 and torch >= 2.10) into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
+
+.PHONY: matrix
+matrix: $(VENV)/.installed ## Try one wheel with every Python and torch this machine can install; an hour, gigabytes
+	rm -rf dist
+	$(BIN)/python setup.py --quiet sdist
+	$(MAKE) wheel
+	$(BIN)/python tests/matrix.py dist/*.whl --write
+
+.PHONY: docs
+docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
+	$(BIN)/python tests/check_site.py build/site
+	@echo "open build/site/index.html"
 
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
 	$(BIN)/python tests/gpu_gates/check_cuda.py
@@ -79,4 +116,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 # Incremental: does nothing unless a source is newer than the compiled library.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# What builds the site, apart from what builds and tests gradstat.
+$(VENV)/.documenting: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[docs]"
 	touch $@

@@ -24,6 +24,8 @@ CXX_FLAGS += ["-Wno-unknown-warning-option", "-Wno-psabi", "-Wno-maybe-uninitial
 # Warnings are errors for those who work on gradstat, not for those who install it with a newer compiler.
 STRICT = os.environ.get("GRADSTAT_WERROR") == "1"
 CXX_FLAGS += ["-Werror"] if STRICT else []
+# What `make sanitize` and `make coverage-cxx` add, to the compiler and the linker alike; it has the last word.
+INSTRUMENTATION = os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000"), ("USE_CUDA", None)]
 
 
@@ -59,20 +61,30 @@ def torch_extension(name, sources, **kwargs):
     from torch.utils.cpp_extension import include_paths, library_paths
 
     flags = [flag for path in include_paths() for flag in ("-isystem", path)]
-    libraries = ["torch", "torch_cpu", "c10", *kwargs.pop("libraries", [])]
-    link = ["-Wl,--no-as-needed"] if sys.platform.startswith("linux") else ["-undefined", "dynamic_lookup"]
     return Extension(
         name,
         sources,
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").iterdir())],
         define_macros=MACROS,
-        extra_compile_args=[*CXX_FLAGS, *flags, *kwargs.pop("compile_args", [])],
+        extra_compile_args=[*CXX_FLAGS, *flags, *kwargs.pop("compile_args", []), *INSTRUMENTATION],
         library_dirs=[*library_paths(), *kwargs.pop("library_dirs", [])],
-        libraries=libraries,
-        extra_link_args=link,
+        extra_link_args=[*link_order(), *kwargs.pop("link_args", []), *INSTRUMENTATION],
         py_limited_api=True,
         **kwargs,
     )
+
+
+def link_order():
+    """The libraries, in the order in which symbols are looked for in them.
+
+    libstdc++ stands before torch, whose libraries leak some of its newer functions: bound to those, they would
+    be missing wherever another torch leaks others. Torch's libraries are recorded as needed even where no symbol
+    is found in them at build time: libtorch brings libtorch_cuda, which a CPU build of torch does not have.
+    """
+    torch_libraries = ["-ltorch", "-ltorch_cpu", "-lc10"]
+    if sys.platform.startswith("linux"):
+        return ["-lstdc++", "-Wl,--no-as-needed", *torch_libraries, "-Wl,--as-needed"]
+    return [*torch_libraries, "-undefined", "dynamic_lookup"]
 
 
 class BuildExtension(build_ext):
@@ -133,7 +145,7 @@ def extensions():
                     f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures}"',
                 ],
                 library_dirs=[os.path.join(home, "lib64"), os.path.join(home, "lib")],
-                libraries=["cudart_static", "dl", "rt", "pthread"],
+                link_args=["-lcudart_static", "-ldl", "-lrt", "-lpthread"],
             )
         )
     return found

@@ -73,7 +73,7 @@ def build() -> bool:
 WITHOUT_A_DEVICE = (
     "accelerate", "automatic", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff", "distributed",
     "documents", "faults", "healthy", "life_processes", "lightning", "lightning_ranks", "loggers", "monitor_ranks",
-    "origin", "packaging", "recorder", "replicas", "rules", "schedule", "transformers", "view",
+    "origin", "packaging", "recorder", "reference", "replicas", "rules", "schedule", "transformers", "view",
 )  # fmt: skip
 
 
@@ -179,6 +179,11 @@ def _record_outcomes(outcomes: dict[str, tuple[bool, float]]) -> None:
     )
 
 
+def numerics() -> bool:
+    """Errors of norms against exact ones, 100,000 vectors for each dtype and backend"""
+    return _run(sys.executable, "-W", "ignore", "benchmarks/numerics.py", "--record")
+
+
 def ranks() -> bool:
     """Distributed gradients over NCCL, with as many ranks as there are GPUs"""
     import torch
@@ -201,6 +206,7 @@ STEPS: dict[str, Callable[[], bool]] = {
     "test": test,
     "sanitize": sanitize,
     "measure": measure,
+    "numerics": numerics,
     "ranks": ranks,
     "variants": variants,
 }

@@ -1,7 +1,7 @@
-"""Renders recorded rows as the tables of README.md and docs/performance.md, so that no figure is typed by hand.
+"""Renders recorded rows as the tables of README.md and of documents, so that no figure is typed by hand.
 
 ``python benchmarks/render.py`` prints the tables, ``--write`` puts them, with the charts there are rows for (see
-``plots.py``), between the markers in both documents; a test holds them equal to the rows.
+``plots.py``), between the markers in these documents; a test holds them equal to the rows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import rows
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "numerics.md"]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
     "time-vs-bytes": "Time against bytes, with a plain read as the limit",
     "time-vs-tensors": "Time against the number of tensors, with a plain read as the limit",
+    "norm-errors": "The worst and the mean error of norms by dtype, gradstat beside torch and numpy",
 }
 
 
@@ -49,6 +50,18 @@ def steps_of_optimizers(folder: Path) -> str:
     return "".join(tables.everything(each) for each in members if each)
 
 
+def numerics(folder: Path) -> str:
+    """For docs/numerics.md: the chart and the tables of errors of every device."""
+    parts = []
+    for device in rows.devices(suites=["numerics"]):
+        parts += [
+            _charts(device, folder, ["norm-errors"]),
+            tables.norm_errors(rows.current(device)),
+            tables.where(device),
+        ]
+    return "\n".join(["", *parts, ""])
+
+
 def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
     drawn = plots.charts_of(device)
     where = os.path.relpath(plots.CHARTS, folder)
@@ -63,6 +76,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "everything": everything,
     "optimizer_steps": steps_of_optimizers,
+    "numerics": numerics,
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache
@@ -136,10 +136,10 @@ def current(rows: Iterable[Row]) -> list[Row]:
     return list(kept.values())
 
 
-def devices(results: Path = RESULTS) -> list[list[Row]]:
-    """The rows of every device, those of its full set if there are any, else of its quick set; GPUs first."""
+def devices(results: Path = RESULTS, suites: Sequence[str] = ("full", "quick")) -> list[list[Row]]:
+    """The rows of every device, of the first of ``suites`` that it has rows of; GPUs first."""
     found = []
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-        files = [folder / f"{suite}.jsonl" for suite in ("full", "quick")]
+        files = [folder / f"{suite}.jsonl" for suite in suites]
         found += [read(path) for path in files if path.exists()][:1]
     return sorted(found, key=lambda rows: not rows[-1].driver)

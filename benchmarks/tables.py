@@ -128,6 +128,34 @@ def accuracy(rows: Sequence[Row]) -> str:
     return grid(["gradients", "dtype", *columns], lines, 2)
 
 
+def norm_errors(rows: Sequence[Row]) -> str:
+    """The worst and the mean relative error of norms, and how many were lost, by kind of vectors and dtype."""
+    parts = []
+    providers = _in_order(row.provider for row in rows)
+    for kind in _in_order(row.case for row in rows):
+        of_kind = [row for row in rows if row.case == kind]
+        metrics = {(r.dtype, r.provider, r.metric): r.value for r in of_kind}
+        lines = []
+        for dtype in _in_order(row.dtype for row in of_kind):
+            cells = [_norm_error(metrics, dtype, provider) for provider in providers]
+            lines.append(
+                [dtype, f"{max(r.value for r in of_kind if r.metric == 'vectors' and r.dtype == dtype):,.0f}", *cells]
+            )
+        parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, the worst relative error and (the mean):\n")
+        parts.append(grid(["dtype", "vectors", *providers], lines))
+    return "\n".join(parts)
+
+
+def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider: str) -> str:
+    if (dtype, provider, "vectors") not in metrics:
+        return "not served"
+    worst, mean, lost, count = (
+        metrics[dtype, provider, metric] for metric in ("worst error", "mean error", "norms lost", "vectors")
+    )
+    text = f"{worst:.1e} ({mean:.1e})" if count > lost else ""
+    return f"{text}, lost {100 * lost / count:.1f} %".lstrip(", ") if lost else text
+
+
 def _added(row: Row | None) -> str:
     return "" if row is None else f"{(row.value - 1) * 100:+.1f} %"
 

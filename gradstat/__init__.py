@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from gradstat import _torch_version as _torch_version  # first: it refuses a torch that is too old
 from gradstat import amp
 from gradstat._backends import BackendStatus, backends
 from gradstat._fields import NAMES as FIELDS

@@ -26,6 +26,8 @@ from gradstat.clip import clip_grad_norm_
 if TYPE_CHECKING:
     from gradstat._reduction import ExtraGroups
 
+__all__ = ["GradScaler", "ScalerStatus"]
+
 
 @dataclass(frozen=True, slots=True)
 class ScalerStatus:

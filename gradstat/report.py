@@ -107,7 +107,8 @@ class Report:
         reduce: dict[str, Callable[[Array], Any]] = {"sum": np.sum, "min": np.min, "max": np.max}
         if not len(self._table):
             return [field.identity for field in _fields.FIELDS]
-        return [float(reduce[f.merge](self._table[:, i])) for i, f in enumerate(_fields.FIELDS)]
+        with np.errstate(over="ignore", invalid="ignore"):  # sums of float64 gradients may leave its range
+            return [float(reduce[f.merge](self._table[:, i])) for i, f in enumerate(_fields.FIELDS)]
 
     def _total(self, field: str) -> float:
         return self._totals[_fields.INDEX[field]]

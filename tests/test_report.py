@@ -189,3 +189,15 @@ def test_norms_of_float64_extremes_reach_the_report() -> None:
     assert [stats.l2_norm for stats in report] == pytest.approx([2e200, 2e-200], rel=1e-12)
     assert report.to_numpy()["l2_norm"].tolist() == pytest.approx([2e200, 2e-200], rel=1e-12)
     assert report.total_norm == pytest.approx(2e200)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_sums_beyond_float64_are_told_without_a_warning(sign: float) -> None:
+    """Numpy's would be an error in every program that makes errors of warnings, as these tests do."""
+    huge = torch.full((3,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    report = gradstat.check_tensors([huge, sign * huge])
+    assert report.ok
+    assert report["tensors[0]"].sum == math.inf
+    assert report.max_abs == huge[0]
+    assert report.total_norm == report["tensors[1]"].l2_norm == math.inf
+    assert "tensors[0]" in str(report)

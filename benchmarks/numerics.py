@@ -1,0 +1,401 @@
+"""How exact norms are: 100,000 vectors for each dtype and backend, ordinary and hostile ones, beside torch and numpy.
+
+Every norm is held against one in extended precision (64 bits or more of mantissa, 15 of exponent): squares and their
+sum are all positive there, so its own relative error stays below 1e-17 (a test holds it against rational arithmetic).
+
+``python benchmarks/numerics.py`` prints tables, ``--record`` appends rows to
+``benchmarks/results/<device>/numerics.jsonl``, from which ``plots.py`` and ``render.py --write`` bring
+``docs/numerics.md`` up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__" and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+
+sys.path.append(str(ROOT / "tests"))
+import rows as rows_module  # noqa: E402
+import tables  # noqa: E402
+from rows import Row  # noqa: E402
+
+import gradstat  # noqa: E402
+from gradstat import _norms  # noqa: E402
+from gradstat.bench.progress import Progress  # noqa: E402
+
+GROUP = "numerics"
+Norms = npt.NDArray[np.longdouble]
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex64, torch.complex32, torch.complex128,
+]  # fmt: skip
+LENGTHS = (1, 8192)  # of most vectors, evenly spread by magnitude
+LONG = 1 << 20  # of a few of every family
+LONG_VECTORS = 4
+BATCHES = 20  # of every family at most, all vectors of a batch as long as each other
+INTERPRETED = (2, 2048)  # vectors of a batch, and their length at most, for Triton's interpreter
+
+
+class Draw:
+    """Random numbers for one batch: ``count`` vectors of ``length`` elements of ``dtype``, which is real."""
+
+    def __init__(self, seed: Sequence[int], count: int, length: int, dtype: torch.dtype) -> None:
+        self.random = np.random.default_rng(seed)
+        self.shape = (count, length)
+        self.dtype = dtype
+        limits = torch.finfo(dtype)
+        self.max, self.tiny, self.eps = limits.max, limits.smallest_normal, limits.eps
+
+    def normal(self) -> npt.NDArray[np.float64]:
+        return self.random.standard_normal(self.shape)
+
+    def between(self, low: float, high: float, per_vector: bool = False) -> npt.NDArray[np.float64]:
+        return self.random.uniform(low, high, (self.shape[0], 1) if per_vector else self.shape)
+
+    def signs(self) -> npt.NDArray[np.float64]:
+        return self.random.integers(0, 2, self.shape) * 2.0 - 1
+
+
+Values = npt.NDArray[np.float64]
+
+
+def _normal(draw: Draw) -> Values:
+    """Normally distributed, of any magnitude."""
+    return draw.normal() * np.exp2(draw.between(-6, 6, per_vector=True))
+
+
+def _heavy(draw: Draw) -> Values:
+    """Mostly small, a few a thousand times larger, as gradients are."""
+    return draw.normal() * np.exp(2 * draw.normal())
+
+
+def _sparse(draw: Draw) -> Values:
+    """99 % zeros."""
+    return draw.normal() * (draw.between(0, 1) < 0.01)
+
+
+def _bits(draw: Draw) -> Values:
+    """Any bit pattern that is a finite number."""
+    size = torch.finfo(draw.dtype).bits // 8
+    raw = torch.from_numpy(draw.random.integers(0, 256, (*draw.shape, size), dtype=np.uint8))
+    return raw.view(draw.dtype).squeeze(-1).double().nan_to_num(0.0, 0.0, 0.0).numpy()
+
+
+def _magnitudes(draw: Draw) -> Values:
+    """All magnitudes of the dtype in one vector."""
+    return draw.signs() * np.exp2(draw.between(np.log2(draw.tiny), np.log2(draw.max)))
+
+
+def _overflow(draw: Draw) -> Values:
+    """The largest there are whose norm still is a number of the dtype: their squares overflow."""
+    return draw.signs() * draw.between(0.5, 0.9) * (draw.max / np.sqrt(draw.shape[1]))
+
+
+def _underflow(draw: Draw) -> Values:
+    """Around the smallest normal number: their squares underflow."""
+    return draw.normal() * draw.tiny
+
+
+def _both_ends(draw: Draw) -> Values:
+    """Half of them huge, half of them tiny."""
+    return np.where(draw.between(0, 1) < 0.5, _overflow(draw), _underflow(draw))
+
+
+def _one_large(draw: Draw) -> Values:
+    """One large element first; each of the others, added to its square alone, would be rounded away."""
+    values = draw.between(0.5, 0.99) * np.sqrt(draw.eps / 2)
+    values[:, 0] = 1.0
+    return values
+
+
+def _constant(draw: Draw) -> Values:
+    """The same number again and again: every rounding of a running sum goes the same way for long."""
+    return np.broadcast_to(draw.between(1, 2, per_vector=True), draw.shape).copy()
+
+
+def _rising(draw: Draw) -> Values:
+    """From small to large."""
+    return np.sort(np.abs(_heavy(draw)), axis=1)
+
+
+def _falling(draw: Draw) -> Values:
+    """From large to small."""
+    return -np.sort(-np.abs(_heavy(draw)), axis=1)
+
+
+def _rounded_down(draw: Draw) -> Values:
+    """Numbers whose squares all round down by nearly half a unit in the precision of the sum."""
+    wide = np.float64 if draw.dtype == torch.float64 else np.float32
+    pool = torch.from_numpy(draw.random.uniform(1, 2, 1 << 15)).to(draw.dtype).double().numpy()
+    exact = np.square(pool.astype(np.longdouble))
+    error = (np.square(pool.astype(wide)).astype(np.longdouble) - exact) / exact
+    return draw.random.choice(pool[np.argsort(error)[:64]], draw.shape)
+
+
+ORDINARY: dict[str, Callable[[Draw], Values]] = {
+    "normal": _normal,
+    "heavy-tailed": _heavy,
+    "sparse": _sparse,
+}
+ADVERSARIAL: dict[str, Callable[[Draw], Values]] = {
+    "any bits": _bits,
+    "all magnitudes": _magnitudes,
+    "squares overflow": _overflow,
+    "squares underflow": _underflow,
+    "huge and tiny": _both_ends,
+    "one large": _one_large,
+    "constant": _constant,
+    "rising": _rising,
+    "falling": _falling,
+    "squares round down": _rounded_down,
+}
+KINDS = {"ordinary": ORDINARY, "adversarial": ADVERSARIAL}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Vectors of one family: the rows of ``vectors``, [count, length] of the dtype."""
+
+    kind: str
+    family: str
+    vectors: Tensor
+
+
+def batches(dtype: torch.dtype, vectors: int, seed: int) -> Iterator[Batch]:
+    """At least ``vectors`` of ``dtype``, as many of every family, of all lengths."""
+    real = dtype.to_real()
+    families = [(kind, name, make) for kind, members in KINDS.items() for name, make in members.items()]
+    plan = _lengths(-(-vectors // len(families)), np.random.default_rng(seed))
+    for place, (kind, name, make) in enumerate(families):
+        for number, (rows, length) in enumerate(plan):
+            width = length * (2 if dtype.is_complex else 1)
+            values = make(Draw((seed, place, number), rows, width, real))
+            limit = torch.finfo(real).max
+            tensor = torch.from_numpy(np.clip(values, -limit, limit)).to(real)
+            yield Batch(kind, name, torch.view_as_complex(tensor.view(rows, length, 2)) if dtype.is_complex else tensor)
+
+
+def _lengths(vectors: int, random: np.random.Generator) -> list[tuple[int, int]]:
+    """How many vectors, and how long, the batches of a family of ``vectors`` are."""
+    number = min(BATCHES, vectors)
+    lengths = np.exp(random.uniform(*np.log(LENGTHS), number))
+    plan = [(-(-vectors // number), round(length)) for length in lengths]
+    return [*plan, (LONG_VECTORS, LONG)] if vectors > 100 * LONG_VECTORS else plan
+
+
+def judge(vectors: Tensor) -> Norms:
+    """The norm of every row, right to 1e-17.
+
+    Raises:
+        RuntimeError: numpy has no extended precision on this machine.
+    """
+    if np.finfo(np.longdouble).nmant < 63:
+        raise RuntimeError(
+            "numpy's longdouble is no wider than float64 on this machine, so nothing here can judge norms"
+        )
+    real = torch.view_as_real(vectors).flatten(1) if vectors.is_complex() else vectors
+    return np.sqrt(np.square(real.double().numpy().astype(np.longdouble)).sum(axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A way to compute norms.
+
+    Attributes:
+        name: As it is shown.
+        norms: The norms of the rows of its argument.
+        result: The dtype they are given in, for a dtype of vectors.
+        serves: Whether it takes vectors of a dtype.
+        sample: Vectors of a batch, and their length at most, that it is given; None for all of them.
+    """
+
+    name: str
+    norms: Callable[[Tensor], npt.NDArray[np.float64]]
+    result: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float64
+    serves: Callable[[torch.dtype], bool] = lambda dtype: True
+    sample: tuple[int, int] | None = None
+
+
+def _gradstat(backend: str, device: torch.device) -> Callable[[Tensor], npt.NDArray[np.float64]]:
+    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
+        table = gradstat.stats(list(vectors.to(device)), backend=backend)
+        result: npt.NDArray[np.float64] = _norms.l2_norms(table).cpu().numpy()
+        return result
+
+    return norms
+
+
+def _each(norm: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], npt.NDArray[np.float64]]:
+    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
+        return np.array([norm(vector).item() for vector in vectors.to(device)])
+
+    return norms
+
+
+def _foreach(device: torch.device) -> Callable[[Tensor], npt.NDArray[np.float64]]:
+    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
+        found: npt.NDArray[np.float64] = (
+            torch.stack(torch._foreach_norm(list(vectors.to(device)))).double().cpu().numpy()
+        )
+        return found
+
+    return norms
+
+
+def _numpy(vectors: Tensor) -> npt.NDArray[np.float64]:
+    exact = vectors.float() if vectors.dtype == torch.bfloat16 else vectors
+    with np.errstate(over="ignore", under="ignore"):
+        return np.array([np.linalg.norm(vector) for vector in exact.numpy()], dtype=np.float64)
+
+
+def _kernels_on_host(folder: Path) -> Callable[[Tensor], npt.NDArray[np.float64]]:
+    from host_build import build
+    from host_kernels import Piece, stats
+
+    library = build("kernels.cpp", folder)
+
+    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
+        pair = vectors.is_complex()
+        found = []
+        for vector in vectors:
+            values = torch.view_as_real(vector).flatten() if pair else vector
+            found.append(stats(library, [Piece(values, is_pair=pair)], blocks=3)[0])
+        result: npt.NDArray[np.float64] = _norms.l2_norms(torch.from_numpy(np.concatenate(found))).numpy()
+        return result
+
+    return norms
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real()
+
+
+def total_norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return gradstat.get_total_norm([torch.ones(1, dtype=torch.float32).to(dtype)]).dtype
+
+
+def providers(device: torch.device, folder: Path) -> list[Provider]:
+    """All ways there are to compute norms on ``device``; compiles what it needs into ``folder``."""
+    float8 = [dtype for dtype in DTYPES if "float8" in str(dtype)]
+    on_gpu = device.type == "cuda"
+    found = [
+        Provider("gradstat native", _gradstat("native", device)),
+        Provider("gradstat reference", _gradstat("reference", device)),
+        Provider("gradstat triton", _gradstat("triton", device), sample=None if on_gpu else INTERPRETED),
+    ]
+    if not on_gpu:
+        found.append(Provider("gradstat CUDA kernels, on the CPU", _kernels_on_host(folder)))
+    return [
+        *found,
+        Provider("gradstat clip's norm", _each(lambda v: gradstat.get_total_norm([v]), device), total_norm_dtype),
+        Provider("torch._foreach_norm", _foreach(device), _real, lambda dtype: dtype not in float8),
+        Provider(
+            "numpy.linalg.norm",
+            _numpy,
+            lambda dtype: torch.float32 if dtype == torch.bfloat16 else _real(dtype),
+            lambda dtype: dtype not in (*float8, torch.complex32),
+        ),
+    ]
+
+
+@dataclass(slots=True)
+class Errors:
+    """Relative errors of norms so far; ``lost`` counts norms that came out as 0, Inf or NaN though they are not."""
+
+    worst: float = 0.0
+    total: float = 0.0
+    vectors: int = 0
+    lost: int = 0
+    family: str = ""
+
+    def add(self, got: npt.NDArray[np.float64], exact: Norms, result: torch.dtype, family: str) -> None:
+        limits = torch.finfo(result)
+        # Where the dtype of the result has no number near the norm, Inf or 0 is the right answer.
+        there = (exact <= limits.max) & (exact >= limits.smallest_normal)
+        got, exact = got[there], exact[there]
+        lost = ~np.isfinite(got) | (got == 0)
+        errors = np.abs(got[~lost].astype(np.longdouble) - exact[~lost]) / exact[~lost]
+        self.vectors += got.size
+        self.lost += int(lost.sum())
+        self.total += float(errors.sum())
+        if errors.size and errors.max() > self.worst:
+            self.worst, self.family = float(errors.max()), family
+
+
+Key = tuple[torch.dtype, str, str]
+
+
+def measure(
+    dtypes: Sequence[torch.dtype], vectors: int, seed: int, known: Sequence[Provider], progress: Progress
+) -> dict[Key, Errors]:
+    """Errors by dtype, kind of vectors and provider. Every provider sees the same vectors."""
+    errors: dict[Key, Errors] = {}
+    for dtype in dtypes:
+        served = [provider for provider in known if provider.serves(dtype)]
+        for batch in batches(dtype, vectors, seed):
+            progress.describe(f"{dtype}, {batch.family}".removeprefix("torch."))
+            exact = judge(batch.vectors)
+            for provider in served:
+                count, length = provider.sample or (len(exact), LONG)
+                if batch.vectors.shape[1] <= length:
+                    got = provider.norms(batch.vectors[:count])
+                    about = errors.setdefault((dtype, batch.kind, provider.name), Errors())
+                    about.add(got, exact[:count], provider.result(dtype), batch.family)
+            progress.advance()
+    return errors
+
+
+def as_rows(errors: dict[Key, Errors], device: torch.device) -> list[Row]:
+    """Errors as rows: the worst, the mean, how many were lost, and of how many vectors."""
+    found = []
+    for (dtype, kind, name), each in errors.items():
+        kept = max(1, each.vectors - each.lost)
+        for metric, value in (
+            ("worst error", each.worst),
+            ("mean error", each.total / kept),
+            ("norms lost", each.lost),
+            ("vectors", each.vectors),
+        ):
+            found.append(rows_module.row(GROUP, kind, name, metric, "", float(value), device, dtype=dtype))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vectors", type=int, default=100_000, help="vectors of each dtype (default: 100,000)")
+    parser.add_argument(
+        "--dtypes", nargs="*", default=DTYPES, type=lambda name: getattr(torch, name), help="e.g. float32"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other vectors")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
+    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
+    options = parser.parse_args()
+    families = sum(map(len, KINDS.values()))
+    steps = families * len(_lengths(-(-options.vectors // families), np.random.default_rng()))
+    with tempfile.TemporaryDirectory() as folder, Progress(steps * len(options.dtypes), "measuring") as progress:
+        known = providers(options.device, Path(folder))
+        errors = measure(options.dtypes, options.vectors, options.seed, known, progress)
+    made = as_rows(errors, options.device)
+    print(tables.norm_errors(made))
+    for (dtype, kind, name), each in errors.items():
+        print(f"{dtype}, {kind}, {name}: the worst among {each.family!r}")
+    if options.record:
+        print(f"rows appended to {rows_module.append(made, GROUP).relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What the matrix found, as rows in a file and as the tables of docs/compatibility.md. ``--write`` renders them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TypedDict
+
+ROWS = Path(__file__).with_suffix(".jsonl")
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+MARKED = re.compile(r"(<!-- cells -->\n).*?(<!-- end of cells -->)", re.DOTALL)
+SPECIAL = {
+    "numpy-1": "numpy 1",
+    "no-triton": "Triton not installed",
+    "source": "built from the source distribution, with a C++ compiler and no nvcc",
+    "too-old": "a torch that is too old, installed after gradstat",
+}
+
+
+class Row(TypedDict, total=False):
+    """One cell of the matrix.
+
+    Attributes:
+        python: Major and minor version.
+        torch: The release that was asked for.
+        special: What is special about the cell; empty, or "tests" if the main tests ran, if nothing is.
+        date: When it was run.
+        wheel: The wheel's name.
+        found: What the first use printed, or the closing line of tests, or what was said.
+        outcome: "passed", "failed: …" or "not run: …".
+    """
+
+    python: str
+    torch: str
+    special: str
+    date: str
+    wheel: str
+    found: dict[str, str]
+    outcome: str
+
+
+def recorded() -> list[Row]:
+    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+
+
+def record(row: Row) -> None:
+    """Keeps a row, in place of an older one of the same cell, and renders the document."""
+    rows = {_key(each): each for each in [*recorded(), row]}
+    ordered = sorted(
+        rows.values(), key=lambda each: (each["special"], _version(each["python"]), _version(each["torch"]))
+    )
+    ROWS.write_text("".join(json.dumps(each) + "\n" for each in ordered))
+    DOCUMENT.write_text(rendered(DOCUMENT.read_text()))
+
+
+def rendered(document: str) -> str:
+    """``document`` with its tables brought up to date."""
+    return MARKED.sub(lambda match: match[1] + tables(recorded()) + match[2], document)
+
+
+def tables(rows: list[Row]) -> str:
+    grid = [row for row in rows if row["special"] in ("", "tests")]
+    torches = sorted({row["torch"] for row in grid}, key=_version)
+    pythons = sorted({row["python"] for row in grid}, key=_version)
+    lines = ["", _line("", *(f"torch {torch}" for torch in torches)), _line("---", *("---" for _ in torches))]
+    for python in pythons:
+        cells = ([row for row in grid if (row["python"], row["torch"]) == (python, torch)] for torch in torches)
+        lines.append(_line(f"Python {python}", *map(_outcome, cells)))
+    lines += ["", _line("special", "Python", "torch", "numpy", "outcome"), _line("---", "---", "---", "---", "---")]
+    for row in rows:
+        if row["special"] in SPECIAL:
+            found = row.get("found", {})
+            versions = [found.get("python", row["python"]), found.get("torch", row["torch"]), found.get("numpy", "")]
+            lines.append(_line(SPECIAL[row["special"]], *versions, _special_outcome(row)))
+    dates = sorted({row["date"] for row in rows})
+    systems = sorted({row["found"]["system"] for row in rows if "system" in row.get("found", {})})
+    lines += ["", f"Run on {', '.join(dates)} ({', '.join(systems)}).", ""]
+    return "\n".join(lines)
+
+
+def _outcome(rows: list[Row]) -> str:
+    if not rows:
+        return "not run: not planned"
+    row = next((row for row in rows if row["special"] == "tests"), rows[0])
+    if row["outcome"] != "passed":
+        return row["outcome"].splitlines()[0]
+    found = row["found"]
+    tests = f"; tests: {found['tests']}" if "tests" in found else ""
+    return f"first use, {found['python']}, {found['torch']}, numpy {found['numpy']}{tests}"
+
+
+def _special_outcome(row: Row) -> str:
+    if row["outcome"] != "passed":
+        return row["outcome"].splitlines()[0]
+    return f"`{row['found']['says']}`" if "says" in row["found"] else f"first use, {row['found']['cpu']}"
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["python"], row["torch"], "" if row["special"] == "tests" else row["special"]
+
+
+def _version(text: str) -> list[int]:
+    return [int(number) for number in text.split(".")]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        DOCUMENT.write_text(rendered(DOCUMENT.read_text()))
+    else:
+        print(tables(recorded()))

@@ -1,0 +1,454 @@
+"""Tensors of random bits in random layouts, and an exact account of each; judging.py holds operations against it.
+
+A `Recipe` says what one tensor is: element type, sizes, strides, where it begins, and what bits fill it. A `Batch` is
+made of recipes: tensors over memory that it owns, one stretch for each element type, so that it also sees what is
+written beside them. Recipes are drawn by hypothesis (`recipes`), which shrinks what fails, or quickly from a seed
+(`Batch.drawn`).
+
+The account is taken from the bits with numpy alone. Squares and their sums are formed in extended precision, whose
+range none of them leaves: 64 bits of significand or more, rounded some twenty times at most, as numpy adds in pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+Floats = npt.NDArray[np.float64]
+Bits = npt.NDArray[np.unsignedinteger]
+
+assert np.finfo(np.longdouble).nmant >= 63, "the account needs an extended precision that this platform does not have"
+
+
+class Format(NamedTuple):
+    """How the real numbers of an element type are encoded: a sign, `exponent` and `mantissa` bits.
+
+    `special` tells what is not finite: ``"ieee"``: whatever has the largest exponent; ``"fn"``: all ones, a NaN;
+    ``"fnuz"``: the negative zero, a NaN.
+    """
+
+    exponent: int
+    mantissa: int
+    bias: int
+    special: str = "ieee"
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent + self.mantissa
+
+    @property
+    def unsigned(self) -> type[np.unsignedinteger]:
+        return {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[self.bits]
+
+    def values(self, bits: Bits) -> Floats:
+        """The numbers that bits stand for, by the definition of the format."""
+        if self.bits == 64:
+            return bits.view(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            if self.bits == 32:
+                return bits.view(np.float32).astype(np.float64)
+            if self.bits == 16:
+                is_half = self.exponent == 5
+                wide = bits.view(np.float16) if is_half else (bits.astype(np.uint32) << 16).view(np.float32)
+                return wide.astype(np.float64)
+        return np.array([self._value(code) for code in range(256)])[bits]
+
+    def _value(self, code: int) -> float:
+        magnitude, sign = code & 0x7F, -1.0 if code & 0x80 else 1.0
+        if (self.special, code) == ("fnuz", 0x80) or (self.special, magnitude) == ("fn", 0x7F):
+            return math.nan
+        exponent, mantissa = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
+        if self.special == "ieee" and exponent == (1 << self.exponent) - 1:
+            return math.nan if mantissa else sign * math.inf
+        leading = 0 if exponent == 0 else 1 << self.mantissa
+        return sign * math.ldexp(leading + mantissa, max(exponent, 1) - self.bias - self.mantissa)
+
+
+class Kind(NamedTuple):
+    """An element type: the format of its parts, of which complex numbers have two."""
+
+    dtype: torch.dtype
+    format: Format
+    parts: int = 1
+
+
+_FLOAT64, _FLOAT32, _FLOAT16 = Format(11, 52, 1023), Format(8, 23, 127), Format(5, 10, 15)
+KINDS = (
+    Kind(torch.float32, _FLOAT32),
+    Kind(torch.bfloat16, Format(8, 7, 127)),
+    Kind(torch.float16, _FLOAT16),
+    Kind(torch.float64, _FLOAT64),
+    Kind(torch.complex32, _FLOAT16, 2),
+    Kind(torch.complex64, _FLOAT32, 2),
+    Kind(torch.complex128, _FLOAT64, 2),
+    Kind(torch.float8_e4m3fn, Format(4, 3, 7, "fn")),
+    Kind(torch.float8_e5m2, Format(5, 2, 15)),
+    Kind(torch.float8_e4m3fnuz, Format(4, 3, 8, "fnuz")),
+    Kind(torch.float8_e5m2fnuz, Format(5, 2, 16, "fnuz")),
+)
+KIND_OF = {kind.dtype: kind for kind in KINDS}
+FLOAT8 = frozenset(kind.dtype for kind in KINDS if kind.format.bits == 8)
+
+
+# Bits ------------------------------------------------------------------------------------------------------------
+
+
+def special_bits(format: Format) -> list[int]:
+    """Both signs of: zero, the ends of the subnormals and of the normal numbers, one, Inf, NaN of several payloads."""
+    unit, top = 1 << format.mantissa, ((1 << format.exponent) - 1) << format.mantissa
+    positive = [0, 1, unit - 1, unit, unit + 1, format.bias << format.mantissa, top - 1, top]
+    positive += [top + 1, top + unit // 2, top + unit - 1]
+    sign = 1 << (format.bits - 1)
+    return [*positive, *(sign | bits for bits in positive)]
+
+
+def _any_bits(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    return np.frombuffer(rng.bytes(count * format.bits // 8), dtype=format.unsigned).copy()
+
+
+def _special(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    return rng.choice(np.array(special_bits(format), dtype=format.unsigned), count)
+
+
+def _same(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    """One number over and over."""
+    return np.repeat(_any_bits(format, rng, 1), count)
+
+
+def _of_exponents(format: Format, rng: np.random.Generator, count: int, first: int, number: int) -> Bits:
+    bits = _any_bits(format, rng, count)
+    keep = format.unsigned(1 << (format.bits - 1) | ((1 << format.mantissa) - 1))
+    exponents = rng.integers(first, first + number, count).astype(format.unsigned)
+    return (bits & keep) | (exponents << format.unsigned(format.mantissa))
+
+
+def _of_one_size(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    """Random significands and signs at neighbouring exponents, anywhere in the range."""
+    number = int(rng.integers(1, 4))
+    return _of_exponents(format, rng, count, int(rng.integers(0, (1 << format.exponent) - number)), number)
+
+
+def _where_squares_end(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    """As large or small as numbers whose squares are the last to be finite, normal, or there at all."""
+    edges = [-511, -487, 486, 511, 485] if format.bits == 64 else [-75, -63, -43, 60, 63]
+    first = min(max(edges[rng.integers(5)] + format.bias - 1, 0), (1 << format.exponent) - 4)
+    return _of_exponents(format, rng, count, first, 3)
+
+
+def _subnormal(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    return _of_exponents(format, rng, count, 0, 1)
+
+
+def _top_exponent(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    """In most formats, NaN of all payloads."""
+    return _of_exponents(format, rng, count, (1 << format.exponent) - 1, 1)
+
+
+def _zeros(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    return rng.integers(0, 2, count).astype(format.unsigned) << format.unsigned(format.bits - 1)
+
+
+def _ordinary(format: Format, rng: np.random.Generator, count: int) -> Bits:
+    """Magnitudes between 2**-6 and 2, as gradients may be."""
+    return _of_exponents(format, rng, count, format.bias - 6, 7)
+
+
+def _with_few(fill: Callable[[Format, np.random.Generator, int], Bits]) -> Callable[..., Bits]:
+    """Ordinary numbers, among which there are some others."""
+
+    def filled(format: Format, rng: np.random.Generator, count: int) -> Bits:
+        bits = _ordinary(format, rng, count)
+        if count:
+            number = int(rng.integers(1, 4))
+            bits[rng.integers(0, count, number)] = fill(format, rng, number)
+        return bits
+
+    return filled
+
+
+FILLS: dict[str, Callable[[Format, np.random.Generator, int], Bits]] = {
+    "ordinary": _ordinary,
+    "any bits": _any_bits,
+    "special": _special,
+    "same": _same,
+    "of one size": _of_one_size,
+    "where squares end": _where_squares_end,
+    "subnormal": _subnormal,
+    "top exponent": _top_exponent,
+    "zeros": _zeros,
+    "few special": _with_few(_special),
+    "few of any bits": _with_few(_any_bits),
+    "few zeros": _with_few(_zeros),
+}
+
+
+# Tensors ---------------------------------------------------------------------------------------------------------
+
+
+class Recipe(NamedTuple):
+    """What one tensor is. `skip` elements lie before it; `fill` is a name in `FILLS`, or bits to be repeated."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    skip: int
+    fill: str | tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """Elements of memory from the first to the last."""
+        if not self.numel:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether several elements share one place in memory."""
+        return self.numel > 0 and any(
+            stride == 0 and size > 1 for size, stride in zip(self.shape, self.strides, strict=True)
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill one stretch of memory, in any order of the dimensions."""
+        return self.numel <= 1 or (not self.is_expanded and self.extent == self.numel)
+
+
+def strides_for(
+    shape: Sequence[int], order: Sequence[int], gaps: Sequence[int], expanded: Sequence[bool], odd: Sequence[int]
+) -> tuple[int, ...]:
+    """Strides of dimensions that follow each other in memory in ``order``, fastest first, without overlap.
+
+    A dimension's elements lie ``1 + gap`` times as far apart as they could; those of expanded ones lie in one place;
+    where there is but one, the stride is the ``odd`` one, which means nothing.
+    """
+    strides, next_stride = [0] * len(shape), 1
+    for dim in order:
+        if expanded[dim]:
+            continue
+        strides[dim] = next_stride * (1 + gaps[dim])
+        next_stride = strides[dim] * max(shape[dim], 1)
+    return tuple(odd[dim] if shape[dim] == 1 else strides[dim] for dim in range(len(shape)))
+
+
+class Home(NamedTuple):
+    """Memory in which tensors of a type lie."""
+
+    dtype: torch.dtype
+    number: int
+
+
+Memory = dict[Home, npt.NDArray[np.uint8]]
+
+
+class Batch:
+    """Tensors over memory of the batch's own, on ``device``, and what is true of each.
+
+    Those of one type lie one behind another, with memory behind the last one in which nothing may be written. If they
+    are to lie apart, each has an allocation that ends where it ends, whose surroundings AddressSanitizer watches.
+    """
+
+    def __init__(self, recipes: Sequence[Recipe], seed: int, device: str = "cpu", apart: bool = False) -> None:
+        self.recipes = list(recipes)
+        self.seed = seed
+        self.apart = apart
+        rng = np.random.default_rng(seed)
+        # Where each tensor lies, and its first element's number there.
+        self.homes = [Home(recipe.dtype, i if apart else 0) for i, recipe in enumerate(self.recipes)]
+        self.starts: list[int] = []
+        self._at_home: dict[Home, list[int]] = {}
+        ends: dict[Home, int] = {}
+        for i, (recipe, home) in enumerate(zip(self.recipes, self.homes, strict=True)):
+            self._at_home.setdefault(home, []).append(i)
+            self.starts.append(ends.get(home, 0) + recipe.skip)
+            ends[home] = self.starts[-1] + recipe.extent
+        behind = 0 if apart else 9
+        memory = {
+            home: np.full(max(end + behind, 1) * home.dtype.itemsize, 0xA5, np.uint8) for home, end in ends.items()
+        }
+        for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True):
+            kind = KIND_OF[recipe.dtype]
+            begin, count = start * kind.parts, recipe.extent * kind.parts
+            bits = memory[home].view(kind.format.unsigned)
+            bits[begin : begin + count] = _filled(recipe.fill, kind.format, rng, count)
+        self._memory = {home: torch.from_numpy(there).to(device) for home, there in memory.items()}
+        flat = {home: there.view(home.dtype) for home, there in self._memory.items()}
+        self.tensors: list[Tensor] = [
+            flat[home].as_strided(recipe.shape, recipe.strides, start)
+            for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True)
+        ]
+
+    @classmethod
+    def drawn(cls, seed: int, tensors: int, device: str = "cpu", apart: bool = False) -> Batch:
+        """A batch of so many tensors, each a `drawn_recipe`."""
+        source = random.Random(seed)
+        return cls([drawn_recipe(source) for _ in range(tensors)], seed, device, apart)
+
+    def only(self, takes: Callable[[Recipe], bool]) -> list[int]:
+        """The positions of the tensors that ``takes`` takes."""
+        return [i for i, recipe in enumerate(self.recipes) if takes(recipe)]
+
+    def memory(self) -> Memory:
+        """A copy of the memory as it is now."""
+        return {home: there.cpu().numpy().copy() for home, there in self._memory.items()}
+
+    def restore(self, memory: Memory) -> None:
+        """Makes the memory what it was when `memory` gave a copy of it."""
+        for home, there in self._memory.items():
+            there.copy_(torch.from_numpy(memory[home]))
+
+    def elements(self) -> list[Floats]:
+        """``[elements, parts]`` of each tensor now: in memory order if it is dense, else in row-major order."""
+        decoded = {home: decoded_from(home.dtype, there) for home, there in self.memory().items()}
+        return [
+            decoded[home][start : start + recipe.numel]
+            if recipe.is_dense
+            else view_of(decoded[home], recipe, start).reshape(-1, KIND_OF[recipe.dtype].parts)
+            for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True)
+        ]
+
+    def accounts(self) -> list[Account]:
+        """What is true of each tensor now."""
+        return [Account(elements) for elements in self.elements()]
+
+    def at_home(self, home: Home) -> list[int]:
+        """The positions of the tensors that lie there."""
+        return self._at_home[home]
+
+    def owner(self, home: Home, place: int) -> Recipe | None:
+        """The tensor that lies around an element of the memory."""
+        for i in self.at_home(home):
+            if self.starts[i] <= place < self.starts[i] + self.recipes[i].extent:
+                return self.recipes[i]
+        return None
+
+    def __repr__(self) -> str:
+        return f"Batch({self.recipes!r}, seed={self.seed}, apart={self.apart})"
+
+
+def _filled(fill: str | tuple[int, ...], format: Format, rng: np.random.Generator, count: int) -> Bits:
+    if isinstance(fill, str):
+        return FILLS[fill](format, rng, count)
+    return np.resize(np.array([bits % (1 << format.bits) for bits in fill], dtype=format.unsigned), count)
+
+
+def decoded_from(dtype: torch.dtype, memory: npt.NDArray[np.uint8]) -> Floats:
+    """``[elements, parts]`` of memory for ``dtype``."""
+    kind = KIND_OF[dtype]
+    return kind.format.values(memory.view(kind.format.unsigned)).reshape(-1, kind.parts)
+
+
+def view_of(elements: npt.NDArray[Any], recipe: Recipe, start: int) -> npt.NDArray[Any]:
+    """Those of ``[elements, parts]`` that belong to a tensor that begins at ``start``: its shape, then parts."""
+    parts, size = elements.shape[1], elements.itemsize
+    if not recipe.numel:
+        return np.empty((*recipe.shape, parts), elements.dtype)
+    strides = [stride * parts * size for stride in recipe.strides]
+    return np.ndarray(
+        (*recipe.shape, parts),
+        elements.dtype,
+        elements.data,
+        start * parts * size,
+        (*strides, size),  # type: ignore[arg-type]
+    )
+
+
+_SIZES = ((0, 0), (1, 1), (2, 40), (2, 40), (2, 40), (2, 70), (41, 600), (41, 600), (41, 600), (600, 9000))
+
+
+def drawn_recipe(source: random.Random) -> Recipe:
+    """Mostly small tensors, every other one plain; now and then one of several chunks of work."""
+    dtype = source.choice(KINDS).dtype
+    low, high = (60_000, 200_000) if source.random() < 0.001 else source.choice(_SIZES)
+    numel = source.randint(low, high)
+    skip = source.choice((0, 0, 0, source.randint(1, 17)))
+    fill = source.choice(list(FILLS))
+    if source.random() < 0.5:
+        return Recipe(dtype, (numel,), (1,), skip, fill)
+    shape, rest = [], numel
+    for _ in range(source.randint(0 if numel == 1 else 1, 4)):
+        size = source.choice((1, 2, 3, 8, source.randint(1, max(rest, 1)), rest))
+        shape.append(min(size, rest))
+        rest //= max(size, 1)
+    source.shuffle(shape)
+    dims = len(shape)
+    order = source.choice((list(range(dims))[::-1], source.sample(range(dims), dims)))
+    is_plain = source.random() < 0.5
+    gaps = [0 if is_plain else source.choice((0, 0, 0, 1, 2)) for _ in range(dims)]
+    expanded = [not is_plain and source.random() < 0.1 for _ in range(dims)]
+    odd = [source.choice((0, 1, 7, 1000)) for _ in range(dims)]
+    return Recipe(dtype, tuple(shape), strides_for(shape, order, gaps, expanded, odd), skip, fill)
+
+
+@st.composite
+def recipes(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = tuple(KIND_OF), largest: int = 20_000) -> Recipe:
+    """Any tensor of at most ``largest`` elements."""
+    dtype = draw(st.sampled_from(dtypes))
+    shape: list[int] = []
+    for _ in range(draw(st.integers(0, 4))):
+        room = largest // max(math.prod(shape), 1)
+        shape.append(draw(st.one_of(st.integers(0, min(9, room)), st.integers(0, room))))
+    dims = len(shape)
+    each = lambda values: st.lists(values, min_size=dims, max_size=dims)  # noqa: E731
+    order = draw(st.permutations(range(dims)))
+    gaps = draw(each(st.integers(0, 2)))
+    expanded = draw(each(st.booleans()))
+    odd = draw(each(st.sampled_from((1, 0, 7, 1000))))
+    bits = KIND_OF[dtype].format
+    patterns = st.one_of(st.sampled_from(special_bits(bits)), st.integers(0, (1 << bits.bits) - 1))
+    fill = draw(st.one_of(st.lists(patterns, min_size=1, max_size=40).map(tuple), st.sampled_from(list(FILLS))))
+    return Recipe(dtype, tuple(shape), strides_for(shape, order, gaps, expanded, odd), draw(st.integers(0, 17)), fill)
+
+
+def batches(most: int = 8, largest: int = 20_000, dtypes: Sequence[torch.dtype] = tuple(KIND_OF)) -> st.SearchStrategy:
+    """Batches of at most ``most`` tensors."""
+    some = st.lists(recipes(dtypes, largest), max_size=most)
+    return st.builds(Batch, some, st.integers(0, 2**32 - 1), apart=st.booleans())
+
+
+# What is true ----------------------------------------------------------------------------------------------------
+
+
+class Account:
+    """What must be said of a tensor, from its ``[elements, parts]`` in the order in which they are counted."""
+
+    __slots__ = ("first", "inf_count", "magnitudes", "max", "min", "nan_count", "squares", "sum", "zero_count")
+
+    def __init__(self, elements: Floats) -> None:
+        nan, zero = np.isnan(elements), elements == 0
+        bad = ~np.isfinite(elements)
+        if elements.shape[1] > 1:
+            nan, zero, bad = nan.any(1), zero.all(1), bad.any(1)
+        self.nan_count = int(np.count_nonzero(nan))
+        number = int(np.count_nonzero(bad))
+        self.inf_count = number - self.nan_count
+        self.zero_count = int(np.count_nonzero(zero))
+        self.first = float(bad.argmax()) if number else math.inf
+        finite = elements[~bad.reshape(-1)] if number else elements
+        self.min = float(finite.min(initial=math.inf))
+        self.max = float(finite.max(initial=-math.inf))
+        wide = finite.astype(np.longdouble)
+        self.squares = np.square(wide).sum()
+        self.sum = wide.sum()
+        self.magnitudes = np.abs(wide).sum()
+
+    @property
+    def is_finite(self) -> bool:
+        return self.nan_count == self.inf_count == 0
+
+    @property
+    def norm(self) -> np.longdouble:
+        """Of the finite elements."""
+        return np.sqrt(self.squares)

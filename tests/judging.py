@@ -1,0 +1,364 @@
+"""Operations of gradstat on batches of fuzzing.py, each held against the exact account.
+
+An operation is a function of a batch, a source of chance for its arguments, and a backend. What is wrong raises
+`WrongError`, which names the tensor; what must not be changed is compared byte by byte, and so is the memory around
+tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from fuzzing import FLOAT8, KIND_OF, Account, Batch, Floats, Memory, decoded_from, view_of
+from torch import Tensor, nn
+
+import gradstat
+from gradstat import _backends, _fields
+from gradstat.report import Report
+
+NARROW_TOLERANCE = 1e-7  # the contract, for every input
+# Of float64: as many roundings as a chunk of work has elements, one after the other at worst.
+WIDE_TOLERANCE = 2.0**16 * 2.0**-53
+
+Operation = Callable[[Batch, random.Random, str], None]
+
+
+class WrongError(AssertionError):
+    """Something was computed or changed that is not so."""
+
+
+def expect(holds: bool, what: str, where: object, got: object, expected: object) -> None:
+    if not holds:
+        raise WrongError(f"{what} of {where}: got {got!r}, expected {expected!r}")
+
+
+def assert_unchanged(batch: Batch, before: Memory) -> None:
+    for home, memory in batch.memory().items():
+        for at in np.flatnonzero(memory != before[home])[:1]:
+            owner = batch.owner(home, at // home.dtype.itemsize)
+            expect(False, f"byte {at} of the memory", owner, memory[at], before[home][at])
+
+
+# Tables and reports ----------------------------------------------------------------------------------------------
+
+
+def assert_rows(
+    table: Tensor, accounts: Sequence[Account], dtypes: Sequence[torch.dtype], where: Sequence[Any]
+) -> None:
+    """Every field of every row; ``where`` says what the rows are of."""
+    expect(table.dtype == torch.float64, "dtype", "the table", table.dtype, torch.float64)
+    expect(tuple(table.shape) == (len(accounts), len(_fields.NAMES)), "shape", "the table", table.shape, len(accounts))
+    rows = table.cpu().numpy()
+    column = {name: rows[:, i] for name, i in _fields.INDEX.items()}
+
+    def hold(name: str, got: Floats, expected: Floats, slack: Floats | float = 0.0) -> None:
+        with np.errstate(invalid="ignore"):
+            right = (got == expected) | (np.abs(got - expected) <= slack)
+        for i in np.flatnonzero(~right)[:1]:
+            expect(False, name, where[i], got[i], expected[i])
+
+    def true(attribute: str) -> Floats:
+        with np.errstate(over="ignore"):
+            return np.array([getattr(account, attribute) for account in accounts]).astype(np.float64)
+
+    for name in ("nan_count", "inf_count", "zero_count", "min", "max"):
+        hold(name, column[name], true(name))
+    hold("first_nonfinite", column["first_nonfinite"], true("first"))
+    is_wide = np.array([is_float64(dtype) for dtype in dtypes], dtype=np.bool_)
+    with np.errstate(over="ignore", invalid="ignore"):
+        norms = _fields.l2_norm(np, *(column[name] for name in ("sq_sum", "sq_sum_large", "sq_sum_small")))
+        expected, magnitudes = true("norm"), true("magnitudes")
+        hold("norm", norms, expected, np.where(is_wide, WIDE_TOLERANCE, NARROW_TOLERANCE) * expected)
+        # Where magnitudes add up to more than float64 holds, sums are infinite on the way, of either sign.
+        holds = magnitudes < math.inf
+        slack = np.where(is_wide, WIDE_TOLERANCE, 1e-6) * magnitudes
+        hold("sum", column["sum"][holds], true("sum")[holds], slack[holds])
+
+
+def is_float64(dtype: torch.dtype) -> bool:
+    return KIND_OF[dtype].format.bits == 64
+
+
+def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
+    """How far a norm over tensors of these types may be off, relatively."""
+    return WIDE_TOLERANCE if all(map(is_float64, dtypes)) else NARROW_TOLERANCE
+
+
+def judge_stats(batch: Batch, source: random.Random, backend: str) -> None:
+    before = batch.memory()
+    table = gradstat.stats(batch.tensors, backend=backend)
+    assert_rows(table, batch.accounts(), [recipe.dtype for recipe in batch.recipes], batch.recipes)
+    assert_unchanged(batch, before)
+
+
+def judge_check(batch: Batch, source: random.Random, backend: str) -> None:
+    """Of gradients, some of which are missing, and of the tensors themselves."""
+    before, accounts = batch.memory(), batch.accounts()
+    named = {f"p{i}": parameter for i, parameter in enumerate(parameters_with(batch.tensors))}
+    names = list(named)
+    if named:
+        named["missing"] = nn.Parameter(torch.zeros(3))
+        report = gradstat.check(named.items(), backend=backend)
+        expect(report.missing == ("missing",), "missing", "the report", report.missing, "missing")
+        assert_report(report, batch, accounts, names)
+    report = gradstat.check_tensors(dict(zip(names, batch.tensors, strict=True)), backend=backend)
+    assert_report(report, batch, accounts, names)
+    assert_unchanged(batch, before)
+
+
+def assert_report(report: Report, batch: Batch, accounts: Sequence[Account], names: Sequence[str]) -> None:
+    expect(report.names == tuple(names), "names", "the report", report.names, names)
+    expect(report.ok == all(account.is_finite for account in accounts), "ok", "the report", report.ok, None)
+    for name in ("nan_count", "inf_count", "zero_count"):
+        total = sum(getattr(account, name) for account in accounts)
+        expect(getattr(report, name) == total, name, "the report", getattr(report, name), total)
+    total = norm_of(accounts)
+    slack = tolerance_of([recipe.dtype for recipe in batch.recipes]) * total if math.isfinite(total) else 0.0
+    expect(is_close(report.total_norm, total, slack), "total_norm", "the report", report.total_norm, total)
+    for i, (stats, account, recipe) in enumerate(zip(report, accounts, batch.recipes, strict=True)):
+        expect(stats.numel == recipe.numel, "numel", recipe, stats.numel, recipe.numel)
+        expect(stats.ok == account.is_finite, "ok", recipe, stats.ok, account.is_finite)
+        if account.min <= account.max:
+            expect((stats.min, stats.max) == (account.min, account.max), "range", recipe, stats, account.min)
+        else:
+            expect(
+                math.isnan(stats.min) and math.isnan(stats.max) and math.isnan(stats.mean),
+                "range",
+                recipe,
+                stats,
+                "NaN",
+            )
+        assert_first(stats.first_nonfinite, account, batch, i)
+    str(report), report.to_dict(), report.to_numpy()
+
+
+def assert_first(index: tuple[int, ...] | None, account: Account, batch: Batch, position: int) -> None:
+    """The index of a tensor's first element that is not finite, first in the order in which it is counted."""
+    recipe = batch.recipes[position]
+    if index is None:
+        expect(account.is_finite, "first_nonfinite", recipe, index, account.first)
+        return
+    inside = all(0 <= i < size for i, size in zip(index, recipe.shape, strict=True))
+    strides: Sequence[int] = recipe.strides
+    if not recipe.is_dense:
+        strides = [math.prod(recipe.shape[dim + 1 :]) for dim in range(len(recipe.shape))]
+    flat = sum(i * stride for i, stride in zip(index, strides, strict=True))
+    expect(inside and flat == account.first, "first_nonfinite", recipe, index, account.first)
+
+
+def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
+    """The rows of slices along dimension 0."""
+    few = batch.only(lambda recipe: len(recipe.shape) < 2 or recipe.shape[0] <= 64)
+    if not few:
+        return
+    before = batch.memory()
+    decoded = {home: decoded_from(home.dtype, memory) for home, memory in before.items()}
+    accounts, dtypes, where = [], [], []
+    for i in few:
+        recipe = batch.recipes[i]
+        view = view_of(decoded[batch.homes[i]], recipe, batch.starts[i])
+        for unit in view if len(recipe.shape) > 1 else [view]:
+            accounts.append(Account(unit.reshape(-1, KIND_OF[recipe.dtype].parts)))
+            dtypes.append(recipe.dtype)
+            where.append(("a unit", recipe))
+    kernels = _backends.resolve(backend, batch.tensors[0].device.type)
+    assert_rows(kernels.unit_stats([batch.tensors[i] for i in few]), accounts, dtypes, where)
+    assert_unchanged(batch, before)
+
+
+# Norms and clips -------------------------------------------------------------------------------------------------
+
+
+def parameters_with(gradients: Sequence[Tensor]) -> list[nn.Parameter]:
+    made = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device))
+        parameter.grad = gradient
+        made.append(parameter)
+    return made
+
+
+def norm_of(accounts: Sequence[Account], infinity: bool = False) -> float:
+    """The norm of all tensors together: NaN if any element is NaN, else Inf if any is."""
+    if any(account.nan_count for account in accounts):
+        return math.nan
+    if any(account.inf_count for account in accounts):
+        return math.inf
+    if infinity:
+        return max((max(account.max, -account.min, 0.0) for account in accounts), default=0.0)
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(np.sum([account.squares for account in accounts], dtype=np.longdouble)))
+
+
+def is_close(got: float, expected: float, slack: float) -> bool:
+    return got == expected or abs(got - expected) <= slack or (math.isnan(got) and math.isnan(expected))
+
+
+def norm_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    real = {torch.float32 if dtype in FLOAT8 else dtype.to_real() for dtype in dtypes}
+    promoted = real.pop()
+    for dtype in real:
+        promoted = torch.promote_types(promoted, dtype)
+    return promoted
+
+
+def assert_norm(norm: Tensor, exact: float, dtypes: Sequence[torch.dtype]) -> None:
+    """A norm that was returned: it lies between those that the bound on its error allows, rounded to its type."""
+    expected = norm_dtype(dtypes) if dtypes else torch.float32
+    expect(norm.dtype == expected and norm.shape == (), "dtype", "the norm", norm, expected)
+    got = norm.item()
+    if math.isnan(exact):
+        return expect(math.isnan(got), "value", "the norm", got, exact)
+    slack = tolerance_of(dtypes) + (0.0 if expected == torch.float64 else 2.0**-24)  # it may be rounded twice
+    low, high = (
+        torch.tensor(exact * factor, dtype=torch.float64).to(expected).item() for factor in (1 - slack, 1 + slack)
+    )
+    return expect(low <= got <= high, "value", "the norm", got, exact)
+
+
+def can_have_infinity_norm(batch: Batch, chosen: Sequence[int]) -> bool:
+    """Of tensors without elements torch has none, and of complex numbers it is another than that of their parts."""
+    return all(batch.recipes[i].numel and not batch.recipes[i].dtype.is_complex for i in chosen)
+
+
+def judge_total_norm(batch: Batch, source: random.Random, backend: str) -> None:
+    before, accounts = batch.memory(), batch.accounts()
+    dtypes = [recipe.dtype for recipe in batch.recipes]
+    infinity = source.random() < 0.3 and can_have_infinity_norm(batch, range(len(dtypes)))
+    norm = gradstat.get_total_norm(batch.tensors, math.inf if infinity else 2.0, backend=backend)
+    assert_norm(norm, norm_of(accounts, infinity), dtypes)
+    assert_unchanged(batch, before)
+
+
+def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
+    """Of the gradients that can be clipped; the others are refused, and nothing is changed."""
+    writable = batch.only(
+        lambda recipe: not recipe.is_expanded and not (backend == "triton" and recipe.dtype in FLOAT8)
+    )
+    before, every = batch.memory(), batch.accounts()
+    gradients = [batch.tensors[i] for i in writable]
+    dtypes = [batch.recipes[i].dtype for i in writable]
+    infinity = source.random() < 0.2 and can_have_infinity_norm(batch, writable)
+    exact = norm_of([every[i] for i in writable], infinity)
+    max_norm = source.choice((0.0, 0.5, -0.5, 1e-3, 1.0, 1 - 1e-9, 1 + 1e-9, 2.0)) * (
+        exact if 0 < exact < 1e300 else 1.0
+    )
+    if source.random() < 0.1:
+        max_norm = math.inf
+    parameters = parameters_with(gradients)
+    norm = gradstat.clip_grad_norm_(parameters, max_norm, math.inf if infinity else 2.0, backend=backend)
+    assert_norm(norm, exact, dtypes)
+    ratio = max_norm / (exact + 1e-6)
+    if max_norm == math.inf or ratio > 1 + 1e-6 or not writable:
+        assert_unchanged(batch, before)
+    else:
+        slack = tolerance_of(dtypes) + 2.0**-50
+        low, high = (min(ratio * factor, 1.0) for factor in (1 - slack, 1 + slack))
+        assert_products(batch, before, dict.fromkeys(writable, (low, high)))
+    expanded = [batch.tensors[i] for i in batch.only(lambda recipe: recipe.is_expanded)]
+    if expanded:
+        before = batch.memory()
+        with_expanded = parameters_with([*gradients, source.choice(expanded)])
+        try:
+            gradstat.clip_grad_norm_(with_expanded, 1.0, backend=backend)
+        except RuntimeError as error:
+            expect("is expanded" in str(error), "error", "an expanded gradient", error, "that it is expanded")
+        else:
+            expect(False, "error", "an expanded gradient", None, "RuntimeError")
+        assert_unchanged(batch, before)
+
+
+def assert_products(
+    batch: Batch, before: Memory, coefficients: dict[int, tuple[float, float]], keeps_bits: bool = False
+) -> None:
+    """Tensors were multiplied by something between two numbers each, rounded as torch rounds; nothing else changed.
+
+    Multiplied by exactly 1 they keep their values, and the bits of NaN if ``keeps_bits``.
+    """
+    for home, memory in batch.memory().items():
+        was, now = decoded_from(home.dtype, before[home]), decoded_from(home.dtype, memory)
+        low, high = np.ones_like(was), np.ones_like(was)
+        multiplied = np.zeros(was.shape, dtype=np.bool_)
+        for i in batch.at_home(home):
+            least, most = coefficients.get(i, (1.0, 1.0))
+            if i in coefficients and not (keeps_bits and least == most == 1.0):
+                recipe, start = batch.recipes[i], batch.starts[i]
+                view_of(low, recipe, start)[...] = least
+                view_of(high, recipe, start)[...] = most
+                view_of(multiplied, recipe, start)[...] = True
+        a, b = product(was, low, home.dtype), product(was, high, home.dtype)
+        with np.errstate(invalid="ignore"):
+            right = (np.minimum(a, b) <= now) & (now <= np.maximum(a, b)) | (np.isnan(a) & np.isnan(b) & np.isnan(now))
+        same_bytes = (memory == before[home]).reshape(*was.shape, -1).all(-1)
+        for at, part in np.argwhere(~np.where(multiplied, right, same_bytes))[:1]:
+            expected = f"{was[at, part]} times {low[at, part]} to {high[at, part]}"
+            expect(False, f"element {at} of the memory", batch.owner(home, at), now[at, part], expected)
+
+
+def product(values: Floats, coefficients: Floats, dtype: torch.dtype) -> Floats:
+    """In float64 for float64, else in float32; then rounded to the type of the parts."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    wide = torch.float64 if real == torch.float64 else torch.float32
+    multiplied: Floats = (
+        (torch.from_numpy(values).to(wide) * torch.from_numpy(coefficients).to(wide)).to(real).double().numpy()
+    )
+    return multiplied
+
+
+def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
+    """With limits that every type holds exactly."""
+    clamped = batch.only(lambda recipe: not recipe.dtype.is_complex and recipe.dtype not in FLOAT8)
+    clamped = [i for i in clamped if not batch.recipes[i].is_expanded]
+    before, limit = batch.memory(), source.choice((0.0, 2.0**-14, 0.5, 1.0, 1.5, 448.0, math.inf))
+    foreach = source.choice((None, None, True, False))
+    gradstat.clip_grad_value_(parameters_with([batch.tensors[i] for i in clamped]), limit, foreach)
+    for home, memory in batch.memory().items():
+        was, now = decoded_from(home.dtype, before[home]), decoded_from(home.dtype, memory)
+        expected = was.copy()
+        for i in set(clamped).intersection(batch.at_home(home)):
+            view = view_of(expected, batch.recipes[i], batch.starts[i])
+            view[...] = np.clip(view, -limit, limit)
+        for at, part in np.argwhere(~((now == expected) | (np.isnan(now) & np.isnan(expected))))[:1]:
+            expect(False, f"element {at} of the memory", batch.owner(home, at), now[at, part], expected[at, part])
+
+
+def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
+    """A coefficient for each tensor, then all by one factor and measured on the way."""
+    chosen = batch.only(lambda recipe: recipe.is_dense and not (backend == "triton" and recipe.dtype in FLOAT8))
+    if not chosen:
+        return
+    tensors = [batch.tensors[i] for i in chosen]
+    device = tensors[0].device
+    kernels = _backends.resolve(backend, device.type)
+    before = batch.memory()
+    numbers = [source.choice((1.0, 0.0, -0.37, 0.8125, 3.7, 2.0**-16, math.inf, math.nan)) for _ in chosen]
+    kernels.scale_each_(tensors, torch.tensor(numbers, dtype=torch.float64, device=device))
+    by_position = {i: (number, number) for i, number in zip(chosen, numbers, strict=True)}
+    assert_products(batch, before, by_position, keeps_bits=backend == "native")
+    before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))
+    table = kernels.unscale_(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
+    factor = float(np.float32(factor))
+    assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
+    accounts = batch.accounts()
+    assert_rows(
+        table,
+        [accounts[i] for i in chosen],
+        [batch.recipes[i].dtype for i in chosen],
+        [batch.recipes[i] for i in chosen],
+    )
+
+
+OPERATIONS: dict[str, Operation] = {
+    "stats": judge_stats,
+    "check": judge_check,
+    "unit_stats": judge_units,
+    "get_total_norm": judge_total_norm,
+    "clip_grad_norm_": judge_clip,
+    "clip_grad_value_": judge_clip_value,
+    "scale_each_, unscale_": judge_products,
+}

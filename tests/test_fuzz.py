@@ -1,0 +1,90 @@
+"""Random bits in random layouts through every operation: a fixed set of them here, a million by `make fuzz`."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from exact import Exact
+from fuzz import run
+from fuzzing import KINDS, Batch, Recipe, batches, recipes
+from hypothesis import HealthCheck, given, settings
+from judging import OPERATIONS, WrongError, assert_rows, judge_stats
+
+import gradstat
+
+# The same cases every time: a test that fails now and then says nothing about a change.
+BUDGET = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
+
+
+def on(batch: Batch, device: str) -> Batch:
+    return batch if device == "cpu" else Batch(batch.recipes, batch.seed, device, batch.apart)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.dtype).removeprefix("torch."))
+def test_the_account_reads_bits_as_torch_does(kind) -> None:
+    """Of 8 and 16 bits all, of the others many."""
+    unsigned, bits = kind.format.unsigned, kind.format.bits
+    codes = np.arange(1 << bits) if bits <= 16 else np.random.default_rng(0).integers(0, 1 << 63, 10_000)
+    codes = codes.astype(unsigned)
+    real = kind.dtype.to_real() if kind.dtype.is_complex else kind.dtype
+    expected = torch.from_numpy(codes.view(np.uint8).copy()).view(real).double().numpy()
+    np.testing.assert_array_equal(kind.format.values(codes), expected)
+
+
+@settings(BUDGET, max_examples=100)
+@given(recipe=recipes(largest=600))
+def test_the_account_is_the_exact_one(recipe) -> None:
+    """That in rational arithmetic, which is too slow for many."""
+    batch = Batch([recipe], 3)
+    account, exact = batch.accounts()[0], Exact(batch.tensors[0])
+    for name in ("nan_count", "inf_count", "zero_count", "first", "min", "max"):
+        assert getattr(account, name) == getattr(exact, name)
+    assert float(account.norm) == pytest.approx(exact.l2_norm, rel=1e-15, abs=0)
+
+
+@pytest.mark.parametrize("field", [name for name in gradstat.FIELDS if name not in ("sq_sum_large", "sq_sum_small")])
+def test_the_judge_notices_what_is_wrong(field: str) -> None:
+    batch = Batch([Recipe(torch.float32, (9, 50), (50, 1), 3, (0x3F800001, 0x3F999999, 0)) for _ in range(2)], 0)
+    accounts, dtypes = batch.accounts(), [recipe.dtype for recipe in batch.recipes]
+    table = gradstat.stats(batch.tensors)
+    assert_rows(table, accounts, dtypes, batch.recipes)
+    number = table[1, gradstat.FIELDS.index(field)]
+    wrong = {"sum": number * 1.000002, "sq_sum": number * 1.0000003, "first_nonfinite": torch.tensor(449.0)}
+    number.copy_(wrong.get(field, torch.nextafter(number, number + 1)))
+    with pytest.raises(WrongError):
+        assert_rows(table, accounts, dtypes, batch.recipes)
+
+
+def test_the_judge_notices_what_is_written_beside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch([Recipe(torch.float32, (7,), (1,), 0, "ordinary")], 0)
+    measure = gradstat.stats
+
+    def careless(tensors, backend):
+        table = measure(tensors, backend=backend)
+        tensors[0].as_strided((1,), (1,), 7).fill_(3)
+        return table
+
+    monkeypatch.setattr(gradstat, "stats", careless)
+    with pytest.raises(WrongError, match="memory"):
+        judge_stats(batch, random.Random(0), "native")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_any_tensors(operation: str, where: tuple[str, str]) -> None:
+    backend, device = where
+    is_slow = (backend, device) == ("triton", "cpu")
+
+    @settings(BUDGET, max_examples=4 if is_slow else 40)
+    @given(batch=batches(most=3 if is_slow else 8, largest=500 if is_slow else 20_000))
+    def judge(batch: Batch) -> None:
+        OPERATIONS[operation](on(batch, device), random.Random(batch.seed), backend)
+
+    judge()
+
+
+def test_many_tensors_from_a_seed(device: str) -> None:
+    done = run(seed=20240229, tensors=3000, device=device)
+    assert done["stats"] >= 3000
