@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -48,6 +48,9 @@ format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 fuzz: $(VENV)/.built ## A million tensors of random bits and layouts through every operation, held against an exact account
 	$(BIN)/python tests/fuzz.py
 
+sanitize: $(VENV)/.installed ## The C++ code and the tests that reach it under AddressSanitizer and UBSan
+	$(BIN)/python tests/sanitize.py
+
 bench: $(VENV)/.built ## Time checks, clips and training steps against torch on this machine, in under three minutes
 	$(BIN)/python benchmarks/suite.py
 
@@ -78,6 +81,16 @@ wheel: $(VENV)/.installed ## Build the sdist and the wheel (one for every Python
 matrix: wheel ## Try the wheel with every Python and torch this machine can install; an hour, gigabytes
 	$(BIN)/python tests/matrix.py dist/*.whl --write
 
+.PHONY: tour
+tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it with its outputs
+	$(BIN)/python docs/run_tour.py
+
+.PHONY: docs
+docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
+	$(BIN)/python tests/check_site.py build/site
+	@echo "open build/site/index.html"
+
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
 	$(BIN)/python tests/gpu_gates/check_cuda.py
 	$(BIN)/python tests/gpu_gates/check_triton.py
@@ -105,4 +118,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 # Incremental: does nothing unless a source is newer than the compiled library.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# What builds the site, apart from what builds and tests gradstat.
+$(VENV)/.documenting: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[docs]"
 	touch $@

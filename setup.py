@@ -24,6 +24,8 @@ CXX_FLAGS += ["-Wno-unknown-warning-option", "-Wno-psabi", "-Wno-maybe-uninitial
 # Warnings are errors for those who work on gradstat, not for those who install it with a newer compiler.
 STRICT = os.environ.get("GRADSTAT_WERROR") == "1"
 CXX_FLAGS += ["-Werror"] if STRICT else []
+# What `make sanitize` and `make coverage-cxx` add, to the compiler and the linker alike; it has the last word.
+INSTRUMENTATION = os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
 # Where it is built must not show in what is built, or no two builds were equal.
 FORGET_PATHS = [f"-ffile-prefix-map={ROOT}=gradstat"]
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000"), ("USE_CUDA", None)]
@@ -67,9 +69,9 @@ def torch_extension(name, sources, **kwargs):
         sources,
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").iterdir())],
         define_macros=MACROS,
-        extra_compile_args=[*CXX_FLAGS, *flags, *kwargs.pop("compile_args", [])],
+        extra_compile_args=[*CXX_FLAGS, *flags, *kwargs.pop("compile_args", []), *INSTRUMENTATION],
         library_dirs=[*library_paths(), *kwargs.pop("library_dirs", [])],
-        extra_link_args=[*link_order(), *kwargs.pop("link_args", [])],
+        extra_link_args=[*link_order(), *kwargs.pop("link_args", []), *INSTRUMENTATION],
         py_limited_api=True,
         **kwargs,
     )

@@ -72,8 +72,8 @@ def build() -> bool:
 # They touch no device, so they say the same as without a GPU, and some need packages that are not here.
 WITHOUT_A_DEVICE = (
     "accelerate", "automatic", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff", "distributed",
-    "documents", "faults", "healthy", "lightning", "lightning_ranks", "loggers", "monitor_ranks", "origin", "packaging",
-    "recorder", "replicas", "rules", "schedule", "transformers", "view",
+    "documents", "faults", "healthy", "life_processes", "lightning", "lightning_ranks", "loggers", "monitor_ranks",
+    "origin", "packaging", "recorder", "reference", "replicas", "rules", "schedule", "tour", "transformers", "view",
 )  # fmt: skip
 
 

@@ -16,7 +16,9 @@
 #include <ATen/dlpack.h>
 #pragma pop_macro("TORCH_TARGET_VERSION")
 
+#include <chrono>
 #include <optional>
+#include <thread>
 
 namespace gradstat {
 
@@ -48,11 +50,16 @@ class Ref {
 // Python's error indicator is set.
 struct PythonError {};
 
+// This way is not for what was asked, and nothing has been done.
+struct NotOrdinary {};
+
 // A C++ exception may not leave a function that Python calls.
 template <class Body>
 PyObject* guarded(const Body& body) {
   try {
     return body();
+  } catch (const NotOrdinary&) {
+    Py_RETURN_NONE;
   } catch (const PythonError&) {
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
@@ -60,12 +67,22 @@ PyObject* guarded(const Body& body) {
   return nullptr;
 }
 
+// Lets other threads run Python meanwhile. When the interpreter ends in that time, a daemon thread never gets
+// on: up to Python 3.13 asking for the lock then unwinds the stack, which C++ may not outlive, and the
+// destructors on it need the lock. So the thread stays here until the process is gone, as Python does it itself
+// since 3.14.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      while (true) std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+  }
 
  private:
   PyThreadState* state_;
@@ -156,7 +173,8 @@ inline DLDataType dlpack_type_of(DType dtype) {
   }
 }
 
-// New memory from torch's allocator, on its way to becoming a tensor or to being given back.
+// New memory from torch's allocator, on its way to becoming a tensor or to being given back. Throws NotOrdinary
+// if torch makes something else of new tensors now: inside of torch.func transforms and of FakeTensorMode.
 class NewTensor {
  public:
   NewTensor(std::initializer_list<int64_t> sizes, DLDataType type, DLDevice device) {
@@ -165,12 +183,14 @@ class NewTensor {
     prototype.ndim = static_cast<int32_t>(sizes.size());
     prototype.dtype = type;
     prototype.shape = const_cast<int64_t*>(sizes.begin());
-    std::string problem;
-    const auto set_error = [](void* text, const char*, const char* message) {
-      *static_cast<std::string*>(text) = message;
-    };
-    if (exchange().api->managed_tensor_allocator(&prototype, &tensor_, &problem, set_error) != 0) {
-      throw std::runtime_error("gradstat: " + problem);
+    // If memory is short, the general way will say so.
+    const auto ignore_error = [](void*, const char*, const char*) {};
+    if (exchange().api->managed_tensor_allocator(&prototype, &tensor_, nullptr, ignore_error) != 0) {
+      throw NotOrdinary();
+    }
+    if (tensor_->dl_tensor.data == nullptr) {
+      tensor_->deleter(tensor_);
+      throw NotOrdinary();
     }
   }
   NewTensor(const NewTensor&) = delete;
@@ -227,7 +247,10 @@ inline bool add_tensor(TensorList& list, PyObject* tensor, DLDeviceType device_t
   view.sizes = dl.shape;
   view.strides = dl.strides;
   view.device_index = dl.device.device_id;
-  if (view.numel > 0 && dl.data == nullptr) return false;  // torch's zeros that take no memory
+  // torch's zeros that take no memory, and storage that was freed, into which a view may point with an offset.
+  // No program is given memory so low.
+  constexpr uintptr_t kLowest = 1 << 22;
+  if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) return false;
   // DLPack does not tell lazily conjugated and negated tensors. Real ones are negated as the imaginary part of
   // a conjugate, every other number of an array of complex ones, so only one of a single element is dense.
   if (view.element.is_pair && is_true_of(exchange().is_conj, tensor)) return false;

@@ -73,7 +73,12 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  if (view.numel > 0) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
+  if (view.numel > 0) {
+    int64_t stored = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &stored));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
+    if (stored == 0 || view.data == nullptr) list.reject("has no memory");
+  }
   view.sizes = sizes;
   view.strides = strides;
   if (const char* why = list.add(view)) list.reject(why);

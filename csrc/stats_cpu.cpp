@@ -2,6 +2,8 @@
 // picks the inner loops for the machine it runs on.
 #include "stats_cpu.h"
 
+#include <pthread.h>
+#include <sys/stat.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Float8_e4m3fn.h>
@@ -211,6 +213,23 @@ const Kernels& kernels() {
   return chosen;
 }
 
+// Threads do not survive a fork, and a pool of them waits for its lost ones forever. A process that was forked
+// from one that had several, as far as the system tells, therefore works with one.
+class ForkedFromThreads {
+ public:
+  static bool value() { return here_; }
+
+ private:
+  static void before_fork() {
+    struct stat tasks;
+    // A folder has two links, and one for each folder in it.
+    in_child_ = stat("/proc/self/task", &tasks) != 0 || tasks.st_nlink > 3;
+  }
+
+  static inline bool in_child_ = false, here_ = false;
+  static inline const int registered_ = pthread_atfork(before_fork, nullptr, [] { here_ |= in_child_; });
+};
+
 // The chunks of all tensors in order, dealt out in tasks of about equal cost. Where chunks begin depends on the
 // tensors alone, never on the number of threads. A tensor of several chunks has a slot for each, in order.
 class Work {
@@ -218,7 +237,8 @@ class Work {
   explicit Work(const std::vector<Entry>& entries) : entries_(entries) {
     int64_t total = 0;
     for (const Entry& entry : entries) total += kTensorBytes + entry.values() * size_of(entry.dtype);
-    const int64_t most = total < kParallelBytes ? 1 : 8 * torch::stable::get_num_threads();
+    const bool is_parallel = total >= kParallelBytes && !ForkedFromThreads::value();
+    const int64_t most = is_parallel ? 8 * torch::stable::get_num_threads() : 1;
     const int64_t tasks = std::clamp<int64_t>(total / kTaskBytes, 1, most);
     Place place = {0, 0, 0};
     int64_t cost = 0;

@@ -15,11 +15,18 @@ class Arrival:
     __slots__ = ("_event", "_host")
 
     def __init__(self, tensor: Tensor) -> None:
+        """Raises RuntimeError if ``tensor`` is one of a torch.func transform, which has no numbers."""
+        functorch = torch._C._functorch
+        if functorch.peek_interpreter_stack() is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            raise RuntimeError(
+                "inside of a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be brought to the "
+                "host; check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
+            )
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
             # torch's allocator hands out pinned blocks it has used before, so this allocates nothing in
             # steady state, and it keeps the block until the copy is done.
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             with torch.cuda.device(tensor.device):
                 self._host.copy_(tensor, non_blocking=True)
                 self._event = torch.cuda.Event()
@@ -42,7 +49,8 @@ class Arrival:
         """The numbers, as an array."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
-        return self._host.cpu().numpy()  # .cpu() waits on devices without pinned copies, else does nothing
+        # .cpu() waits on devices without pinned copies.
+        return (self._host if self._host.device.type == "cpu" else self._host.cpu()).numpy()
 
 
 class Mirror:

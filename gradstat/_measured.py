@@ -53,8 +53,9 @@ class Measured(NamedTuple):
     @classmethod
     def nothing(cls) -> Measured:
         """No gradients: the norm is 0 and nothing needs to be skipped."""
-        numbers, verdict = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
-        return cls([], tuple, tuple, torch.tensor(0.0), numbers, verdict, False, None)
+        home = torch.device("cpu")
+        norm, numbers = torch.tensor(0.0, device=home), torch.tensor([1.0, 0.0], dtype=torch.float64, device=home)
+        return cls([], tuple, tuple, norm, numbers, torch.tensor([0.0, 1.0, 1.0], device=home), False, None)
 
     @classmethod
     def of(

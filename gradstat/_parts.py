@@ -29,10 +29,10 @@ class Part(NamedTuple):
 def assemble(parts: Sequence[Part]) -> Tensor:
     """One table from the parts of a call, in the order of its tensors, on the first part's device."""
     if not parts:
-        return torch.empty(0, len(NAMES), dtype=torch.float64)
+        return torch.empty(0, len(NAMES), dtype=torch.float64, device="cpu")
     if len(parts) == 1:
         return parts[0].table
     device = parts[0].table.device
     joined = torch.cat([moved(part.table, device) for part in parts])
-    order = torch.tensor([position for part in parts for position in part.positions or ()])
+    order = torch.tensor([position for part in parts for position in part.positions or ()], device="cpu")
     return joined[order.argsort().to(device, non_blocking=True)]

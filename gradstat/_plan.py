@@ -37,27 +37,48 @@ class Source(NamedTuple):
 class _ModulePlan(NamedTuple):
     """The names of a module's parameters, and the compiled helper's memory of where they lie, held weakly."""
 
+    module: weakref.ref[Module]
     names: tuple[str, ...]
     places: object
 
 
-_plans: weakref.WeakKeyDictionary[Module, _ModulePlan] = weakref.WeakKeyDictionary()
+# By id, as modules may be equal and yet others; an entry goes with its module, and is not believed if its id is that
+# of another one by then.
+_plans: dict[int, _ModulePlan] = {}
+
+
+def _remember(module: Module, names: tuple[str, ...], places: object) -> None:
+    key = id(module)
+
+    def forget(dead: weakref.ref[Module], plans: dict[int, _ModulePlan] = _plans) -> None:
+        plan = plans.get(key)
+        if plan is not None and plan.module is dead:
+            del plans[key]
+
+    _plans[key] = _ModulePlan(weakref.ref(module, forget), names, places)
 
 
 def _module_source(module: Module) -> Source:
     helpers = _native.helpers()
-    plan = _plans.get(module)
-    if plan is not None and helpers is not None:
+    plan = _plans.get(id(module))
+    if plan is not None and plan.module() is module and helpers is not None:
         parameters = helpers.planned_parameters(plan.places)
         if parameters is not None:
             return Source(parameters, lambda: plan.names)
     named = list(module.named_parameters())
     names, parameters = tuple(name for name, _ in named), [parameter for _, parameter in named]
-    if helpers is not None:
+    if helpers is not None and _lists_what_it_holds(module):
         places = helpers.make_plan([weakref.ref(m) for m in module.modules()], parameters)
         if places is not None:  # a module may list parameters that it does not hold
-            _plans[module] = _ModulePlan(names, places)
+            _remember(module, names, places)
     return Source(parameters, lambda: names)
+
+
+def _lists_what_it_holds(module: Module) -> bool:
+    """Whether the parameters of ``module`` follow from the dictionaries of its modules: no class says otherwise."""
+    ways = ("named_parameters", "_named_members", "named_modules")
+    own = all(getattr(getattr(module, way), "__func__", None) is getattr(Module, way) for way in ways)
+    return own and all(type(m).named_modules is Module.named_modules for m in module.modules())
 
 
 def source_of(target: object) -> Source:

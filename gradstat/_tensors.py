@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 NameOf = Callable[[int], str]
 
@@ -122,7 +123,10 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
     Raises:
         TypeError: Something is not a tensor, or its dtype has no gradient statistics.
         ValueError: A tensor has no data, or a layout that cannot be measured.
+        RuntimeError: torch only pretends to compute.
     """
+    if not torch.compiler.is_compiling():
+        _refuse_pretence()
     return [_readable(tensor, name_of, i) for i, tensor in enumerate(tensors)]
 
 
@@ -132,6 +136,14 @@ def _readable(tensor: Any, name_of: NameOf, i: int) -> Tensor:
         local = local.coalesce().values()
     local = local.resolve_conj().resolve_neg()
     return local if is_dense(local) else local.contiguous()
+
+
+def _refuse_pretence() -> None:
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise RuntimeError(
+            "inside of FakeTensorMode torch keeps sizes and computes nothing, so there is nothing to measure; call "
+            "gradstat outside of it, or let torch.compile trace gradstat.stats or gradstat.clip_grad_norm_"
+        )
 
 
 def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
@@ -152,12 +164,41 @@ def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
             f"{_describe(name_of(i), local)} holds no data; materialise it first, for example with "
             "module.to_empty(device=...)"
         )
+    if isinstance(local, FakeTensor):
+        raise ValueError(
+            f"{_describe(name_of(i), local)} is a FakeTensor, which holds no data; measure the real tensor that it "
+            "stands for"
+        )
     if local.layout not in (torch.strided, torch.sparse_coo) or local.is_nested:
         raise ValueError(
             f"{_describe(name_of(i), local)} has a layout that cannot be measured; convert it with .to_dense() or "
             ".to_sparse_coo()"
         )
+    if not torch.compiler.is_compiling():
+        _refuse_unreadable(local, name_of, i)
     return local
+
+
+def _refuse_unreadable(tensor: Tensor, name_of: NameOf, i: int) -> None:
+    """Raises ValueError if ``tensor`` has no memory."""
+    functorch = torch._C._functorch
+    inner = tensor
+    while functorch.is_functorch_wrapped_tensor(inner):
+        if functorch.is_batchedtensor(inner):
+            raise ValueError(
+                f"{_describe(name_of(i), tensor)} is a batch inside of torch.vmap, which shows one of its tensors and "
+                "hides the others; measure what vmap returns"
+            )
+        inner = functorch.get_unwrapped(inner)
+    # Subclasses that dispatch by themselves may have their memory elsewhere; torch's lazy zeros have and need none.
+    dispatches = type(inner).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if inner.layout is not torch.strided or dispatches or inner._is_zerotensor():
+        return
+    if inner.numel() and not inner.untyped_storage().nbytes():
+        raise ValueError(
+            f"{_describe(name_of(i), tensor)} has no memory any more: its storage was resized to 0, as FSDP does with "
+            "what is sharded; measure it before that, or drop it (p.grad = None)"
+        )
 
 
 def unit_count(tensor: Tensor) -> int:

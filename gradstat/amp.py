@@ -26,6 +26,8 @@ from gradstat.clip import clip_grad_norm_
 if TYPE_CHECKING:
     from gradstat._reduction import ExtraGroups
 
+__all__ = ["GradScaler", "ScalerStatus"]
+
 
 @dataclass(frozen=True, slots=True)
 class ScalerStatus:
@@ -135,7 +137,7 @@ class GradScaler(TorchGradScaler):
         gradients = gradients_of(parameters).tensors
         self.unscale_(optimizer)
         unscaled: Unscaled | None = _scaling.state_of(self, optimizer).get("unscaled")
-        return torch.tensor(0.0) if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
+        return torch.tensor(0.0, device="cpu") if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.

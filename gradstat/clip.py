@@ -77,7 +77,7 @@ def clip_grad_norm_(
     gradients, name_of = gradients_to_clip(given)
     max_norm, norm_type = _limit(max_norm), float(norm_type)
     if not gradients and extra_groups is None:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     if foreach:
         require_foreach(gradients)
     if torch.compiler.is_compiling():
@@ -155,7 +155,7 @@ def _limit(max_norm: float) -> float:
 
 def _given_norm(total_norm: Tensor | float) -> Tensor:
     if not isinstance(total_norm, Tensor):
-        return torch.tensor(float(total_norm), dtype=torch.float64)
+        return torch.tensor(float(total_norm), dtype=torch.float64, device="cpu")
     if is_distributed([total_norm]):  # as torch's clip gives it
         total_norm = cast(Tensor, total_norm.full_tensor())  # type: ignore[attr-defined]
     if total_norm.dim() or total_norm.is_complex():

@@ -12,6 +12,8 @@ import pytest
 
 from gradstat.monitor.testing import assert_healthy as _assert_healthy
 
+__all__ = ["assert_healthy"]
+
 
 @pytest.fixture
 def assert_healthy() -> Callable[..., Any]:

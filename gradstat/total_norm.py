@@ -55,7 +55,7 @@ def get_total_norm(
     given = listed(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
     norm_type = float(norm_type)
     if not given and extra_groups is None:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     if foreach:
         require_foreach(given)
     if torch.compiler.is_compiling():

@@ -173,7 +173,7 @@ def _upload(
     total = int(chunks.sum())
     entries = count * len(ENTRY_COLUMNS)
     pin = device.type != "cpu"
-    source = torch.empty(entries + (total + 1) // 2, dtype=torch.int64, pin_memory=pin)
+    source = torch.empty(entries + (total + 1) // 2, dtype=torch.int64, device="cpu", pin_memory=pin)
     words = source.numpy()
     first_chunk = np.cumsum(chunks) - chunks
     words[:entries] = np.stack([address, values, kind, shift, first_chunk], axis=1).reshape(-1)

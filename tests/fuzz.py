@@ -46,9 +46,9 @@ class Case(NamedTuple):
         others = source.sample(sorted(set(OPERATIONS) - {"stats"}), 2)
         return cls(seed, number, tensors, backend, ("stats", *others))
 
-    def run(self, device: str) -> None:
+    def run(self, device: str, apart: bool) -> None:
         source = random.Random(f"{self.seed}:{self.number}")
-        batch = Batch.drawn(source.getrandbits(63), self.tensors, device)
+        batch = Batch.drawn(source.getrandbits(63), self.tensors, device, apart)
         fresh = batch.memory()
         for operation in self.operations:
             OPERATIONS[operation](batch, source, self.backend)
@@ -62,7 +62,7 @@ def cases(seed: int) -> Iterator[Case]:
         number += 1
 
 
-def run(seed: int, tensors: int, device: str = "cpu", progress: bool = False) -> Counter[str]:
+def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progress: bool = False) -> Counter[str]:
     """At least so many tensors through `stats`, and what each operation was given."""
     done: Counter[str] = Counter()
     started = told = time.monotonic()
@@ -70,9 +70,10 @@ def run(seed: int, tensors: int, device: str = "cpu", progress: bool = False) ->
         if done["stats"] >= tensors:
             return done
         try:
-            case.run(device)
+            case.run(device, apart)
         except Exception:
-            print(f"\nrepeat it with: python tests/fuzz.py --seed {case.seed} --batch {case.number} --device {device}")
+            how = f"--seed {seed} --batch {case.number} --device {device}{' --apart' * apart}"
+            print(f"\nrepeat it with: python tests/fuzz.py {how}")
             raise
         done["batches"] += 1
         for operation in case.operations:
@@ -89,6 +90,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="what they are drawn from; another one each time if not given")
     parser.add_argument("--batch", type=int, help="this batch alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--apart", action="store_true", help="an allocation for each tensor, as AddressSanitizer needs")
     options = parser.parse_args()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
@@ -97,10 +99,10 @@ def main() -> int:
     if options.batch is not None:
         case = Case.drawn(seed, options.batch)
         print(case, flush=True)
-        case.run(options.device)
+        case.run(options.device, options.apart)
         return 0
     started = time.monotonic()
-    done = run(seed, options.tensors, options.device, progress=True)
+    done = run(seed, options.tensors, options.device, options.apart, progress=True)
     print(f"{done.pop('batches'):,} batches in {time.monotonic() - started:.0f} s, all as the account says:")
     for operation, count in done.most_common():
         print(f"{count:>12,} tensors through {operation}")

@@ -243,72 +243,99 @@ def strides_for(
     return tuple(odd[dim] if shape[dim] == 1 else strides[dim] for dim in range(len(shape)))
 
 
-class Batch:
-    """Tensors over memory of the batch's own, on ``device``, and what is true of each."""
+class Home(NamedTuple):
+    """Memory in which tensors of a type lie."""
 
-    def __init__(self, recipes: Sequence[Recipe], seed: int, device: str = "cpu") -> None:
+    dtype: torch.dtype
+    number: int
+
+
+Memory = dict[Home, npt.NDArray[np.uint8]]
+
+
+class Batch:
+    """Tensors over memory of the batch's own, on ``device``, and what is true of each.
+
+    Those of one type lie one behind another, with memory behind the last one in which nothing may be written. If they
+    are to lie apart, each has an allocation that ends where it ends, whose surroundings AddressSanitizer watches.
+    """
+
+    def __init__(self, recipes: Sequence[Recipe], seed: int, device: str = "cpu", apart: bool = False) -> None:
         self.recipes = list(recipes)
         self.seed = seed
+        self.apart = apart
         rng = np.random.default_rng(seed)
+        # Where each tensor lies, and its first element's number there.
+        self.homes = [Home(recipe.dtype, i if apart else 0) for i, recipe in enumerate(self.recipes)]
         self.starts: list[int] = []
-        ends: dict[torch.dtype, int] = {}
-        for recipe in self.recipes:
-            self.starts.append(ends.get(recipe.dtype, 0) + recipe.skip)
-            ends[recipe.dtype] = self.starts[-1] + recipe.extent
-        # Some memory behind the last tensor, too, in which nothing may be written.
-        memory = {dtype: np.full((end + 9) * dtype.itemsize, 0xA5, dtype=np.uint8) for dtype, end in ends.items()}
-        for recipe, start in zip(self.recipes, self.starts, strict=True):
+        self._at_home: dict[Home, list[int]] = {}
+        ends: dict[Home, int] = {}
+        for i, (recipe, home) in enumerate(zip(self.recipes, self.homes, strict=True)):
+            self._at_home.setdefault(home, []).append(i)
+            self.starts.append(ends.get(home, 0) + recipe.skip)
+            ends[home] = self.starts[-1] + recipe.extent
+        behind = 0 if apart else 9
+        memory = {
+            home: np.full(max(end + behind, 1) * home.dtype.itemsize, 0xA5, np.uint8) for home, end in ends.items()
+        }
+        for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True):
             kind = KIND_OF[recipe.dtype]
-            bits = memory[recipe.dtype].view(kind.format.unsigned)
             begin, count = start * kind.parts, recipe.extent * kind.parts
+            bits = memory[home].view(kind.format.unsigned)
             bits[begin : begin + count] = _filled(recipe.fill, kind.format, rng, count)
-        self._memory = {dtype: torch.from_numpy(of_dtype).to(device) for dtype, of_dtype in memory.items()}
-        flat = {dtype: of_dtype.view(dtype) for dtype, of_dtype in self._memory.items()}
+        self._memory = {home: torch.from_numpy(there).to(device) for home, there in memory.items()}
+        flat = {home: there.view(home.dtype) for home, there in self._memory.items()}
         self.tensors: list[Tensor] = [
-            flat[recipe.dtype].as_strided(recipe.shape, recipe.strides, start)
-            for recipe, start in zip(self.recipes, self.starts, strict=True)
+            flat[home].as_strided(recipe.shape, recipe.strides, start)
+            for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True)
         ]
 
     @classmethod
-    def drawn(cls, seed: int, tensors: int, device: str = "cpu") -> Batch:
+    def drawn(cls, seed: int, tensors: int, device: str = "cpu", apart: bool = False) -> Batch:
         """A batch of so many tensors, each a `drawn_recipe`."""
         source = random.Random(seed)
-        return cls([drawn_recipe(source) for _ in range(tensors)], seed, device)
+        return cls([drawn_recipe(source) for _ in range(tensors)], seed, device, apart)
 
     def only(self, takes: Callable[[Recipe], bool]) -> list[int]:
         """The positions of the tensors that ``takes`` takes."""
         return [i for i, recipe in enumerate(self.recipes) if takes(recipe)]
 
-    def memory(self) -> dict[torch.dtype, npt.NDArray[np.uint8]]:
+    def memory(self) -> Memory:
         """A copy of the memory as it is now."""
-        return {dtype: of_dtype.cpu().numpy().copy() for dtype, of_dtype in self._memory.items()}
+        return {home: there.cpu().numpy().copy() for home, there in self._memory.items()}
+
+    def restore(self, memory: Memory) -> None:
+        """Makes the memory what it was when `memory` gave a copy of it."""
+        for home, there in self._memory.items():
+            there.copy_(torch.from_numpy(memory[home]))
 
     def elements(self) -> list[Floats]:
         """``[elements, parts]`` of each tensor now: in memory order if it is dense, else in row-major order."""
-        decoded = {dtype: decoded_from(dtype, memory) for dtype, memory in self.memory().items()}
+        decoded = {home: decoded_from(home.dtype, there) for home, there in self.memory().items()}
         return [
-            decoded[recipe.dtype][start : start + recipe.numel]
+            decoded[home][start : start + recipe.numel]
             if recipe.is_dense
-            else view_of(decoded[recipe.dtype], recipe, start).reshape(-1, KIND_OF[recipe.dtype].parts)
-            for recipe, start in zip(self.recipes, self.starts, strict=True)
+            else view_of(decoded[home], recipe, start).reshape(-1, KIND_OF[recipe.dtype].parts)
+            for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True)
         ]
 
     def accounts(self) -> list[Account]:
         """What is true of each tensor now."""
         return [Account(elements) for elements in self.elements()]
 
-    def restore(self, memory: dict[torch.dtype, npt.NDArray[np.uint8]]) -> None:
-        """Makes the memory what it was when `memory` gave a copy of it."""
-        for dtype, of_dtype in self._memory.items():
-            of_dtype.copy_(torch.from_numpy(memory[dtype]))
+    def at_home(self, home: Home) -> list[int]:
+        """The positions of the tensors that lie there."""
+        return self._at_home[home]
 
-    def owns(self, position: int, dtype: torch.dtype, place: int) -> bool:
-        """Whether a tensor lies around a place of the memory for ``dtype``."""
-        recipe, start = self.recipes[position], self.starts[position]
-        return recipe.dtype == dtype and start <= place < start + recipe.extent
+    def owner(self, home: Home, place: int) -> Recipe | None:
+        """The tensor that lies around an element of the memory."""
+        for i in self.at_home(home):
+            if self.starts[i] <= place < self.starts[i] + self.recipes[i].extent:
+                return self.recipes[i]
+        return None
 
     def __repr__(self) -> str:
-        return f"Batch({self.recipes!r}, seed={self.seed})"
+        return f"Batch({self.recipes!r}, seed={self.seed}, apart={self.apart})"
 
 
 def _filled(fill: str | tuple[int, ...], format: Format, rng: np.random.Generator, count: int) -> Bits:
@@ -387,7 +414,8 @@ def recipes(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = tuple(KIND_OF), lar
 
 def batches(most: int = 8, largest: int = 20_000, dtypes: Sequence[torch.dtype] = tuple(KIND_OF)) -> st.SearchStrategy:
     """Batches of at most ``most`` tensors."""
-    return st.builds(Batch, st.lists(recipes(dtypes, largest), max_size=most), st.integers(0, 2**32 - 1))
+    some = st.lists(recipes(dtypes, largest), max_size=most)
+    return st.builds(Batch, some, st.integers(0, 2**32 - 1), apart=st.booleans())
 
 
 # What is true ----------------------------------------------------------------------------------------------------

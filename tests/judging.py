@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from fuzzing import FLOAT8, KIND_OF, Account, Batch, Floats, decoded_from, view_of
+from fuzzing import FLOAT8, KIND_OF, Account, Batch, Floats, Memory, decoded_from, view_of
 from torch import Tensor, nn
 
 import gradstat
@@ -26,7 +25,6 @@ NARROW_TOLERANCE = 1e-7  # the contract, for every input
 # Of float64: as many roundings as a chunk of work has elements, one after the other at worst.
 WIDE_TOLERANCE = 2.0**16 * 2.0**-53
 
-Memory = dict[torch.dtype, npt.NDArray[np.uint8]]
 Operation = Callable[[Batch, random.Random, str], None]
 
 
@@ -40,9 +38,10 @@ def expect(holds: bool, what: str, where: object, got: object, expected: object)
 
 
 def assert_unchanged(batch: Batch, before: Memory) -> None:
-    for dtype, memory in batch.memory().items():
-        different = np.flatnonzero(memory != before[dtype])
-        expect(not len(different), "memory", dtype, f"other bytes at {different[:5]}", "none")
+    for home, memory in batch.memory().items():
+        for at in np.flatnonzero(memory != before[home])[:1]:
+            owner = batch.owner(home, at // home.dtype.itemsize)
+            expect(False, f"byte {at} of the memory", owner, memory[at], before[home][at])
 
 
 # Tables and reports ----------------------------------------------------------------------------------------------
@@ -158,11 +157,11 @@ def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
     if not few:
         return
     before = batch.memory()
-    decoded = {dtype: decoded_from(dtype, memory) for dtype, memory in before.items()}
+    decoded = {home: decoded_from(home.dtype, memory) for home, memory in before.items()}
     accounts, dtypes, where = [], [], []
     for i in few:
         recipe = batch.recipes[i]
-        view = view_of(decoded[recipe.dtype], recipe, batch.starts[i])
+        view = view_of(decoded[batch.homes[i]], recipe, batch.starts[i])
         for unit in view if len(recipe.shape) > 1 else [view]:
             accounts.append(Account(unit.reshape(-1, KIND_OF[recipe.dtype].parts)))
             dtypes.append(recipe.dtype)
@@ -274,27 +273,31 @@ def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
         assert_unchanged(batch, before)
 
 
-def assert_products(batch: Batch, before: Memory, coefficients: dict[int, tuple[float, float]]) -> None:
-    """Tensors were multiplied by something between two numbers each, rounded as torch rounds; nothing else changed."""
-    for dtype, memory in batch.memory().items():
-        was, now = decoded_from(dtype, before[dtype]), decoded_from(dtype, memory)
+def assert_products(
+    batch: Batch, before: Memory, coefficients: dict[int, tuple[float, float]], keeps_bits: bool = False
+) -> None:
+    """Tensors were multiplied by something between two numbers each, rounded as torch rounds; nothing else changed.
+
+    Multiplied by exactly 1 they keep their values, and the bits of NaN if ``keeps_bits``.
+    """
+    for home, memory in batch.memory().items():
+        was, now = decoded_from(home.dtype, before[home]), decoded_from(home.dtype, memory)
         low, high = np.ones_like(was), np.ones_like(was)
         multiplied = np.zeros(was.shape, dtype=np.bool_)
-        for i, (least, most) in coefficients.items():
-            recipe, start = batch.recipes[i], batch.starts[i]
-            if recipe.dtype == dtype and not least == most == 1.0:
+        for i in batch.at_home(home):
+            least, most = coefficients.get(i, (1.0, 1.0))
+            if i in coefficients and not (keeps_bits and least == most == 1.0):
+                recipe, start = batch.recipes[i], batch.starts[i]
                 view_of(low, recipe, start)[...] = least
                 view_of(high, recipe, start)[...] = most
                 view_of(multiplied, recipe, start)[...] = True
-        a, b = product(was, low, dtype), product(was, high, dtype)
+        a, b = product(was, low, home.dtype), product(was, high, home.dtype)
         with np.errstate(invalid="ignore"):
             right = (np.minimum(a, b) <= now) & (now <= np.maximum(a, b)) | (np.isnan(a) & np.isnan(b) & np.isnan(now))
-        same_bytes = (memory == before[dtype]).reshape(*was.shape, -1).all(-1)
+        same_bytes = (memory == before[home]).reshape(*was.shape, -1).all(-1)
         for at, part in np.argwhere(~np.where(multiplied, right, same_bytes))[:1]:
-            owner = next((batch.recipes[i] for i in range(len(batch.recipes)) if batch.owns(i, dtype, at)), "no tensor")
-            expect(
-                False, f"element {at} of the memory", owner, now[at, part], (was[at, part], a[at, part], b[at, part])
-            )
+            expected = f"{was[at, part]} times {low[at, part]} to {high[at, part]}"
+            expect(False, f"element {at} of the memory", batch.owner(home, at), now[at, part], expected)
 
 
 def product(values: Floats, coefficients: Floats, dtype: torch.dtype) -> Floats:
@@ -314,16 +317,14 @@ def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
     before, limit = batch.memory(), source.choice((0.0, 2.0**-14, 0.5, 1.0, 1.5, 448.0, math.inf))
     foreach = source.choice((None, None, True, False))
     gradstat.clip_grad_value_(parameters_with([batch.tensors[i] for i in clamped]), limit, foreach)
-    for dtype, memory in batch.memory().items():
-        was, now = decoded_from(dtype, before[dtype]), decoded_from(dtype, memory)
+    for home, memory in batch.memory().items():
+        was, now = decoded_from(home.dtype, before[home]), decoded_from(home.dtype, memory)
         expected = was.copy()
-        for i in clamped:
-            if batch.recipes[i].dtype == dtype:
-                view = view_of(expected, batch.recipes[i], batch.starts[i])
-                view[...] = np.clip(view, -limit, limit)
+        for i in set(clamped).intersection(batch.at_home(home)):
+            view = view_of(expected, batch.recipes[i], batch.starts[i])
+            view[...] = np.clip(view, -limit, limit)
         for at, part in np.argwhere(~((now == expected) | (np.isnan(now) & np.isnan(expected))))[:1]:
-            owner = next((batch.recipes[i] for i in clamped if batch.owns(i, dtype, at)), "no tensor")
-            expect(False, f"element {at} of the memory", owner, now[at, part], expected[at, part])
+            expect(False, f"element {at} of the memory", batch.owner(home, at), now[at, part], expected[at, part])
 
 
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
@@ -337,11 +338,12 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     before = batch.memory()
     numbers = [source.choice((1.0, 0.0, -0.37, 0.8125, 3.7, 2.0**-16, math.inf, math.nan)) for _ in chosen]
     kernels.scale_each_(tensors, torch.tensor(numbers, dtype=torch.float64, device=device))
-    assert_products(batch, before, {i: (number, number) for i, number in zip(chosen, numbers, strict=True)})
+    by_position = {i: (number, number) for i, number in zip(chosen, numbers, strict=True)}
+    assert_products(batch, before, by_position, keeps_bits=backend == "native")
     before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))
     table = kernels.unscale_(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
     factor = float(np.float32(factor))
-    assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)))
+    assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
     accounts = batch.accounts()
     assert_rows(
         table,

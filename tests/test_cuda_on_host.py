@@ -211,7 +211,7 @@ def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
         every = np.concatenate([p.doubles().ravel() for p in pieces[:count]])
         finite = every[np.isfinite(every)]
         if finite.size == every.size:
-            assert norm.item() == pytest.approx(exact_norm(finite), rel=1e-7)
+            assert norm.item() == pytest.approx(exact_norm(finite), rel=1e-7, abs=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -252,10 +252,10 @@ def test_norm_and_coefficient(library: ctypes.CDLL, norm_dtype: torch.dtype) -> 
     exact = exact_norm(every)
     _, norm, coefficient = stats(library, pieces, norm_dtype=norm_dtype, max_norm=2.0)
     if norm_dtype == torch.float64:
-        assert norm.item() == pytest.approx(exact, rel=1e-7)
+        assert norm.item() == pytest.approx(exact, rel=1e-7, abs=0.0)
     else:
         assert norm == torch.tensor(exact, dtype=torch.float64).to(norm_dtype)
-    assert coefficient == pytest.approx(2.0 / (exact + 1e-6), rel=1e-7)
+    assert coefficient == pytest.approx(2.0 / (exact + 1e-6), rel=1e-7, abs=0.0)
     assert stats(library, pieces, norm_dtype=norm_dtype, max_norm=1e9)[2] == 1.0
     assert stats(library, pieces, norm_dtype=norm_dtype, max_norm=math.inf)[2] == 1.0
     largest = stats(library, pieces, norm_dtype=norm_dtype, infinity=True)[1]

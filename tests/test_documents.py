@@ -1,4 +1,4 @@
-"""What the documents claim: figures come from rows, examples run, links lead somewhere."""
+"""What the documents claim: figures come from rows, every block of code runs, links lead somewhere."""
 
 import importlib.util
 import re
@@ -7,12 +7,26 @@ from types import ModuleType
 
 import pytest
 import torch
+from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, run
 from ranks import Ranks
 
-import gradstat
-
-ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# What frameworks say of themselves.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+]
+BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
+# Blocks that no test runs, by page, with the reason that the page's source gives.
+NOT_RUN = {
+    "CONTRIBUTING.md": ["they are what sets up the tests"],
+    "README.md": [
+        "they are what sets up the tests",
+        "changes the environment; tests/test_packaging.py installs what it builds",
+    ],
+    "docs/distributed.md": ["times a step on two processes, for minutes"],
+    "docs/quickstart.md": ["changes the environment"],
+}
 
 
 def load_script(path: Path) -> ModuleType:
@@ -32,83 +46,62 @@ def test_tables_are_rendered_from_the_recorded_rows() -> None:
         assert render.rendered(text, document.parent) == text, "run `python benchmarks/render.py --write`"
 
 
-def test_the_first_example_of_the_readme_runs_as_printed() -> None:
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = {"model": model, "optimizer": optimizer, "loss": model(torch.randn(3, 4)).sum()}
-    exec(example, names)
-    assert names["report"].ok  # type: ignore[attr-defined]
-    assert names["norm"] > 0  # type: ignore[operator]
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def run_examples(name: str) -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
-    assert examples
-    for example in examples:
-        exec(example, {})
+def here(block: Block) -> bool:
+    """Whether a block runs in this process."""
+    return not block.marks.keys() & {"not run", "ranks"}
 
 
-@pytest.mark.parametrize("name", ["stepping.md", "clipping.md", "flight-recorder.md", "integrations.md"])
-def test_examples_of_the_pages_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # some write files
-    run_examples(name)
-
-
-def test_the_page_on_the_monitor_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(here, BLOCKS[page]))], ids=name_of)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "monitor.md").read_text(), re.DOTALL)
-    names: dict[str, object] = {}
-    for example in examples:
-        exec(example, names)
-    assert (tmp_path / "run.gradstat").exists()
-    names["test_training_is_healthy"]()  # type: ignore[operator]
+    monkeypatch.setenv("COLUMNS", "120")
+    run([block for block in BLOCKS[page] if here(block)])
 
 
-def test_the_monitor_of_the_readme_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(monitor = .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    model = torch.nn.Linear(4, 2)
-    names = {
-        "gradstat": gradstat,
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "loss_of": torch.nn.functional.mse_loss,
-        "batches": [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)],
+def run_on_a_rank(page: Path) -> None:
+    run([block for block in blocks_of(page) if "ranks" in block.marks])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any("ranks" in b.marks for b in BLOCKS[page])], ids=name_of)
+def test_the_code_of_a_page_runs_on_several_ranks(page: Path, ranks: Ranks) -> None:
+    (world,) = {int(block.marks["ranks"]) for block in BLOCKS[page] if "ranks" in block.marks}
+    ranks.run(world, run_on_a_rank, page)
+
+
+def test_what_is_not_run_is_known() -> None:
+    found = {
+        name_of(page): [b.marks["not run"] for b in blocks if "not run" in b.marks] for page, blocks in BLOCKS.items()
     }
-    exec(example, names)
-    assert names["monitor"].diagnose().ok  # type: ignore[attr-defined]
+    assert {name: reasons for name, reasons in found.items() if reasons} == NOT_RUN
 
 
-def test_examples_on_several_ranks_run(ranks: Ranks) -> None:
-    ranks.run(2, run_examples, "distributed.md")
-
-
-def test_the_accumulation_of_the_readme_runs_as_printed() -> None:
-    (example,) = re.findall(r"```python\n(micro_batches = .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    names = {
-        "gradstat": gradstat,
-        "model": torch.nn.Linear(4, 2),
-        "loss_of": torch.nn.functional.mse_loss,
-        "batches": [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)],
-    }
-    exec(example, names)
-    assert names["report"].micro_batches == 3  # type: ignore[attr-defined]
+def test_every_block_says_what_it_is() -> None:
+    for blocks in BLOCKS.values():
+        for block in blocks:
+            assert block.language in LANGUAGES, f"{block} is of the language {block.language!r}; known: {LANGUAGES}"
+            if block.language == "sh" and "not run" not in block.marks:
+                assert len(block.commands) == len(block.code.strip().splitlines()), f"not all lines of {block} run"
+            if "```" in block.code:
+                raise AssertionError(f"{block} has no end")
 
 
 def test_the_factory_of_the_readme_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradstat.bench import command
 
-    (example,) = re.findall(r"```python\n# bench_me.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = (block.code for block in BLOCKS[ROOT / "README.md"] if block.marks.get("file") == "bench_me.py")
     (tmp_path / "bench_me.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     _, loss = command.load("bench_me:factory", torch.device("cpu"))
     assert loss().item() > 0
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PAGES, ids=name_of)
 def test_links_and_names_of_files_exist(document: Path) -> None:
-    text = document.read_text()
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (document.parent / target).exists(), target
     for name in re.findall(r"`((?:csrc|gradstat|kernels|tests|benchmarks|docs)/[\w./]*\w)`", text):

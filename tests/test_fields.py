@@ -1,11 +1,17 @@
 """The definition of the statistic, and that everything compiled was built from it."""
 
+import dataclasses
 import math
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from exact import square_root
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +23,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_header_is_rendered_from_the_fields() -> None:
     assert (ROOT / "csrc" / "stat_fields.def").read_text() == _fields.render_header(), "run `make fields`"
+
+
+def test_as_a_program_it_prints_the_header_or_writes_it(tmp_path: Path) -> None:
+    for folder in ("gradstat", "csrc"):
+        (tmp_path / folder).mkdir()
+    program = shutil.copy(ROOT / "gradstat" / "_fields.py", tmp_path / "gradstat")
+    header = tmp_path / "csrc" / "stat_fields.def"
+    printed = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True).stdout
+    assert printed == _fields.render_header()
+    assert not header.exists()
+    said = subprocess.run([sys.executable, program, "--write"], capture_output=True, text=True, check=True).stdout
+    assert said == f"wrote {header}\n"
+    assert header.read_text() == printed
 
 
 def test_fields_are_unique_and_public() -> None:
@@ -58,11 +77,66 @@ def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
     whole, merged = row(values), _fields.merge_rows([row(values[:cut]), row(values[cut:])])
     for name in ("nan_count", "inf_count", "zero_count", "min", "max"):
         assert whole[_fields.INDEX[name]] == merged[_fields.INDEX[name]]
-    assert norm(merged) == pytest.approx(norm(whole), rel=1e-14)
+    assert norm(merged) == pytest.approx(norm(whole), rel=1e-14, abs=0.0)
 
 
 def test_merging_nothing_gives_the_identity() -> None:
     assert _fields.merge_rows([]) == [field.identity for field in _fields.FIELDS]
+
+
+def test_rows_of_another_length_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        _fields.merge_rows([[0.0] * (len(_fields.FIELDS) - 1)])
+
+
+def test_a_field_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        _fields.FIELDS[0].degree = 2  # type: ignore[misc]
+
+
+def test_columns_grow_with_the_elements_as_their_degrees_say() -> None:
+    values = [3.0, -0.5, 0.0, math.nan, math.inf, 2.0**500, 2.0**-520, -7.0]
+    for part in (values, values[:3], values[4:6]):
+        ones, threes = gradstat.stats(
+            [torch.tensor(part, dtype=torch.float64), 4 * torch.tensor(part, dtype=torch.float64)], backend="reference"
+        )
+        expected = ones * torch.tensor([4.0**degree for degree in _fields.DEGREES], dtype=torch.float64)
+        torch.testing.assert_close(threes, expected, rtol=1e-15, atol=0.0, equal_nan=True)
+
+
+def test_thresholds_and_scales_are_those_of_the_publication() -> None:
+    """Formulas of LAPACK's la_constants, for IEEE double precision."""
+    digits, smallest, largest = sys.float_info.mant_dig, sys.float_info.min_exp, sys.float_info.max_exp
+    assert math.log2(_fields.SMALL) == math.ceil((smallest - 1) / 2)
+    assert math.log2(_fields.LARGE) == math.floor((largest - digits + 1) / 2)
+    assert math.log2(_fields.SMALL_SCALE) == -math.floor((smallest - digits) / 2)
+    assert math.log2(_fields.LARGE_SCALE) == -math.ceil((largest + digits - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.125],  # ordinary alone, less than one
+        [2.0**-540],  # small alone
+        [2.0**-500, 2.0**-511, 1.5 * 2.0**-512, 1.4 * 2.0**-512],  # ordinary, and small ones that matter
+        [1.5 * 2.0**486, 2.0**486, 1.25 * 2.0**485],  # large, and ordinary ones that matter
+        [2.0**1000, 2.0**-1000, 1.0],
+        [2.0**-300, 3.0 * 2.0**-300],  # would vanish at the scale of large ones
+    ],
+)
+def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> None:
+    sums = {"": 0.0, "_large": 0.0, "_small": 0.0}
+    for value in values:
+        if value > _fields.LARGE:
+            sums["_large"] += (value * _fields.LARGE_SCALE) ** 2
+        elif value < _fields.SMALL:
+            sums["_small"] += (value * _fields.SMALL_SCALE) ** 2
+        else:
+            sums[""] += value * value
+    with np.errstate(all="ignore"):
+        norm = _fields.l2_norm(np, *(np.float64(sums[name]) for name in ("", "_large", "_small")))
+    exact = square_root(sum((Fraction(value) ** 2 for value in values), Fraction(0)))
+    assert float(norm) == pytest.approx(exact, rel=1e-15, abs=0.0)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
@@ -77,7 +151,7 @@ def test_norms_of_a_table_say_nan_before_inf(norm_type: float) -> None:
 
 def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
     """`Report.ok` reads both as one slice."""
-    assert _fields.INDEX["inf_count"] == _fields.INDEX["nan_count"] + 1
+    assert _fields.NAMES[_fields.NONFINITE] == ("nan_count", "inf_count")
 
 
 def test_summed_columns_come_first() -> None:

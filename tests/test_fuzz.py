@@ -20,7 +20,7 @@ BUDGET = settings(derandomize=True, deadline=None, suppress_health_check=list(He
 
 
 def on(batch: Batch, device: str) -> Batch:
-    return batch if device == "cpu" else Batch(batch.recipes, batch.seed, device)
+    return batch if device == "cpu" else Batch(batch.recipes, batch.seed, device, batch.apart)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.dtype).removeprefix("torch."))

@@ -72,7 +72,7 @@ class AdaptiveClip(ABC):
         listed = listed_parameters(parameters, stacklevel=3)
         gradients, positions, _ = collect(listed)
         if not gradients:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, device="cpu")
         if positions is not None:
             listed = [listed[i] for i in positions]
 

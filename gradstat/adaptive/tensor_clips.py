@@ -230,7 +230,7 @@ def _scale_each_(
     for device, at in groups.items():
         own = factors
         if len(groups) > 1:
-            own = moved(factors[moved(torch.tensor(at), factors.device)], device)
+            own = moved(factors[moved(torch.tensor(at, device="cpu"), factors.device)], device)
         with changeable([targets[i] for i in at], is_dense) as dense:
             kernels.scale_each_(dense, own)
 

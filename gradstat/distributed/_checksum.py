@@ -52,7 +52,7 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     joined = torch.cat([moved(part, device) for part in parts])
     if len(groups) == 1:
         return joined
-    order = torch.tensor([i for positions in groups.values() for i in positions])
+    order = torch.tensor([i for positions in groups.values() for i in positions], device="cpu")
     return joined[moved(order.argsort(), device)]
 
 

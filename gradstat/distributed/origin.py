@@ -204,7 +204,7 @@ class OriginWatch:
         ranks = tuple(dist.get_process_group_ranks(self._group))
         brought: list[BadGradient] = []
         if bad:
-            own = torch.zeros(len(bad), len(_COUNTS), dtype=torch.float64)
+            own = torch.zeros(len(bad), len(_COUNTS), dtype=torch.float64, device="cpu")
             place = {position: k for k, position in enumerate(bad)}
             for (micro_batch, position), row in rows():
                 if position in place and micro_batch == earliest[position]:
@@ -266,7 +266,7 @@ class OriginWatch:
         # Behind the parameters: how much this rank has seen, so that all know if one has seen nothing.
         first = torch.full((len(self._names) + 1,), _NEVER, dtype=torch.int64, device=device)
         first[-1] = len(places)
-        counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64)
+        counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")
         if places:
             counts = torch.cat([moved(one.table[:, _COUNTS], device) for one in seen])
             micro_batches, positions = torch.tensor(places, device=device).unbind(1)

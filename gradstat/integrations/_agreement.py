@@ -32,7 +32,7 @@ class Agreement:
             return list(wants)
         import torch.distributed as dist
 
-        votes = torch.tensor([float(want) for want in wants])
+        votes = torch.tensor([float(want) for want in wants], device="cpu")
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return [vote > 0 for vote in votes.tolist()]
 

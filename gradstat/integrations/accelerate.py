@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from gradstat.monitor.policies import Policies
 
+__all__ = ["Handle", "install"]
+
 _SOURCE = "accelerator"
 
 

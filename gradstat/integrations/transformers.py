@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from gradstat.monitor.policies import Policies
 
+__all__ = ["Handle", "install"]
+
 STATE_FILE = "gradstat_monitor.pt"
 """The monitor's state, in the folder of each checkpoint."""
 

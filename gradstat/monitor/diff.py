@@ -14,6 +14,8 @@ from gradstat.monitor._incident import one_line
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import Recording
 
+__all__ = ["TOLERANCE", "Comparison", "Parting", "compare"]
+
 TOLERANCE = 1e-3
 _SHOWN = 10
 

@@ -64,7 +64,7 @@ class Monitor:
         rules: What to look for; None for `gradstat.monitor.default_rules()`.
         on_anomaly: What to do about findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
             ``"rollback"``, ``"replay"``, ``"record"`` (nothing but `findings`), a callable ``(monitor, finding)``, or
-            several; for errors, or by severity or rule in a mapping (see `gradstat.monitor.PolicyTable`).
+            several; for errors, or in a mapping by severity or by the name of a rule, which goes before its severity.
         history: How many steps are kept for `recording`.
         watch: What is looked at every how many steps; on top of `gradstat.monitor.DEFAULT_WATCH`.
         lag: On a GPU the numbers of a step are read so many steps later, when they have long arrived. 0 reads them at

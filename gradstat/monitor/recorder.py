@@ -14,6 +14,8 @@ from gradstat.monitor import _archive
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import COLUMNS, Recording, Series
 
+__all__ = ["LIMIT", "SUFFIX", "VERSION", "RecordingFileError", "load", "save"]
+
 SUFFIX = ".gradstat"
 FORMAT = "gradstat recording"
 VERSION = (1, 0)

@@ -16,6 +16,8 @@ from gradstat._tensors import TensorInfo
 from gradstat.monitor.recording import COLUMNS
 from gradstat.tensor_stats import TensorStats, l2_norm_of
 
+__all__ = ["Facts", "Observation", "Rows", "Window"]
+
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

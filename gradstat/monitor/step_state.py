@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+__all__ = ["Recorder", "RngState", "StepState"]
+
 # Running statistics change without a new version, so small buffers are always copied; large ones are masks and tables.
 _ALWAYS_COPIED = 1 << 16
 
 
 class RngState(NamedTuple):
-    """The states of the global random generators: torch's for the CPU and for CUDA, Python's, numpy's."""
+    """The states of the global random generators.
+
+    Attributes:
+        cpu: torch's, for the CPU.
+        cuda: torch's, one for each CUDA device; empty if CUDA is not in use.
+        python: That of ``random``.
+        numpy: That of ``numpy.random``.
+    """
 
     cpu: Tensor
     cuda: tuple[Tensor, ...]

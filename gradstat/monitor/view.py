@@ -13,6 +13,8 @@ from gradstat.monitor import _archive
 from gradstat.monitor._page_data import page_data
 from gradstat.monitor.recording import Recording
 
+__all__ = ["ViewerMissingError", "write_page"]
+
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = ("data.js", "charts.js", "heat.js", "lists.js", "replay.js")
 

@@ -155,6 +155,7 @@ class _NonfiniteTensor(Rule):
         self._episodes = Episodes()
 
     def kinds(self, window: Window) -> Iterable[str]:
+        """The kinds of tensors that this rule looks at, of those in ``window``."""
         raise NotImplementedError
 
     def review(self, window: Window) -> Iterable[Finding]:

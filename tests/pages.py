@@ -1,0 +1,161 @@
+"""The code on the pages of the documentation, and how it is run: from top to bottom, as a reader would.
+
+Python blocks of a page share one namespace, which begins empty, and one working directory, which begins empty. Of `sh`
+blocks the lines ``python -m gradstat ...`` run, too. Comments in the source of a page, which no reader sees, say
+what differs:
+
+    <!-- run: model = ... -->                      code that the next blocks take for granted, or that cleans up
+    <!-- file: train.py -->                        the next block is a file of that name, and runs as one
+    <!-- raises: RuntimeError: total norm -->      the next block ends with that error
+    <!-- warns: UserWarning: is slow -->           the next block gives that warning
+    <!-- prints -->                                the next block, of text, is what the last code printed
+    <!-- ranks: 2 -->                              the next block runs on so many ranks
+    <!-- not run: needs a GPU -->                  the next block does not run here, for that reason
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import shlex
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradstat.__main__ import main
+from gradstat.monitor import AnomalyWarning
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    [
+        *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+)
+LANGUAGES = {"python", "sh", "text"}
+MARKS = {"run", "file", "raises", "warns", "prints", "ranks", "not run"}
+
+_PIECE = re.compile(
+    r"^<!-- (?P<mark>[a-z ]+?)(?::\s(?P<words>.*?))? ?-->$"
+    r"|^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+_COMMAND = re.compile(r"(?:\$ )?python -m gradstat (.*)")
+
+
+@dataclass
+class Block:
+    """A block of code, or of text, on a page.
+
+    Attributes:
+        page: Where it is.
+        line: The line of its first line there.
+        language: Of it; ``"python"`` for what a comment runs.
+        code: What is in it.
+        marks: What comments before it say.
+    """
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    marks: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The arguments of gradstat's commands in a `sh` block."""
+        lines = self.code.splitlines()
+        return [shlex.split(match[1], comments=True) for line in lines if (match := _COMMAND.match(line))]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The blocks of a page in order, what comments run included; directives of the site's generator left out."""
+    text = page.read_text()
+    marks: dict[str, str] = {}
+    for piece in _PIECE.finditer(text):
+        line = text.count("\n", 0, piece.start()) + 1
+        if (mark := piece["mark"]) is not None:
+            if mark == "run":
+                yield Block(page, line, "python", piece["words"] + "\n", marks)
+                marks = {}
+            elif mark in MARKS:
+                marks[mark] = piece["words"] or ""
+        elif not piece["language"].startswith("{"):
+            yield Block(page, line + 1, piece["language"], piece["code"], marks)
+            marks = {}
+    assert not marks, f"{page}: no block behind {marks}"
+
+
+def run(blocks: list[Block]) -> None:
+    """Runs blocks of one page, in one namespace."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    for block in blocks:
+        if "prints" in block.marks:
+            assert _rounded(block.code) == _rounded(printed), f"{block} is not what was printed:\n{printed}"
+        elif block.language in ("python", "sh"):
+            try:
+                printed = _run(block, names)
+            except BaseException as error:
+                error.add_note(f"in the block at {block}") if hasattr(error, "add_note") else None
+                raise
+
+
+def _run(block: Block, names: dict[str, Any]) -> str:
+    """What a block prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings(record="warns" in block.marks) as caught:
+        # What a monitor has to say is what the pages are about. Every other warning is an error, as in all tests.
+        warnings.simplefilter("ignore", AnomalyWarning)
+        if "warns" in block.marks:
+            warnings.simplefilter("always")
+        if block.language == "sh":
+            for command in block.commands:
+                _command(command)
+        else:
+            _python(block, names)
+    if "warns" in block.marks:
+        told = [f"{warning.category.__name__}: {warning.message}" for warning in caught or []]
+        assert any(_has(text, block.marks["warns"]) for text in told), f"{block} warned of {told}"
+    return out.getvalue()
+
+
+def _python(block: Block, names: dict[str, Any]) -> None:
+    try:
+        if "file" in block.marks:
+            Path(block.marks["file"]).write_text(block.code)
+            names.update(runpy.run_path(block.marks["file"], run_name="__main__"))
+        else:
+            # Lines are numbered as on the page, so that a traceback leads there.
+            exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), names)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if "raises" not in block.marks or not _has(text, block.marks["raises"]):
+            raise
+    else:
+        assert "raises" not in block.marks, f"{block} does not raise {block.marks['raises']}"
+
+
+def _command(arguments: list[str]) -> None:
+    try:
+        status = main(arguments)
+    except SystemExit as end:  # of --help
+        status = int(end.code or 0)
+    assert status in (0, 1), f"python -m gradstat {shlex.join(arguments)} exits with {status}"
+
+
+def _has(text: str, part: str) -> bool:
+    """Whether ``part`` is in ``text``, wherever lines are broken."""
+    return " ".join(part.split()) in " ".join(text.split())
+
+
+def _rounded(text: str) -> str:
+    """Text without what may differ between machines: how numbers are rounded, and how wide columns are."""
+    return " ".join(re.sub(r"-?\d+\.\d+(e[-+]?\d+)?", "<number>", text).split())

@@ -1,0 +1,36 @@
+"""What is public: every name in the `__all__` of a module whose path has no underscore, as docs/versioning.md says."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+
+import gradstat
+
+CONSTANTS = (bool, int, float, str, tuple, dict, frozenset)
+
+
+def public_modules() -> Iterator[ModuleType]:
+    """gradstat and its public modules."""
+    yield gradstat
+    for found in pkgutil.walk_packages(gradstat.__path__, "gradstat."):
+        if not any(part.startswith("_") for part in found.name.split(".")) and ".kernels" not in found.name:
+            module = importlib.import_module(found.name)
+            if hasattr(module, "__all__"):
+                yield module
+
+
+def public_names() -> dict[object, set[str]]:
+    """By thing, the names it goes by: the same class may be had from several modules.
+
+    Constants, of which equal ones are not the same thing, are their own last name.
+    """
+    names: dict[object, set[str]] = {}
+    for module in public_modules():
+        for name in module.__all__:
+            thing = getattr(module, name)
+            key = f"constant {name}" if isinstance(thing, CONSTANTS) else thing
+            names.setdefault(key, set()).add(f"{module.__name__}.{name}")
+    return names

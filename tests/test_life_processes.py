@@ -1,0 +1,82 @@
+"""Life with a program: how processes begin and end. Forks, spawned workers, interrupts, the interpreter's end."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from programs import output_of, run
+
+# The threads make and free no tensors and ask them nothing: torch gives the lock of the interpreter away for that, too,
+# and when it cannot have it back it aborts by itself.
+THREADS_AT_THE_END = """
+import threading
+import torch
+from gradstat import _native
+
+def work(size):
+    tensors = [torch.ones(size) for _ in range(4)]
+    begun.release()
+    while True:
+        _native.load_cpu().scale_(tensors, minus)
+
+minus = torch.full((2,), -1.0, dtype=torch.float64)
+begun = threading.Semaphore(0)
+sizes = [1 << 8, 1 << 16, 1 << 20, 1 << 21]
+for size in sizes:
+    threading.Thread(target=work, args=(size,), daemon=True).start()
+for _ in sizes:
+    begun.acquire()
+threading.Event().wait(0.1)
+print("the end")
+"""
+
+
+def test_daemon_threads_that_measure_do_not_crash_the_end_of_the_program() -> None:
+    ended = run(THREADS_AT_THE_END)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "the end\n", "")
+
+
+# A child has one thread; its pool of threads is that of its parent, whose threads it has not. 8 MiB are measured in
+# parallel, although no tensor is so large that torch would work on it in parallel by itself, in which case it waits
+# forever. A child that waits is killed by the alarm.
+FORKED = """
+import os, signal
+import torch
+import gradstat
+
+torch.set_num_threads(2)
+gradients = [torch.arange(1 << 14, dtype=torch.float32).sub_(1 << 13).mul_(2.0**-19) for _ in range(128)]
+gradients[1][77] = float("nan")
+parameters = [torch.nn.Parameter(torch.empty(0)) for _ in gradients]
+
+def numbers():
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.data, parameter.grad = gradient, gradient.clone()
+    report = gradstat.check(parameters)
+    parameters[1].grad[77] = 0.0
+    norm = gradstat.clip_grad_norm_(parameters, 1.0)
+    return report.to_numpy().tobytes(), norm.item(), [float(p.grad[5]) for p in parameters]
+
+expected = numbers()
+children = []
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        right = numbers() == expected
+        if right:
+            grandchild = os.fork()  # which has lost them, too
+            if grandchild == 0:
+                signal.alarm(20)
+                os._exit(0 if numbers() == expected else 1)
+            right = os.waitpid(grandchild, 0)[1] == 0
+        os._exit(0 if right else 1)
+    children.append(child)
+print([os.waitpid(child, 0)[1] for child in children], numbers() == expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_a_forked_child_computes_the_same_bits_and_does_not_wait_for_threads_it_has_not() -> None:
+    assert output_of(FORKED) == "[0, 0] True"

@@ -1,0 +1,224 @@
+"""Life with a program: what it does to modules, parameters and gradients between steps, and where it calls from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gradstat
+
+
+def parameter_with(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
+# Modules that are not what they seem ------------------------------------------------------------------------
+
+
+class Sized(nn.Module):
+    """Equal to every other one of its size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sized) and len(self.weight) == len(other.weight)
+
+    def __hash__(self) -> int:
+        return hash(len(self.weight))
+
+
+def test_equal_modules_are_not_taken_for_each_other() -> None:
+    models = [Sized(3), Sized(3)]
+    for value, model in enumerate(models, 1):
+        model.weight.grad = torch.full((3,), float(value))
+    for _ in range(2):
+        assert [gradstat.check(model)["weight"].max for model in models] == [1.0, 2.0]
+
+
+def test_a_module_that_lists_what_it_likes_is_asked_each_time() -> None:
+    class Trainable(nn.Sequential):
+        def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            return ((n, p) for n, p in super().named_parameters(*arguments, **named) if p.requires_grad)
+
+    model = Trainable(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model[0].requires_grad_(False)
+    assert gradstat.check(model).names == ("1.weight", "1.bias")
+    model[0].requires_grad_(True)
+    assert gradstat.check(model).names == ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+# Tensors that are not what they seem ------------------------------------------------------------------------
+
+ENTRIES: dict[str, Callable[[Tensor], object]] = {
+    "check": lambda t: gradstat.check([("w", parameter_with(t))]),
+    "check_tensors": lambda t: gradstat.check_tensors({"w": t}),
+    "stats": lambda t: gradstat.stats([t]),
+    "clip_grad_norm_": lambda t: gradstat.clip_grad_norm_([parameter_with(t)], 1.0),
+    "clip_grad_norm_ that raises": lambda t: gradstat.clip_grad_norm_(
+        [parameter_with(t)], 1.0, error_if_nonfinite=True
+    ),
+    "clip_grads_with_norm_": lambda t: gradstat.clip_grads_with_norm_([parameter_with(t)], 1.0, 5.0),
+    "get_total_norm": lambda t: gradstat.get_total_norm([t]),
+    "guarded_step": lambda t: gradstat.guarded_step(torch.optim.SGD([parameter_with(t)], lr=0.1), max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("offset", [0, 16, 1 << 18])
+def test_a_storage_that_was_freed_is_refused(entry: str, offset: int) -> None:
+    whole = torch.ones(offset + 8)
+    part = whole[offset:]
+    whole.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"has no memory any more.*p\.grad = None"):
+        ENTRIES[entry](part)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_storage_that_was_freed_is_refused_by_name_whatever_the_backend(backend: str) -> None:
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"'late' .* has no memory any more"):
+        gradstat.check_tensors({"early": torch.ones(2), "late": freed}, backend=backend)
+
+
+def test_the_operators_read_no_memory_that_is_not_there() -> None:
+    gradstat.stats([torch.ones(1)])  # loads them
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    one = torch.ones((), dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="tensor 1 has no memory"):
+        torch.ops.gradstat.stats([torch.ones(1), freed])
+    with pytest.raises(RuntimeError, match="tensor 0 has no memory"):
+        torch.ops.gradstat.scale_([freed], one)
+
+
+@pytest.mark.filterwarnings("ignore:.*data pointer of FakeTensor")
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry != "clip_grads_with_norm_"])
+def test_inside_of_fake_mode_nothing_is_measured(entry: str) -> None:
+    real = torch.ones(3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(3)
+        for tensor in (fake, real):
+            with pytest.raises(RuntimeError, match="inside of FakeTensorMode"):
+                ENTRIES[entry](tensor)
+    with pytest.raises(ValueError, match="is a FakeTensor, which holds no data"):
+        ENTRIES[entry](fake)
+    assert gradstat.check_tensors([real])[0].sum == 3.0
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "grad": lambda f: torch.func.grad(f)(torch.ones(3)),
+    "jvp": lambda f: torch.func.jvp(f, (torch.ones(3),), (torch.ones(3),)),
+    "vmap": lambda f: torch.vmap(f)(torch.ones(2, 3)),
+    "vmap of grad": lambda f: torch.vmap(torch.func.grad(f))(torch.ones(2, 3)),
+    "functionalize": lambda f: torch.func.functionalize(f)(torch.ones(3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # as torch's jvp does
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_what_a_transform_works_on_is_refused_with_the_remedy(transform: str) -> None:
+    calls = 0
+
+    def inside(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        with pytest.raises((RuntimeError, ValueError), match=r"torch\.(func transform|vmap).*what .* returns"):
+            gradstat.check_tensors({"x": x})
+        return (x * x).sum()
+
+    TRANSFORMS[transform](inside)
+    assert calls == 1
+
+
+def test_a_table_may_be_made_inside_of_a_transform_and_checked_outside() -> None:
+    def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * x).sum(), gradstat.stats([x * 3.0])
+
+    gradients, table = torch.func.grad(loss, has_aux=True)(torch.ones(4))
+    assert table[0, gradstat.FIELDS.index("sum")] == 12.0
+    assert gradstat.check_tensors({"x": gradients})["x"].sum == 8.0
+    per_sample = torch.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2, 3))
+    assert gradstat.check_tensors([per_sample])[0].sum == 12.0
+
+
+def test_what_a_transform_left_behind_is_measured() -> None:
+    kept = []
+
+    def leak(x: Tensor) -> Tensor:
+        kept.append(x)
+        return (x * x).sum()
+
+    torch.func.grad(leak)(torch.ones(3))
+    assert gradstat.check_tensors(kept)[0].sum == 3.0
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_gradients_of_the_program_are_clipped_inside_of_a_transform(transform: str) -> None:
+    parameter = parameter_with(torch.full((4,), 2.0))
+
+    def inside(x: Tensor) -> Tensor:
+        gradstat.clip_grad_norm_([parameter], 1.0)
+        return (x * x).sum()
+
+    TRANSFORMS[transform](inside)
+    assert parameter.grad is not None
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert gradstat.check([parameter]).ok
+
+
+# Where new tensors of the program go ------------------------------------------------------------------------
+
+
+def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
+    # "meta" stands for a GPU: what would land there by mistake has no numbers, and pinned memory is not allowed there.
+    model = nn.Linear(3, 2)
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=True), torch.optim.RMSprop(model.parameters())]
+    monitor = gradstat.Monitor(model, optimizers[0])
+    scaler = gradstat.amp.GradScaler("cpu")
+    micro_batches = gradstat.MicroBatches(model)
+    clips = [gradstat.AutoClip(), gradstat.ZClip(), gradstat.AdaGC(), gradstat.AGC()]
+
+    def backward() -> list[nn.Parameter]:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return list(model.parameters())
+
+    with torch.device("meta"):
+        for backend in ("native", "reference"):
+            backward()
+            assert gradstat.check(model, backend=backend).total_norm == pytest.approx(math.sqrt(8))
+            assert gradstat.clip_grad_norm_(backward(), 1.0, backend=backend).item() == pytest.approx(math.sqrt(8))
+        gradstat.clip_grads_with_norm_(backward(), 1.0, 4.0)
+        assert gradstat.check(model)["bias"].max == pytest.approx(0.25)
+        assert gradstat.clip_grad_norm_([], 1.0).item() == 0.0
+        assert gradstat.get_total_norm([]).item() == 0.0
+        assert gradstat.stats([]).device.type == "cpu"
+        for clip in clips:
+            for _ in range(3):
+                assert clip.clip_(backward()).item() == pytest.approx(math.sqrt(8))
+            clip.summary()
+        for optimizer in optimizers:
+            backward()
+            assert gradstat.guarded_step(optimizer, max_norm=1.0).report.result().ok
+        monitor.step(1.0)
+        for _ in range(2):
+            micro_batches.check()
+        assert micro_batches.result().final.ok
+        scaler.scale(torch.ones((), device="cpu"))
+        backward()
+        scaler.step(optimizers[1])
+        scaler.update()
+        assert monitor.flush() == []
