@@ -27,6 +27,7 @@ HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
 KERNEL_TESTS = ("conformance", "fuzz", "multiply")
 OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive")
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
+COMPILED = ("-k", "not triton and not reference")
 TENSORS, QUICK_TENSORS = 20_000, 2_000
 
 # A float32 tensor of one element more than its memory has, measured.
@@ -53,12 +54,12 @@ def main() -> int:
     for level in levels[-1:] if options.quick else levels:
         at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
         if not options.quick:
-            passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, "-k", "not triton"), BUILD, at_level)
+            passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, *COMPILED), BUILD, at_level)
         tensors = str(QUICK_TENSORS if options.quick else TENSORS)
         command = [sys.executable, str(ROOT / "tests" / "fuzz.py"), "--seed", "1", "--tensors", tensors, "--apart"]
         passed &= step(f"{level}: {tensors} random tensors", command, BUILD, at_level)
     if not options.quick:
-        around = tests(OTHER_TESTS, "-k", "not triton")
+        around = tests(OTHER_TESTS, *COMPILED)
         passed &= step("tests of everything around the kernels", around, BUILD, environment)
         passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
     return 0 if passed else 1
