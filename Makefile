@@ -89,6 +89,7 @@ tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it wit
 docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	$(BIN)/python tests/check_site.py build/site
+	$(BIN)/python tests/browse_site.py build/site
 	@echo "open build/site/index.html"
 
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates

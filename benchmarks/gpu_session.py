@@ -73,7 +73,7 @@ def build() -> bool:
 WITHOUT_A_DEVICE = (
     "accelerate", "automatic", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff", "distributed",
     "documents", "faults", "gpu_session", "healthy", "life_processes", "lightning", "lightning_ranks", "loggers",
-    "monitor_ranks", "origin", "packaging", "recorder", "reference", "replicas", "rules", "schedule", "tour",
+    "monitor_ranks", "origin", "packaging", "pages", "recorder", "reference", "replicas", "rules", "schedule", "tour",
     "transformers", "view",
 )  # fmt: skip
 
