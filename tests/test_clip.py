@@ -327,7 +327,7 @@ def test_foreach_is_refused_where_torch_has_none() -> None:
     parameter.grad = torch.zeros(2, device="meta")
     with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tensors"):
         gradstat.clip_grad_norm_([parameter], 1.0, foreach=True)
-    with pytest.raises(ValueError, match="^(?!foreach)"):
+    with pytest.raises(ValueError, match=r"^(?!foreach)"):
         gradstat.clip_grad_norm_([parameter], 1.0, foreach=False)
 
 
