@@ -1,10 +1,11 @@
-"""`make sanitize`: the C++ code under AddressSanitizer and UndefinedBehaviorSanitizer, in the tests that reach it.
+"""`make sanitize`: the C++ code under sanitizers of addresses, undefined behaviour and threads, in tests that reach it.
 
 Builds the CPU library with both sanitizers into ``build/sanitize/``, beside a copy of the package, and runs tests and
 random tensors with it at every level of instructions that this machine has. The CUDA kernels and launchers are compiled
 for the host with the same flags; their stacks are not watched, as their threads are coroutines, whose switches
-AddressSanitizer would have to be told about. First of all errors made on purpose have to be reported: a sanitizer that
-is not there finds nothing.
+AddressSanitizer would have to be told about. The threads of the CPU kernels run under ThreadSanitizer, in a program of
+their own (tests/cpu_threads). First of all errors made on purpose have to be reported: a sanitizer that is not there
+finds nothing.
 
     python tests/sanitize.py            # everything
     python tests/sanitize.py --quick    # the highest level, fewer tests
@@ -49,8 +50,8 @@ def main() -> int:
     instrumented.build(BUILD, FLAGS)
     environment = sanitized()
     prove_that_errors_are_reported(environment)
+    passed = watch_threads()
     levels = instrumented.levels(BUILD, environment)
-    passed = True
     for level in levels[-1:] if options.quick else levels:
         at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
         if not options.quick:
@@ -99,6 +100,22 @@ def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
         if said.returncode == 0 or report not in said.stderr:
             sys.exit(f"an error made on purpose was not reported as {report!r}:\n{program}\n{said.stdout}{said.stderr}")
     print("errors made on purpose are reported", flush=True)
+
+
+def watch_threads() -> bool:
+    """The CPU kernels under ThreadSanitizer, once a race made on purpose was reported."""
+    from torch.utils.cpp_extension import include_paths
+
+    program = BUILD / "threads"
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    command = [compiler, *["-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-pthread", "-Wno-psabi"]]
+    command += [f"-I{ROOT / 'tests' / 'cpu_threads'}", f"-I{ROOT / 'csrc'}"]
+    command += [flag for path in include_paths() for flag in ("-isystem", path)]
+    subprocess.run([*command, str(ROOT / "tests" / "cpu_threads" / "threads.cpp"), "-o", str(program)], check=True)
+    raced = subprocess.run([str(program), "race"], capture_output=True, text=True, check=False)
+    if raced.returncode == 0 or "data race" not in raced.stderr:
+        sys.exit(f"a race made on purpose was not reported:\n{raced.stdout}{raced.stderr}")
+    return step("the threads of the CPU kernels", [str(program)], BUILD, dict(os.environ))
 
 
 if __name__ == "__main__":

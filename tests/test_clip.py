@@ -325,5 +325,26 @@ def test_expanded_gradients_are_refused_by_name_before_anything_changes(where: t
 def test_foreach_is_refused_where_torch_has_none() -> None:
     parameter = nn.Parameter(torch.zeros(2, device="meta"))
     parameter.grad = torch.zeros(2, device="meta")
-    with pytest.raises((RuntimeError, ValueError), match="meta"):
+    with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tensors"):
         gradstat.clip_grad_norm_([parameter], 1.0, foreach=True)
+    with pytest.raises(ValueError, match=r"^(?!foreach)"):
+        gradstat.clip_grad_norm_([parameter], 1.0, foreach=False)
+
+
+def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]) -> None:
+    backend, device = where
+    buffer = torch.arange(1.0, 25.0, device=device).reshape(4, 6)
+    slices = [
+        buffer[:, :3],
+        buffer[:2, ::2],
+        buffer[:, :3],
+    ]  # which share the elements 1, 3, 7 and 9; one is listed twice
+    alone = torch.ones_like(buffer, dtype=torch.bool)
+    alone[:2, ::2] = False
+    before = buffer.clone()
+    coefficient = 1.0 / (gradstat.get_total_norm(slices).double() + 1e-6)
+    gradstat.clip_grad_norm_(parameters_with(list(slices)), 1.0, backend=backend)
+    torch.testing.assert_close(buffer[:, :3][alone[:, :3]], (before[:, :3] * coefficient**2).float()[alone[:, :3]])
+    torch.testing.assert_close(buffer[:2, 4], (before[:2, 4] * coefficient).float())
+    assert torch.equal(buffer[:, 5], before[:, 5])
+    assert (buffer[:2, ::2] < before[:2, ::2]).all()
