@@ -72,9 +72,9 @@ def build() -> bool:
 # They touch no device, so they say the same as without a GPU, and some need packages that are not here.
 WITHOUT_A_DEVICE = (
     "accelerate", "automatic", "crash_safety", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff",
-    "distributed", "documents", "faults", "healthy", "life_processes", "lightning", "lightning_ranks", "loggers",
-    "monitor_ranks", "origin", "packaging", "recorder", "reference", "replicas", "rules", "schedule", "transformers",
-    "view",
+    "distributed", "documents", "faults", "healthy", "life_leaks", "life_processes", "lightning", "lightning_ranks",
+    "loggers", "monitor_ranks", "origin", "packaging", "recorder", "reference", "replicas", "rules", "schedule",
+    "transformers", "view",
 )  # fmt: skip
 
 
