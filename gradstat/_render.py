@@ -11,7 +11,7 @@ from gradstat.tensor_stats import TensorStats
 
 _SHOWN = 20
 _EXTREMES = 3
-_BAD_STYLE = ' style="color:#b00020;font-weight:bold"'
+_BAD_STYLE = ' style="color:#d32f2f;font-weight:bold"'
 _HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "zeros")
 
 

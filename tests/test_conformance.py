@@ -127,10 +127,10 @@ def assert_rows_match(table: Tensor, tensors: list[Tensor]) -> None:
         assert got["max"] == exact.max, label
         assert got["first_nonfinite"] == exact.first, label
         assert got["sum"] == pytest.approx(exact.sum, rel=0, abs=1e-6 * exact.magnitudes), label
-        assert norm_of(row) == pytest.approx(exact.l2_norm, rel=NORM_TOLERANCE), label
+        assert norm_of(row) == pytest.approx(exact.l2_norm, rel=NORM_TOLERANCE, abs=0.0), label
     merged = _fields.merge_rows(rows.tolist())
     total = square_root(sum((exact.squares for exact in every), Fraction(0)))
-    assert norm_of(np.array(merged)) == pytest.approx(total, rel=NORM_TOLERANCE)
+    assert norm_of(np.array(merged)) == pytest.approx(total, rel=NORM_TOLERANCE, abs=0.0)
 
 
 def norm_of(row: np.ndarray) -> float:
@@ -228,7 +228,7 @@ def test_norms_beyond_the_range_of_squares(dtype: torch.dtype, magnitude: float,
     mixed = torch.cat([x[:50], random(100, dtype, device)])
     tensors = [x, mixed, full(magnitude, dtype, device, 7)]
     for tensor, row in zip(tensors, gradstat.stats(tensors, backend=backend).cpu().numpy(), strict=True):
-        assert norm_of(row) == pytest.approx(Exact(tensor).l2_norm, rel=NORM_TOLERANCE)
+        assert norm_of(row) == pytest.approx(Exact(tensor).l2_norm, rel=NORM_TOLERANCE, abs=0.0)
         assert row[_fields.INDEX["inf_count"]] == 0
 
 
@@ -302,7 +302,7 @@ def test_native_agrees_with_the_reference_on_a_large_tensor(dtype: torch.dtype, 
     x = random(3_000_001, dtype, device)
     native = gradstat.stats([x], backend="native").cpu().numpy()[0]
     reference = gradstat.stats([x], backend="reference").cpu().numpy()[0]
-    assert norm_of(native) == pytest.approx(norm_of(reference), rel=NORM_TOLERANCE)
+    assert norm_of(native) == pytest.approx(norm_of(reference), rel=NORM_TOLERANCE, abs=0.0)
     exactly = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "zero_count", "min", "max")]
     assert (native[exactly] == reference[exactly]).all()
 

@@ -105,8 +105,8 @@ class Result:
         np.testing.assert_array_equal(column["max"], [t.max() for t in expected])
         np.testing.assert_array_equal(column["first_nonfinite"], math.inf)
         norm = math.sqrt(sum(np.square(t).sum() for t in expected))
-        assert self.norm[0] == pytest.approx(norm, rel=2e-7)
-        assert self.coefficient[0] == pytest.approx(min(1.0, self.max_norm / (norm + 1e-6)), rel=2e-7)
+        assert self.norm[0] == pytest.approx(norm, rel=2e-7, abs=0.0)
+        assert self.coefficient[0] == pytest.approx(min(1.0, self.max_norm / (norm + 1e-6)), rel=2e-7, abs=0.0)
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:

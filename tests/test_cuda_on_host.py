@@ -12,6 +12,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from fuzzing import FILLS
+from fuzzing import KINDS as KINDS_OF_BITS
 from host_build import build, needs_compiler
 from host_kernels import DTYPES, Piece, arrays, pointer, stats
 
@@ -196,6 +198,20 @@ def test_doubles_that_differ_in_their_last_bits(library: ctypes.CDLL, is_pair: b
     check(pieces, stats(library, pieces)[0])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bits(library: ctypes.CDLL, seed: int) -> None:
+    """NaN of every payload, subnormal numbers, squares that overflow or vanish, beside and among ordinary ones."""
+    rng, pieces = np.random.default_rng(seed), []
+    for number in range(160):
+        kind = KINDS_OF_BITS[number % len(KINDS_OF_BITS)]
+        numel = int(rng.choice([1, 2, 15, 16, 17, 40, 300, 4000]))
+        bits = list(FILLS.values())[rng.integers(len(FILLS))](kind.format, rng, numel * kind.parts)
+        real = kind.dtype.to_real() if kind.parts == 2 else kind.dtype
+        values = torch.from_numpy(bits.view(np.uint8)).view(real)
+        pieces.append(Piece(values, kind.parts == 2, number % max(16 // kind.dtype.itemsize, 1)))
+    check(pieces, stats(library, pieces, blocks=11, seed=seed)[0])
+
+
 def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
     """More than the parameters of a launch hold, and each smaller table too."""
     random = np.random.default_rng(1)
@@ -211,7 +227,7 @@ def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
         every = np.concatenate([p.doubles().ravel() for p in pieces[:count]])
         finite = every[np.isfinite(every)]
         if finite.size == every.size:
-            assert norm.item() == pytest.approx(exact_norm(finite), rel=1e-7)
+            assert norm.item() == pytest.approx(exact_norm(finite), rel=1e-7, abs=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -252,10 +268,10 @@ def test_norm_and_coefficient(library: ctypes.CDLL, norm_dtype: torch.dtype) -> 
     exact = exact_norm(every)
     _, norm, coefficient = stats(library, pieces, norm_dtype=norm_dtype, max_norm=2.0)
     if norm_dtype == torch.float64:
-        assert norm.item() == pytest.approx(exact, rel=1e-7)
+        assert norm.item() == pytest.approx(exact, rel=1e-7, abs=0.0)
     else:
         assert norm == torch.tensor(exact, dtype=torch.float64).to(norm_dtype)
-    assert coefficient == pytest.approx(2.0 / (exact + 1e-6), rel=1e-7)
+    assert coefficient == pytest.approx(2.0 / (exact + 1e-6), rel=1e-7, abs=0.0)
     assert stats(library, pieces, norm_dtype=norm_dtype, max_norm=1e9)[2] == 1.0
     assert stats(library, pieces, norm_dtype=norm_dtype, max_norm=math.inf)[2] == 1.0
     largest = stats(library, pieces, norm_dtype=norm_dtype, infinity=True)[1]

@@ -42,7 +42,7 @@ def test_the_judge_is_right_about_long_vectors() -> None:
     values = torch.from_numpy(np.random.default_rng(3).standard_normal((2, 1 << 18))).float()
     for norm, row in zip(numerics.judge(values), values.double().tolist(), strict=True):
         exact = square_root(Fraction(math.fsum(value * value for value in row)))
-        assert float(norm) == pytest.approx(exact, rel=2e-16)
+        assert float(norm) == pytest.approx(exact, rel=2e-16, abs=0.0)
 
 
 @pytest.mark.parametrize("dtype", numerics.DTYPES)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -786,3 +787,42 @@ def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> No
     assert words(run("train.py")) == words(printed)
     assert words(printed).count("...") == 2
     assert run("schedule.py") == "1 of 5 steps in anomaly mode\n"
+
+
+# Notebooks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("/tmp/ipykernel_77/1570997521.py", "In[5]:2"),  # what a kernel calls a cell, and knows the number of
+        ("/tmp/ipykernel_77/42.py", "a cell:2"),  # of another kernel
+        ("C:\\Temp\\ipykernel_77\\1570997521.py", "In[5]:2"),
+        ("<ipython-input-12-0123456789ab>", "In[12]:2"),  # IPython in a terminal, and older kernels
+        ("/home/me/ipykernel_77/train.py", "/home/me/ipykernel_77/train.py:2"),  # a file
+    ],
+)
+def test_the_code_of_a_notebook_is_named_by_its_cell(file: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = {"/tmp/ipykernel_77/1570997521.py": 5, "C:\\Temp\\ipykernel_77\\1570997521.py": 5}
+
+    def format_code_name(name: str) -> tuple[str, str] | None:  # as IPython.core.compilerop.CachingCompiler
+        return ("Cell", f"In[{cells[name]}]") if name in cells else None
+
+    compiler = types.SimpleNamespace(format_code_name=format_code_name)
+    ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(compile=compiler))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    names: dict[str, Any] = {}
+    exec(compile("def f(x):\n    return x.log()", file, "exec"), names)
+    culprit = blamed(names["f"], -torch.ones(3))
+    assert culprit is not None
+    assert culprit.source == named
+    assert culprit.stack[-1].startswith(f"{named} in f")
+
+
+def test_a_cell_is_named_without_ipython_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
+    names: dict[str, Any] = {}
+    exec(compile("def f(x):\n    return x.log()", "/tmp/ipykernel_77/1.py", "exec"), names)
+    culprit = blamed(names["f"], -torch.ones(3))
+    assert culprit is not None
+    assert culprit.source == "a cell:2"

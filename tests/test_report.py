@@ -41,7 +41,7 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
         assert stats.inf_count == x.isinf().sum()
         assert stats.zero_count == (x == 0).sum()
         assert stats.ok == bool(x.isfinite().all())
-        assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-7)
+        assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
         expected = [math.nan] * 5
         if len(finite):
             expected = [
@@ -65,7 +65,7 @@ def test_totals(tensors: dict[str, torch.Tensor], report: gradstat.Report) -> No
     finite = everything[everything.isfinite()]
     assert not report.ok
     assert math.isnan(report.total_norm)
-    assert report.finite_norm == pytest.approx(finite.norm().item(), rel=1e-7)
+    assert report.finite_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
     assert report.max_abs == finite.abs().max()
     assert (report.nan_count, report.inf_count) == (4, 2)
     assert report.zero_count == (everything == 0).sum()
@@ -186,8 +186,8 @@ def test_norms_of_float64_extremes_reach_the_report() -> None:
     report = gradstat.check_tensors(
         [torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)]
     )
-    assert [stats.l2_norm for stats in report] == pytest.approx([2e200, 2e-200], rel=1e-12)
-    assert report.to_numpy()["l2_norm"].tolist() == pytest.approx([2e200, 2e-200], rel=1e-12)
+    assert [stats.l2_norm for stats in report] == pytest.approx([2e200, 2e-200], rel=1e-12, abs=0.0)
+    assert report.to_numpy()["l2_norm"].tolist() == pytest.approx([2e200, 2e-200], rel=1e-12, abs=0.0)
     assert report.total_norm == pytest.approx(2e200)
 
 

@@ -18,6 +18,8 @@ _REPLAY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "replay.py")
 # Decorators and context managers of the standard library stand between the user's frames and say nothing.
 _PASSED_THROUGH = ("contextlib.py", "functools.py")
 _ENGINE = (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward")
+# What a notebook, or IPython in a terminal, calls the code of a cell.
+_CELL = re.compile(r"<ipython-input-(?P<number>\d+)-|[\\/]ipykernel_\d+[\\/]\d+\.py$")
 _TRACEBACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
 
@@ -35,9 +37,9 @@ class Line(NamedTuple):
 
     @property
     def source(self) -> str:
-        """``"path/file.py:line"``, relative to the working directory if it lies there."""
+        """``"path/file.py:line"``, relative to the working directory if it lies there; ``"In[5]:line"`` of a cell."""
         here = os.getcwd() + os.sep
-        return f"{self.file.removeprefix(here)}:{self.number}"
+        return f"{_cell(self.file) or self.file.removeprefix(here)}:{self.number}"
 
     @property
     def text(self) -> str:
@@ -45,6 +47,20 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.source} in {self.function}: {self.text}"
+
+
+def _cell(file: str) -> str | None:
+    """The cell of a notebook that ``file`` stands for, as the notebook numbers it; None if it is a real file."""
+    match = _CELL.search(file)
+    if match is None:
+        return None
+    if match["number"]:
+        return f"In[{match['number']}]"
+    # A kernel names code by a hash, and remembers in which cell it last ran.
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    named = None if shell is None else shell.compile.format_code_name(file)
+    return "a cell" if named is None else str(named[1])
 
 
 class Place(NamedTuple):

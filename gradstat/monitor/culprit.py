@@ -23,9 +23,9 @@ class Culprit:
             parameter or buffer that was bad before the step began.
         module: Dotted name of the innermost module, ``""`` for the model itself, None outside of any.
         op: ``"log"``, ``"addmm"``; in the backward pass the operation whose derivative it was. None if there was none.
-        source: ``"path/file.py:line"`` of the user's code: in the forward pass the innermost line outside of torch, in
-            the backward pass the line of the forward pass whose derivative it was, or the line in the user's own
-            backward or hook. None if there is none.
+        source: ``"path/file.py:line"`` of the user's code, ``"In[5]:line"`` of a notebook's: in the forward pass the
+            innermost line outside of torch, in the backward pass the line of the forward pass whose derivative it was,
+            or the line in the user's own backward or hook. None if there is none.
         line: The text of that line; empty if it cannot be read.
         name: Of the parameter, buffer or part of the batch; of the parameter whose gradient was made; else None.
         inputs: Statistics of what went in, as it was before; None if nothing that has statistics did.

@@ -206,9 +206,17 @@ class Monitor:
 
         Floating tensors are measured with the gradients of the step. Of integer ones, if ``classes`` was given, the
         range is looked at: on the CPU at once, so that a label out of range is told before the loss fails on it.
+        No host sync on a GPU.
+
+        Args:
+            batch: What the loop gets from its loader. Nothing in it is kept, unless the monitor keeps batches for
+                a replay.
 
         Returns:
             What was found now.
+
+        Raises:
+            AnomalyError: Something was found that ``on_anomaly`` says to raise about.
         """
         if self._paused or not self._watch["batch"]:
             return []
@@ -358,7 +366,13 @@ class Monitor:
     # What is kept ----------------------------------------------------------------------------------------
 
     def recording(self, why: str = "") -> Recording:
-        """The last steps, as far as they have been read, with findings. Reviews what has not been."""
+        """The last ``history`` steps, as far as they have been read, with findings. Reviews what has not been.
+
+        No host sync; `flush` first brings what is still on its way.
+
+        Args:
+            why: Why it is made, for its ``meta``.
+        """
         self._review()
         recording = self._history.recording()
         recording.findings = tuple(self.findings)
@@ -389,7 +403,18 @@ class Monitor:
         return Diagnosis.of(self.recording(), self._replayed)
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
-        """Writes the recording to one file, for ``python -m gradstat view``; replaces it only by a whole one."""
+        """Writes the `recording` to one file, for ``python -m gradstat view``; replaces it only by a whole one.
+
+        Args:
+            path: Where, by convention ``*.gradstat``; missing folders are made.
+            why: Why, for the recording's ``meta``.
+
+        Returns:
+            ``path``.
+
+        Raises:
+            OSError: The disk does not take it; nothing is left behind.
+        """
         from gradstat.monitor.recorder import save
 
         target = Path(path)
@@ -411,6 +436,9 @@ class Monitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; rules that are not in it begin anew.
+
+        Args:
+            state: What `state_dict` returned, on any device; by the same or an older gradstat.
 
         Raises:
             ValueError: The state is from a newer gradstat.
@@ -435,7 +463,14 @@ class Monitor:
     def detach(self, why: str = "the run ended") -> None:
         """Ends the watch: reads what is left, takes all hooks away, saves the recording if there is a file for it.
 
-        `findings`, `recording` and `diagnose` stay.
+        `findings`, `recording` and `diagnose` stay. Waits for the device.
+
+        Args:
+            why: What the recording says about why it was saved.
+
+        Raises:
+            AnomalyError: Something was found in what was left that ``on_anomaly`` says to raise about.
+            OSError: The recording cannot be written.
         """
         if self._paused:
             return

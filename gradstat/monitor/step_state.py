@@ -131,13 +131,17 @@ class Recorder:
         ...     loss = train_step(batch)
         ...     if not math.isfinite(loss):
         ...         print(find_culprit(model, train_step, state=recorder.states, batch=batch))
+
+    Attributes:
+        states: The `StepState` of each forward pass since `begin_step`, in order.
+        inputs: What the model was called with, arguments and keyword arguments of each; empty without ``keep_batch``.
     """
 
     def __init__(self, model: Module, *, keep_batch: bool = False) -> None:
         """Attaches itself to ``model``.
 
         Args:
-            model: The outermost module that is called; a compiled one as `torch.compile` returned it.
+            model: The outermost module that is called; a compiled one as ``torch.compile`` returned it.
             keep_batch: Whether to keep what the model is called with, too, and with it that memory until the next step.
         """
         self.states: list[StepState] = []
