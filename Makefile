@@ -48,8 +48,12 @@ format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 fuzz: $(VENV)/.built ## A million tensors of random bits and layouts through every operation, held against an exact account
 	$(BIN)/python tests/fuzz.py
 
-sanitize: $(VENV)/.installed ## The C++ code and the tests that reach it under AddressSanitizer and UBSan
+sanitize: $(VENV)/.installed ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
 	$(BIN)/python tests/sanitize.py
+
+.PHONY: coverage-cxx
+coverage-cxx: $(VENV)/.installed ## Run the tests that reach C++ and report the lines they reach; fails under 90 %
+	$(BIN)/python tests/coverage_cxx.py
 
 bench: $(VENV)/.built ## Time checks, clips and training steps against torch on this machine, in under three minutes
 	$(BIN)/python benchmarks/suite.py
@@ -89,6 +93,7 @@ tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it wit
 docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	$(BIN)/python tests/check_site.py build/site
+	$(BIN)/python tests/browse_site.py build/site
 	@echo "open build/site/index.html"
 
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates

@@ -72,8 +72,9 @@ def build() -> bool:
 # They touch no device, so they say the same as without a GPU, and some need packages that are not here.
 WITHOUT_A_DEVICE = (
     "accelerate", "automatic", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff", "distributed",
-    "documents", "faults", "healthy", "life_processes", "lightning", "lightning_ranks", "loggers", "monitor_ranks",
-    "origin", "packaging", "recorder", "reference", "replicas", "rules", "schedule", "tour", "transformers", "view",
+    "documents", "faults", "gpu_session", "healthy", "life_processes", "lightning", "lightning_ranks", "loggers",
+    "monitor_ranks", "origin", "packaging", "pages", "recorder", "reference", "replicas", "rules", "schedule", "tour",
+    "transformers", "view",
 )  # fmt: skip
 
 
@@ -84,18 +85,32 @@ def test() -> bool:
     return _run(sys.executable, "-m", "pytest", *options, *left_out)
 
 
+# What compute-sanitizer looks for, and in what: random tensors are for memory errors, as they are slow under its eyes.
+SHORT_SET = ("tests/gpu_gates/short_set.py",)
+RANDOM_TENSORS = ("tests/fuzz.py", "--device", "cuda", "--seed", "1", "--tensors", "400", "--apart")
+WATCHED = (
+    ("memcheck", SHORT_SET),
+    ("racecheck", SHORT_SET),
+    ("initcheck", SHORT_SET),
+    ("synccheck", SHORT_SET),
+    ("memcheck", RANDOM_TENSORS),
+)
+
+
 def sanitize() -> bool:
-    """Compute-sanitizer: memory errors and races on a short set"""
+    """Compute-sanitizer: memory errors, races, memory read before it was written, barriers"""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(sanitizer):
         print("compute-sanitizer not found: memory errors and races were not looked for")
         return False
-    short = [sys.executable, "tests/gpu_gates/short_set.py"]
-    return all(
+    passed = True
+    for tool, program in WATCHED:
+        command = (sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, *program)
         # Torch's caching allocator would hide overruns between blocks of one allocation.
-        _run(sanitizer, "--tool", tool, "--error-exitcode", "9", *short, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        for tool in ("memcheck", "racecheck")
-    )
+        found_nothing = _run(*command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        print(f"{tool} of {program[0]}: {'nothing found' if found_nothing else 'FAILED'}", flush=True)
+        passed = passed and found_nothing
+    return passed
 
 
 def measure() -> bool:

@@ -214,11 +214,16 @@ def units_of(tensor: Tensor) -> Sequence[Tensor]:
 @contextmanager
 def changeable(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
     """The tensors, to be changed in place; those that do not fit as contiguous copies, copied back in the end."""
-    # A tensor that is listed twice has one copy, so that a second change finds what the first one left.
-    copies = {t.data_ptr(): (t, t.contiguous()) for t in tensors if not fits(t)}
-    yield [t if fits(t) else copies[t.data_ptr()][1] for t in tensors]
+    # A tensor that is listed twice has one copy, so that a second change finds what the first one left; another view
+    # that begins at the same address has one of its own.
+    copies = {_place(t): (t, t.contiguous()) for t in tensors if not fits(t)}
+    yield [t if fits(t) else copies[_place(t)][1] for t in tensors]
     for tensor, copy in copies.values():
         tensor.copy_(copy)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def is_distributed(tensors: Sequence[Any]) -> bool:

@@ -1,10 +1,10 @@
 """`make coverage-cxx`: which lines of csrc/ the tests run, by gcov; fails where they are fewer than nine in ten.
 
-Builds the CPU library without optimization and with counters into ``build/coverage/``, beside a copy of the package,
-and runs the tests that reach C++ code with it, those of the kernels at every level of instructions that this machine
-has. The CUDA kernels and launchers count as far as they run when compiled for the host. Not counted is what only nvcc
-compiles, a few functions of csrc/device.cuh that wrap instructions of GPUs, and csrc/ops_cuda.cpp, which needs a torch
-with CUDA: it registers with torch what the launchers do.
+Builds the CPU library without optimization and with counters into ``build/coverage-cxx/``, beside a copy of the
+package, and runs the tests that reach C++ code with it, those of the kernels at every level of instructions that this
+machine has. The CUDA kernels and launchers count as far as they run when compiled for the host. Not counted is what
+only nvcc compiles (a few functions that wrap instructions of GPUs), and csrc/ops_cuda.cpp, which needs a torch with
+CUDA: it registers with torch what the launchers do.
 """
 
 from __future__ import annotations
@@ -16,35 +16,25 @@ import sys
 import instrumented
 from instrumented import ROOT, step, tests
 
-BUILD = ROOT / "build" / "coverage"
+BUILD = ROOT / "build" / "coverage-cxx"
 FLAGS = "-O0 -g --coverage -fprofile-update=atomic"
-KERNEL_TESTS = ("conformance", "fuzz", "multiply")
-OTHER_TESTS = (
-    "ops",
-    "host_path",
-    "check",
-    "clip",
-    "clip_value",
-    "total_norm",
-    "step",
-    "adaptive",
-    "backends",
-    "fields",
-)
+KERNEL_TESTS = ("fuzz", "multiply")  # and not the many of conformance, which reach no other lines
+OTHER_TESTS = ("ops", "host_path", "check", "clip", "clip_value", "total_norm", "step", "adaptive", "backends")
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
+COMPILED = ("-k", "not triton and not reference")
 LEAST_PERCENT = 90
 
 
 def main() -> int:
     shutil.rmtree(BUILD, ignore_errors=True)
     instrumented.build(BUILD, FLAGS)
-    # As in the tests' own build, less the warnings that come of having no optimization.
-    environment = instrumented.environment(BUILD, f"{FLAGS} -O1 -Wno-error")
+    # The coroutines take turns, so that plain counters will do.
+    environment = instrumented.environment(BUILD, f"{FLAGS} -O1 -fprofile-update=single -Wno-error")
     passed = True
     for level in instrumented.levels(BUILD, environment):
         at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
-        passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, "-k", "not triton"), BUILD, at_level)
-    passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, "-k", "not triton"), BUILD, environment)
+        passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, *COMPILED), BUILD, at_level)
+    passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, *COMPILED), BUILD, environment)
     # Counts are written where a library was made, so that has to last.
     on_host = tests(HOST_TESTS, f"--basetemp={BUILD / 'host'}")
     passed &= step("the CUDA code on the host", on_host, BUILD, environment)

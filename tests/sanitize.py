@@ -1,10 +1,11 @@
-"""`make sanitize`: the C++ code under AddressSanitizer and UndefinedBehaviorSanitizer, in the tests that reach it.
+"""`make sanitize`: the C++ code under sanitizers of addresses, undefined behaviour and threads, in tests that reach it.
 
 Builds the CPU library with both sanitizers into ``build/sanitize/``, beside a copy of the package, and runs tests and
 random tensors with it at every level of instructions that this machine has. The CUDA kernels and launchers are compiled
 for the host with the same flags; their stacks are not watched, as their threads are coroutines, whose switches
-AddressSanitizer would have to be told about. First of all errors made on purpose have to be reported: a sanitizer that
-is not there finds nothing.
+AddressSanitizer would have to be told about. The threads of the CPU kernels run under ThreadSanitizer, in a program of
+their own (tests/cpu_threads). First of all errors made on purpose have to be reported: a sanitizer that is not there
+finds nothing.
 
     python tests/sanitize.py            # everything
     python tests/sanitize.py --quick    # the highest level, fewer tests
@@ -27,6 +28,7 @@ HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
 KERNEL_TESTS = ("conformance", "fuzz", "multiply")
 OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive")
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
+COMPILED = ("-k", "not triton and not reference")
 TENSORS, QUICK_TENSORS = 20_000, 2_000
 
 # A float32 tensor of one element more than its memory has, measured.
@@ -48,17 +50,17 @@ def main() -> int:
     instrumented.build(BUILD, FLAGS)
     environment = sanitized()
     prove_that_errors_are_reported(environment)
+    passed = watch_threads()
     levels = instrumented.levels(BUILD, environment)
-    passed = True
     for level in levels[-1:] if options.quick else levels:
         at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
         if not options.quick:
-            passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, "-k", "not triton"), BUILD, at_level)
+            passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, *COMPILED), BUILD, at_level)
         tensors = str(QUICK_TENSORS if options.quick else TENSORS)
         command = [sys.executable, str(ROOT / "tests" / "fuzz.py"), "--seed", "1", "--tensors", tensors, "--apart"]
         passed &= step(f"{level}: {tensors} random tensors", command, BUILD, at_level)
     if not options.quick:
-        around = tests(OTHER_TESTS, "-k", "not triton")
+        around = tests(OTHER_TESTS, *COMPILED)
         passed &= step("tests of everything around the kernels", around, BUILD, environment)
         passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
     return 0 if passed else 1
@@ -98,6 +100,22 @@ def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
         if said.returncode == 0 or report not in said.stderr:
             sys.exit(f"an error made on purpose was not reported as {report!r}:\n{program}\n{said.stdout}{said.stderr}")
     print("errors made on purpose are reported", flush=True)
+
+
+def watch_threads() -> bool:
+    """The CPU kernels under ThreadSanitizer, once a race made on purpose was reported."""
+    from torch.utils.cpp_extension import include_paths
+
+    program = BUILD / "threads"
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    command = [compiler, *["-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-pthread", "-Wno-psabi"]]
+    command += [f"-I{ROOT / 'tests' / 'cpu_threads'}", f"-I{ROOT / 'csrc'}"]
+    command += [flag for path in include_paths() for flag in ("-isystem", path)]
+    subprocess.run([*command, str(ROOT / "tests" / "cpu_threads" / "threads.cpp"), "-o", str(program)], check=True)
+    raced = subprocess.run([str(program), "race"], capture_output=True, text=True, check=False)
+    if raced.returncode == 0 or "data race" not in raced.stderr:
+        sys.exit(f"a race made on purpose was not reported:\n{raced.stdout}{raced.stderr}")
+    return step("the threads of the CPU kernels", [str(program)], BUILD, dict(os.environ))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from fuzzing import FILLS
+from fuzzing import KINDS as KINDS_OF_BITS
 from host_build import build, needs_compiler
 from host_kernels import DTYPES, Piece, arrays, pointer, stats
 
@@ -194,6 +196,20 @@ def test_doubles_that_differ_in_their_last_bits(library: ctypes.CDLL, is_pair: b
     mixed = np.where(random.random(5000) < 0.5, -1.0, 1.0) * np.spacing(1.0) * random.permutation(5000)
     pieces.append(Piece(torch.from_numpy(1e-3 + mixed), is_pair))
     check(pieces, stats(library, pieces)[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bits(library: ctypes.CDLL, seed: int) -> None:
+    """NaN of every payload, subnormal numbers, squares that overflow or vanish, beside and among ordinary ones."""
+    rng, pieces = np.random.default_rng(seed), []
+    for number in range(160):
+        kind = KINDS_OF_BITS[number % len(KINDS_OF_BITS)]
+        numel = int(rng.choice([1, 2, 15, 16, 17, 40, 300, 4000]))
+        bits = list(FILLS.values())[rng.integers(len(FILLS))](kind.format, rng, numel * kind.parts)
+        real = kind.dtype.to_real() if kind.parts == 2 else kind.dtype
+        values = torch.from_numpy(bits.view(np.uint8)).view(real)
+        pieces.append(Piece(values, kind.parts == 2, number % max(16 // kind.dtype.itemsize, 1)))
+    check(pieces, stats(library, pieces, blocks=11, seed=seed)[0])
 
 
 def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 import math
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -222,3 +227,144 @@ def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
         scaler.step(optimizers[1])
         scaler.update()
         assert monitor.flush() == []
+
+
+# Monitors that come and go ----------------------------------------------------------------------------------
+
+MONITORS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "activations": {"watch": {"activations": 1, "outputs": 1}},
+    "replay": {"replay": True, "keep_batch": True},
+    "skip": {"on_anomaly": "skip"},
+    "rollback": {"on_anomaly": "rollback"},
+}
+
+
+def hooks_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+    parameters = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    steps = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return modules + parameters + steps
+
+
+def net() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gradstat.Monitor, steps: int = 1) -> None:
+    for _ in range(steps):
+        loss = model(torch.randn(4, 3)).sum()
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_monitor_that_nobody_has_any_more_leaves_no_hook(kind: str, steps: int) -> None:
+    model, optimizer = net()
+    for _ in range(2):
+        monitor = gradstat.Monitor(model, optimizer, **MONITORS[kind])
+        assert hooks_on(model, optimizer)
+        train(model, optimizer, monitor, steps)
+        alive = weakref.ref(monitor)
+        del monitor
+        assert alive() is None  # at once: no cycle that waits for the garbage collector
+        assert hooks_on(model, optimizer) == 0
+    model(torch.randn(4, 3))
+
+
+def test_a_monitor_that_goes_before_the_step_takes_its_verdict_along() -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")})
+    for bad in (True, False):
+        model(torch.full((4, 3), math.nan if bad else 1.0)).sum().backward()
+        before = model[0].bias.detach().clone()
+        if bad:
+            monitor.step()
+            assert hasattr(optimizer, "found_inf")
+            del monitor
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        assert not hasattr(optimizer, "found_inf")
+        assert (model[0].bias != before).any()
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+def test_copies_of_a_watched_model_are_not_watched(kind: str) -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer, **MONITORS[kind])
+    train(model, optimizer, monitor, 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        objects = len(gc.get_objects())
+        for _ in range(20):
+            other(torch.randn(4, 3)).sum().backward()
+        gc.collect()
+        assert len(gc.get_objects()) - objects < 20  # a copy that is watched keeps something of each forward pass
+        own = gradstat.Monitor(other, torch.optim.SGD(other.parameters(), lr=0.1), **MONITORS[kind])
+        own.step(1.0)
+    train(model, optimizer, monitor, 2)
+    assert monitor.steps == 4
+    assert monitor.recording().tables["gradient"].steps.tolist() == [0, 1, 2, 3]
+
+
+def test_a_monitor_says_why_it_cannot_be_copied() -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer)
+    train(model, optimizer, monitor)
+    copies: list[Callable[[object], object]] = [copy.copy, copy.deepcopy, pickle.dumps]
+    for copied in copies:
+        with pytest.raises(TypeError, match=r"belongs to one model.*monitor\.state_dict\(\)"):
+            copied(monitor)
+    model.monitor = monitor  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="nor can a model"):
+        copy.deepcopy(model)
+    del model.monitor
+    other = copy.deepcopy(model)
+    again = gradstat.Monitor(other)
+    again.load_state_dict(copy.deepcopy(monitor.state_dict()))
+    assert again.steps == 1
+
+
+def test_other_parameters_of_the_same_names_are_noticed_by_the_monitor_wherever_they_lie() -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    train(model, optimizer, monitor)
+    for _ in range(20):  # a new parameter often gets the place of the last one
+        del model[2]
+        model.append(nn.Linear(4, 2))
+        train(model, optimizer, monitor)
+    assert ("optimizer-coverage", 1, "2.weight") in {(f.rule, f.step, f.name) for f in monitor.findings}
+    noted = monitor._collector._known
+    assert [reference() for reference in noted[1]] == list(model.parameters())
+
+
+# What reports keep ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["model", "optimizer", "parameters", "pairs", "one", "step"])
+def test_a_report_keeps_nothing_of_the_model(way: str) -> None:
+    ways: dict[str, Callable[[nn.Sequential, torch.optim.Optimizer], gradstat.Report]] = {
+        "model": lambda m, _: gradstat.check(m),
+        "optimizer": lambda _, o: gradstat.check(o),
+        "parameters": lambda m, _: gradstat.check(m.parameters()),
+        "pairs": lambda m, _: gradstat.check(m.named_parameters()),
+        "one": lambda m, _: gradstat.check(m[0].weight),
+        "step": lambda m, o: gradstat.guarded_step(o, model=m).report.result(),
+    }
+    model, optimizer = net()
+    model(torch.randn(4, 3)).sum().backward()
+    report = ways[way](model, optimizer)
+    count = len(report)
+    gone = [weakref.ref(model[0].weight), weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+    assert len(report.names) == count

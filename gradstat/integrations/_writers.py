@@ -59,7 +59,7 @@ class JsonlWriter(_Lines):
     """
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends ``{"step": step, ...}``."""
+        """Appends the line ``{"step": step, ...}`` for ``values``, floats by name, in one call of the system."""
         line = {"step": int(step), **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         self._put(json.dumps(line, allow_nan=False) + "\n")
 
@@ -89,7 +89,7 @@ class CsvWriter(_Lines):
         super().__init__(target)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends a row.
+        """Appends a row of ``values``, floats by name, with empty cells for columns that are not among them.
 
         Raises:
             ValueError: There is a name without a column; nothing is written.

@@ -52,7 +52,12 @@ class Diagnosis:
 
     @classmethod
     def of(cls, recording: Recording, culprit: str = "") -> Diagnosis:
-        """The diagnosis of a recording."""
+        """The diagnosis of a recording.
+
+        Args:
+            recording: Of a run, as a monitor or a file has it.
+            culprit: What a replay found, in words.
+        """
         place = _Places(recording)
         ranked = sorted(recording.findings, key=lambda f: (f.severity == "info", f.step, *place.of(f)))
         serious = [finding for finding in ranked if finding.severity != "info"]
