@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 10)
 TOO_OLD = "2.9.1"
+NO_TORCH = "there is no"
 UV = (sys.executable, "-m", "uv", "pip")
 # Those that need nothing but the installed package and pytest.
 MAIN_TESTS = (
@@ -72,7 +73,7 @@ class Environment:
         """Raises `NotRunError` if there is no such release for this Python."""
         done = self._install(*what)
         if "No solution found" in done.stderr:
-            raise NotRunError(f"there is no {' with '.join(what)} for this Python")
+            raise NotRunError(f"{NO_TORCH} {' with '.join(what)} for this Python")
         self._expect(done, what)
 
     def install(self, *what: str | Path, **variables: str) -> None:
@@ -263,7 +264,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only print the names of the cells")
     parser.add_argument("--write", action="store_true", help="record the outcomes and rewrite docs/compatibility.md")
     options = parser.parse_args()
-    cells = [Cell(*name.split("/")) for name in options.cell] or list(planned(torch_releases()))
+    releases = torch_releases()
+    cells = [Cell(*name.split("/")) for name in options.cell] or list(planned(releases))
     failed = 0
     for cell in cells:
         if options.list:
@@ -272,6 +274,9 @@ def main() -> int:
         row = outcome_of(cell, options.wheel.resolve(), [path.absolute() for path in options.python])
         print(f"{cell}: {row['outcome']} {row.get('found', '')}", flush=True)
         failed += row["outcome"].startswith("failed")
+        if row["outcome"].startswith(f"not run: {NO_TORCH}") and cell.torch == releases[-1]:
+            older = Cell(cell.python, releases[releases.index(cell.torch) - 1], cell.special)
+            cells.append(older)  # the newest that serves this Python
         if options.write:  # after each, since the next takes minutes
             compatibility.record(row)
     return 1 if failed else 0
