@@ -43,8 +43,8 @@ def main() -> int:
 
 def report() -> bool:
     command = [sys.executable, "-m", "gcovr", "--root", str(ROOT), "--filter", "csrc/", "--merge-lines"]
-    command += ["--exclude-noncode-lines", "--fail-under-line", str(LEAST_PERCENT), "--print-summary", "--txt", "-"]
-    command += ["--json", str(BUILD / "coverage.json"), str(BUILD)]
+    command += ["--exclude-noncode-lines", "--gcov-ignore-errors", "source_not_found"]  # some of torch's headers
+    command += ["--fail-under-line", str(LEAST_PERCENT), "--print-summary", "--txt", "-", str(BUILD)]
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 

@@ -105,7 +105,8 @@ def run(blocks: list[Block]) -> None:
             try:
                 printed = _run(block, names)
             except BaseException as error:
-                error.add_note(f"in the block at {block}") if hasattr(error, "add_note") else None
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"in the block at {block}")
                 raise
 
 

@@ -29,7 +29,7 @@ KERNEL_TESTS = ("conformance", "fuzz", "multiply")
 OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive")
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
 COMPILED = ("-k", "not triton and not reference")
-TENSORS, QUICK_TENSORS = 20_000, 2_000
+TENSORS, QUICK_TENSORS = 20_000, 600
 
 # A float32 tensor of one element more than its memory has, measured.
 BEHIND_A_TENSOR = """

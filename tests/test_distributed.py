@@ -604,14 +604,15 @@ def the_older_fsdp() -> None:
 def strided_shards() -> None:
     """Shards that are views with gaps are read through a copy, and scaled where they lie."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(1.0, 13.0).view(4, 3)
+    whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
     mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
-    memory = torch.full((*mine.shape, 2), 77.0)
+    memory = torch.full((*mine.shape, 2), 77.0, dtype=torch.float64)
     shard = memory[..., 0].copy_(mine)
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
     parameter.grad = DTensor.from_local(shard, mesh, [Shard(0)])
     norm = gradstat.clip_grad_norm_([parameter], 1.0)
     torch.testing.assert_close(norm, whole.norm())
+    assert norm.dtype == gradstat.clip_grad_norm_([parameter], math.inf).dtype
     torch.testing.assert_close(shard, mine / whole.norm())
     assert (memory[..., 1] == 77.0).all()
 

@@ -781,3 +781,15 @@ def test_the_newest_step_is_there_for_loggers() -> None:
         assert latest.step == monitor.steps - 1
         assert latest.report.total_norm == pytest.approx(latest.scalars["norm"])
         assert latest.report["last.bias"].numel == 4
+
+
+def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
+    """Numpy warns of the overflow, which is an error here, and would end the rule."""
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+    for step in range(60):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e250 if step >= 50 else 1.0)
+        monitor.step(1.0)
+    monitor.flush()
+    assert "exploding-gradient" in {finding.rule for finding in monitor.findings}

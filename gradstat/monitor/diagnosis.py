@@ -68,7 +68,9 @@ class Diagnosis:
             else:
                 groups.append([finding])
         incidents = tuple(Incident(group[0].step, group[-1].step, tuple(group)) for group in groups)
-        steps = int(recording.meta.get("steps") or (recording.steps[-1] + 1 if len(recording.steps) else 0))
+        steps = recording.meta.get("steps")
+        if type(steps) is not int:  # meta comes from a file, where it may be anything
+            steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
         return cls(tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import re
 import time
 import warnings
 import weakref
@@ -325,7 +326,8 @@ class Monitor:
                 self.should_stop = True
             elif policy == "snapshot":
                 base = self._save_to if self._save_to is not None else Path("incident.gradstat")
-                beside = base.with_name(f"{base.stem}-step{finding.step}-{finding.rule}.gradstat")
+                rule = re.sub(r"[^\w.-]+", "_", finding.rule)[:60]  # rules of users are called as they like
+                beside = base.with_name(f"{base.stem}-step{finding.step}-{rule}.gradstat")
                 self._save_or_warn(beside, str(finding))
             elif policy == "rollback":
                 self._roll_back(finding)
@@ -442,7 +444,10 @@ class Monitor:
             ValueError: The state is from a newer gradstat.
         """
         if state["version"] != 1:
-            raise ValueError(f"this state has version {state['version']}, made by a newer gradstat; this one knows 1")
+            raise ValueError(
+                f"this state has version {state['version']}, made by a newer gradstat; this is gradstat {__version__}, "
+                "which knows version 1. Upgrade gradstat: pip install -U gradstat"
+            )
         self._pending.clear()
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.findings = [Finding.from_dict(values) for values in state["findings"]]

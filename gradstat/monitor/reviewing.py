@@ -7,6 +7,8 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules import Rule
@@ -65,7 +67,9 @@ class Reviewer:
 
     def _asked(self, rule: Rule, window: Window) -> list[Finding]:
         try:
-            return list(rule.review(window))
+            # Squares and sums of huge float64 numbers overflow, and comparisons with them are right all the same.
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                return list(rule.review(window))
         except Exception:
             # Watching must not end what is watched. The rule is not asked again.
             self._failed.add(id(rule))
