@@ -13,7 +13,7 @@ CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu"
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
 
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
@@ -93,6 +93,7 @@ tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it wit
 docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	$(BIN)/python tests/check_site.py build/site
+	$(BIN)/python tests/browse_site.py build/site
 	@echo "open build/site/index.html"
 
 gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
@@ -101,6 +102,9 @@ gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it a
 
 gpu: ## On a machine with a GPU: build with the system's Python and torch, test, sanitize, count, measure
 	$(PYTHON) benchmarks/gpu_session.py
+
+leaks: $(VENV)/.built ## Take ten thousand steps of every kind and hold memory flat
+	$(BIN)/python tests/leaks.py
 
 fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) gradstat/_fields.py --write

@@ -26,8 +26,6 @@ STRICT = os.environ.get("GRADSTAT_WERROR") == "1"
 CXX_FLAGS += ["-Werror"] if STRICT else []
 # What `make sanitize` and `make coverage-cxx` add, to the compiler and the linker alike; it has the last word.
 INSTRUMENTATION = os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
-# Where it is built must not show in what is built, or no two builds were equal.
-FORGET_PATHS = [f"-ffile-prefix-map={ROOT}=gradstat"]
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000"), ("USE_CUDA", None)]
 
 
@@ -63,7 +61,8 @@ def torch_extension(name, sources, **kwargs):
     from torch.utils.cpp_extension import include_paths, library_paths
 
     flags = [flag for path in include_paths() for flag in ("-isystem", path)]
-    flags += [*FORGET_PATHS, *(f"-ffile-prefix-map={path}=torch" for path in include_paths())]
+    # Where torch lies must not show in what is built, or no two builds were equal.
+    flags += [f"-ffile-prefix-map={path}=torch" for path in include_paths()]
     return Extension(
         name,
         sources,
@@ -107,8 +106,7 @@ class BuildExtension(build_ext):
             command = [os.path.join(cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", *targets]
             command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", "0"]
             command += ["-Werror", "all-warnings"] if STRICT else []
-            command += ["-Xcompiler", ",".join(["-fPIC", "-fvisibility=hidden", *FORGET_PATHS])]
-            command += ["-c", source, "-o", obj]
+            command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
             print(" ".join(command), flush=True)
             subprocess.run(command, check=True)
 

@@ -71,7 +71,9 @@ def wheel(folder: Path, source: Path, epoch: int) -> Path:
     with tempfile.TemporaryDirectory() as work:
         pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
         times = {"SOURCE_DATE_EPOCH": str(epoch)}
-        run(*pip, "-w", work, source, cwd=folder, **times)
+        # Stripped, since nvcc names what it compiles after its process.
+        linking = {"LDFLAGS": f"{os.environ.get('LDFLAGS', '')} -s"}
+        run(*pip, "-w", work, source, cwd=folder, **times, **linking)
         made = next(Path(work).glob("*.whl"))
         if "-linux_" in made.name:
             tag = platform_tag(made)

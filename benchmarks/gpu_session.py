@@ -71,9 +71,10 @@ def build() -> bool:
 
 # They touch no device, so they say the same as without a GPU, and some need packages that are not here.
 WITHOUT_A_DEVICE = (
-    "accelerate", "automatic", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff", "distributed",
-    "documents", "faults", "gpu_session", "healthy", "life_processes", "lightning", "lightning_ranks", "loggers",
-    "monitor_ranks", "origin", "packaging", "recorder", "reference", "replicas", "rules", "schedule", "tour",
+    "accelerate", "automatic", "crash_safety", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff",
+    "distributed", "documents", "faults", "gpu_session", "healthy", "life_leaks", "life_processes", "lightning",
+    "lightning_ranks", "loggers", "monitor_ranks", "origin", "packaging", "pages", "recorder", "reference", "replicas",
+    "rules", "schedule", "tour",
     "transformers", "view",
 )  # fmt: skip
 

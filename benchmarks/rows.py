@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from gradstat._files import replacing
 from gradstat.bench import machine
 from gradstat.bench.timing import Quartiles
 
@@ -107,14 +108,12 @@ def row(
 
 
 def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
-    """Appends rows of one device to its file for ``suite``; returns the path."""
+    """Appends rows of one device to its file for ``suite``, all of them or none; returns the path."""
     listed = list(rows)
-    folder = results / slug(listed[0].device)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{suite}.jsonl"
-    with path.open("a") as file:
-        for each in listed:
-            file.write(json.dumps(asdict(each)) + "\n")
+    path = results / slug(listed[0].device) / f"{suite}.jsonl"
+    earlier = path.read_bytes() if path.exists() else b""
+    with replacing(path) as file:
+        file.write(earlier + "".join(json.dumps(asdict(each)) + "\n" for each in listed).encode())
     return path
 
 

@@ -28,9 +28,12 @@ exclude_patterns = ["**.ipynb_checkpoints"]
 # somewhere; types of others, in signatures, need not.
 default_role = "py:obj"
 nitpicky = True
-nitpick_ignore_regex = [("py:(class|exc|obj)", r"(?!gradstat).*")]
+nitpick_ignore_regex = [("py:(class|exc)", r"(?!gradstat).*")]
 
+# As they are written, and not the unions that they stand for.
+autodoc_type_aliases = {"ExtraGroups": "ExtraGroups", "Policies": "Policies"}
 autodoc_member_order = "bysource"
+autoclass_content = "both"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
@@ -85,24 +88,25 @@ def find_by_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: n
     """Finds what docstrings and signatures name otherwise than the reference does: by its last name, if there is one.
 
     A type in a signature comes with the module that defines it (``gradstat.report.Report``), a docstring may name a
-    method of another class, or put brackets behind a function.
+    method of another class (``Report.worst``), or put brackets behind a function.
     """
     if node.get("refdomain") != "py":
         return None
     target = str(node["reftarget"]).removesuffix("()")
-    if "." in target and not target.startswith("gradstat"):
-        candidates = [name for name in env.domains["py"].objects if name.endswith("." + target)]
-    else:
-        last = target.rpartition(".")[2]
-        candidates = [name for name in env.domains["py"].objects if name.rpartition(".")[2] == last]
-    if len(candidates) > 1:
-        nearest = [name for name in candidates if name.rpartition(".")[0].rpartition(".")[2].islower()]
-        candidates = nearest if len(nearest) == 1 else []
-    if not candidates:
+    ending = "." + (target.rpartition(".")[2] if target.startswith("gradstat.") else target)
+    # Things have their module's name, too, by which they are defined: one place all the same.
+    places = {
+        (thing.docname, thing.node_id): name
+        for name, thing in env.domains["py"].objects.items()
+        if name.endswith(ending)
+    }
+    if len(places) > 1:  # a class or a function rather than a member of one
+        places = {place: name for place, name in places.items() if name.split(".")[-2].islower()}
+    if len(places) != 1:
         return None
-    found = env.domains["py"].objects[candidates[0]]
-    link = nodes.reference("", "", text, internal=True, reftitle=candidates[0])
-    link["refuri"] = f"{app.builder.get_relative_uri(node['refdoc'], found.docname)}#{found.node_id}"
+    (((docname, anchor), name),) = places.items()
+    link = nodes.reference("", "", text, internal=True, reftitle=name)
+    link["refuri"] = f"{app.builder.get_relative_uri(node['refdoc'], docname)}#{anchor}"
     return link
 
 

@@ -105,12 +105,14 @@ def source_of(target: object) -> Source:
 def _optimizer_source(optimizer: Optimizer) -> Source:
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
+    # The names that an optimizer made from named_parameters() has, and numbers of parameters, but not the parameters: a
+    # report keeps what makes names.
+    known = [(group.get("param_names"), len(group["params"])) for group in groups]
 
     def names() -> list[str]:
         found: list[str] = []
-        for number, group in enumerate(groups):
-            given = group.get("param_names")  # present when the optimizer was made from named_parameters()
-            found += given or [f"group{number}.{i}" for i in range(len(group["params"]))]
+        for number, (given, count) in enumerate(known):
+            found += given or [f"group{number}.{i}" for i in range(count)]
         return found
 
     return Source(parameters, names)
@@ -120,10 +122,11 @@ def named_by(module: Module, source: Source) -> Source:
     """The same parameters under the names they have in ``module``; those it does not have keep theirs."""
     known = _module_source(module)
     wanted, having = [id(p) for p in source.parameters], [id(p) for p in known.parameters]
+    known_names, own_names = known.names, source.names
 
     def names() -> list[str]:
-        name_by_id = dict(zip(having, known.names(), strict=True))
-        return [name_by_id.get(i, name) for i, name in zip(wanted, source.names(), strict=True)]
+        name_by_id = dict(zip(having, known_names(), strict=True))
+        return [name_by_id.get(i, name) for i, name in zip(wanted, own_names(), strict=True)]
 
     return Source(source.parameters, names)
 
@@ -131,7 +134,8 @@ def named_by(module: Module, source: Source) -> Source:
 def _iterable_source(target: Iterable[Any]) -> Source:
     listed = list(target)
     if set(map(type, listed)) <= PLAIN_TYPES:
-        return Source(listed, lambda: [f"param{i}" for i in range(len(listed))])
+        count = len(listed)
+        return Source(listed, lambda: [f"param{i}" for i in range(count)])
     parameters: list[Tensor] = []
     names: list[str] = []
     for position, item in enumerate(listed):

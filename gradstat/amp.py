@@ -66,7 +66,8 @@ class ScalerStatus:
 class GradScaler(TorchGradScaler):
     """In place of ``torch.amp.GradScaler``: the same scale, growth, backoff and skips, and nothing in the dark.
 
-    Arguments and state are torch's, so checkpoints go either way. What is different:
+    Arguments (``device``, ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``) and
+    state are torch's, so checkpoints go either way. What is different:
 
     - ``unscale_`` computes every gradient's statistics in the pass that unscales; ``report(optimizer)`` has them,
       in unscaled units, and tells an overflow, which is how loss scaling works, from NaN, which is not.
@@ -95,7 +96,7 @@ class GradScaler(TorchGradScaler):
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
-        """The report about ``optimizer``'s gradients as `unscale_` or `step` last met them.
+        """The report about ``optimizer``'s gradients as ``unscale_`` or `step` last met them.
 
         Its numbers start on their way to the host now. A step by `gradstat.guarded_step` has its own report.
 
@@ -109,7 +110,7 @@ class GradScaler(TorchGradScaler):
         return make()
 
     def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float | AdaptiveClip) -> Tensor:
-        """`unscale_`, then what `gradstat.clip_grad_norm_` does, with the norm from the same pass.
+        """``unscale_``, then what `gradstat.clip_grad_norm_` does, with the norm from the same pass.
 
         No host sync. If a gradient is not finite none is clipped, so that `report` and the gradients still
         show which; `step` skips.
@@ -144,6 +145,17 @@ class GradScaler(TorchGradScaler):
 
         As torch's: unscales if ``unscale_`` has not. A fused optimizer does that by itself, and without a host
         sync; every other one costs one.
+
+        Args:
+            optimizer: The optimizer; further arguments are its step's.
+
+        Returns:
+            What the optimizer's step returns; None if it was skipped on the host.
+
+        Raises:
+            RuntimeError: There is a closure; ``step`` was called twice without ``update``; a gradient came after
+                ``unscale_``, or lost its scale with another optimizer's. Nothing has been changed then.
+            AssertionError: None of its parameters had a gradient when it was unscaled.
         """
         if not self._enabled or _optimizers.accepts_scaler(optimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -186,7 +198,14 @@ class GradScaler(TorchGradScaler):
         return returned
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Sets the scale for the next step, as torch's, and counts the steps for `status`."""
+        """Sets the scale for the next step, as torch's, and counts the steps for `status`. No host sync.
+
+        Args:
+            new_scale: The scale to set; None grows or shrinks it by what was found.
+
+        Raises:
+            AssertionError: Nothing was unscaled or stepped since the last update, as torch's.
+        """
         if self._enabled and new_scale is None:
             flags = [
                 flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
@@ -198,7 +217,9 @@ class GradScaler(TorchGradScaler):
     def status(self, wait: bool = False) -> ScalerStatus:
         """How the scale is doing: the newest numbers that have arrived.
 
-        Without ``wait`` only the first call waits for a GPU; later ones may show what was true a few calls ago.
+        Args:
+            wait: Whether to wait for a GPU, so that the numbers are those of now. Without it only the first call
+                waits; later ones may show what was true a few calls ago.
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")

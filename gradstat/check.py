@@ -82,6 +82,10 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
             experts. A process group or one-dimensional mesh, or several, for all gradients; or pairs of one and the
             parameters it is for. Totals then run over all ranks; entries stay those of this rank.
 
+    Returns:
+        The report, with a `TensorStats` for each gradient in the order of the parameters; those without a gradient are
+        in its ``missing``. It holds numbers only, and keeps no gradient alive.
+
     Raises:
         TypeError: ``target`` is none of these, or a gradient has no statistics (an integer dtype, say).
         ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
@@ -96,6 +100,9 @@ def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraG
     """`check` without the sync: launches the kernel and returns at once. Arguments and errors as there.
 
     The gradients may be changed or freed as soon as this returns, on the same stream.
+
+    Returns:
+        The report on its way; ``result()`` waits for it, ``done()`` tells whether it would.
     """
     source = source_of(target)
     gradients = gradients_of(source.parameters)

@@ -24,8 +24,8 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     """All fields of all tensors in one pass: one kernel launch per device, no host sync.
 
     Args:
-        tensors: Tensors of floating or complex dtype, of any layout that can be measured (see the
-            documentation on inputs).
+        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README
+            lists them.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
 
     Returns:

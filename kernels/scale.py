@@ -91,7 +91,7 @@ def _tensor_of(table, tensors, chunk):
 def scale_kernel(table, coefficients, tensors, chunks, stride):
     """One chunk for each program, the last first. stride: 0 for one coefficient, 1 for one for each tensor."""
     program = chunks - 1 - tl.program_id(0)
-    tensor = tl.to_tensor(0).to(tl.int64)
+    tensor = tl.full((), 0, tl.int64)
     if stride > 0:
         tensor = _tensor_of(table, tensors, program)
     factor = tl.load(coefficients + tensor)

@@ -281,8 +281,8 @@ def _read_chunk(
     vector = tl.maximum(chunk * chunk_vectors, (begin + VECTOR - 1) // VECTOR)
     last_vector = tl.minimum((chunk + 1) * chunk_vectors, end // VECTOR)
 
-    zero = tl.to_tensor(0.0).to(tl.float64)
-    none = tl.to_tensor(0)
+    zero = tl.full((), 0.0, tl.float64)
+    none = tl.full((), 0, tl.int32)
     rare = (none, none, zero, zero, zero + INF)
     lanes = (
         tl.zeros((LANES,), tl.float64),
@@ -416,7 +416,7 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
     row_of_tensor = out + tensor * FIELD_COUNT
     # The row of a tensor's only chunk is that of the tensor.
     row = row_of_tensor
-    row_stride = tl.to_tensor(1).to(tl.int64)
+    row_stride = tl.full((), 1, tl.int64)
     if count > 1:
         row = rows + program
         row_stride = chunks.to(tl.int64)

@@ -86,7 +86,8 @@ def _outcome(rows: list[Row]) -> str:
         return row["outcome"].splitlines()[0]
     found = row["found"]
     tests = f"; tests: {found['tests']}" if "tests" in found else ""
-    return f"first use, {found['python']}, {found['torch']}, numpy {found['numpy']}{tests}"
+    cuda = ", CUDA library loads" if "cuda" in found else ""
+    return f"first use with {found['python']}, {found['torch']}, numpy {found['numpy']}{cuda}{tests}"
 
 
 def _special_outcome(row: Row) -> str:

@@ -58,6 +58,15 @@ def _poisoned() -> object:
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """For many tiny operations: where cores are shared, threads that wait for each other take longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes to run a function on, as ranks; see tests/ranks.py."""

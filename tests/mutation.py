@@ -6,8 +6,8 @@ against the tests of its file until the first failure. A mutant that all tests l
 explanation of a mutant that died.
 
 ``python tests/mutation.py`` tries one mutant of a kind at each place, ``--every`` all of them, ``--only clip`` those of
-files with "clip" in their path. What has been tried is remembered in ``build/mutation.jsonl`` until the file or its
-tests change.
+files with "clip" in their path. What became of a mutant is remembered in ``build/mutation.jsonl`` until the file
+changes, of one that survived until its tests do, too; ``--fresh`` forgets.
 """
 
 from __future__ import annotations
@@ -78,13 +78,15 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a mutant: ``killed``, ``hung`` or ``survived``, of which inputs, and after how long."""
+    """What became of a mutant: ``killed``, ``hung`` or ``survived``, after how long, and digests of what decided."""
 
     file: str
+    line: int
     before: str
     after: str
     outcome: str
-    inputs: str
+    source: str
+    tests: str
     seconds: float
 
 
@@ -169,12 +171,15 @@ def _first_difference(source: str, code: str) -> str:
     return next((after.strip() for before, after in pairs if before.split() != after.split()), "")
 
 
-def _inputs(file: str) -> str:
-    """A digest of what decides about the mutants of ``file``."""
-    digest = hashlib.sha256((ROOT / file).read_bytes())
-    for name in TESTS[file]:
-        digest.update((ROOT / "tests" / f"test_{name}.py").read_bytes())
+def _digest(*files: str) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update((ROOT / file).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _tests_digest(file: str) -> str:
+    return _digest(*(f"tests/test_{name}.py" for name in TESTS[file]))
 
 
 class Workplace:
@@ -247,11 +252,13 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _remembered() -> dict[tuple[str, str, str, str], Outcome]:
+def _remembered() -> dict[tuple[str, int, str, str], Outcome]:
+    """What still holds of what was tried, by file, line, before and after."""
     if not REMEMBERED.exists():
         return {}
     outcomes = [Outcome(**json.loads(line)) for line in REMEMBERED.read_text().splitlines()]
-    return {(o.inputs, o.file, o.before, o.after): o for o in outcomes}
+    kept = [o for o in outcomes if o.file in TESTS and o.source == _digest(o.file)]
+    return {(o.file, o.before, o.after): o for o in kept if o.outcome != "survived" or o.tests == _tests_digest(o.file)}
 
 
 def _remember(outcome: Outcome) -> None:
@@ -278,21 +285,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="files whose path has this in it")
     parser.add_argument("--every", action="store_true", help="all mutants of a place, not one of a kind")
+    parser.add_argument("--fresh", action="store_true", help="try again what is remembered")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="mutants at a time")
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     options = parser.parse_args()
     files = [file for file in TESTS if options.only in file]
-    known, work, outcomes = _remembered(), [], []
+    known = {} if options.fresh else _remembered()
+    work: list[Mutant] = []
+    outcomes: list[Outcome] = []
     for file in files:
-        inputs = _inputs(file)
         for mutant in mutants_of(file, options.every):
-            seen = known.get((inputs, *mutant.key))
+            seen = known.get((mutant.file, mutant.line, mutant.before, mutant.after))
             if seen is not None:
                 outcomes.append(seen)
             else:
-                work.append((mutant, inputs))
+                work.append(mutant)
     if options.list:
-        for mutant, _ in work:
+        for mutant in work:
             print(f"{mutant.file}:{mutant.line}: {mutant.before}\n    {mutant.after}")
         print(f"{len(work)} mutants, {len(outcomes)} more are remembered")
         return 0
@@ -304,22 +313,31 @@ def main() -> int:
     workplaces: Queue[Workplace] = Queue()
     for number in range(options.jobs):
         workplaces.put(Workplace(ROOT / "build" / "mutation" / str(number)))
-    for file in dict.fromkeys(mutant.file for mutant, _ in work):
+    for file in dict.fromkeys(mutant.file for mutant in work):
         workplace = workplaces.get()
         if workplace.try_out(None, TESTS[file]) != "survived":
             print((workplace.folder / "mutant.log").read_text()[-3000:])
             sys.exit(f"the tests of {file} fail without any mutant: {', '.join(TESTS[file])}")
         workplaces.put(workplace)
 
-    def run(item: tuple[Mutant, str]) -> Outcome:
-        mutant, inputs = item
+    digests = {file: (_digest(file), _tests_digest(file)) for file in files}
+
+    def run(mutant: Mutant) -> Outcome:
         workplace = workplaces.get()
         start = time.monotonic()
         try:
             outcome = workplace.try_out(mutant, TESTS[mutant.file])
         finally:
             workplaces.put(workplace)
-        result = Outcome(*mutant.key, outcome, inputs, round(time.monotonic() - start, 1))
+        result = Outcome(
+            mutant.file,
+            mutant.line,
+            mutant.before,
+            mutant.after,
+            outcome,
+            *digests[mutant.file],
+            round(time.monotonic() - start, 1),
+        )
         _remember(result)
         return result
 

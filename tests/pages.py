@@ -8,7 +8,8 @@ what differs:
     <!-- file: train.py -->                        the next block is a file of that name, and runs as one
     <!-- raises: RuntimeError: total norm -->      the next block ends with that error
     <!-- warns: UserWarning: is slow -->           the next block gives that warning
-    <!-- prints -->                                the next block, of text, is what the last code printed
+    <!-- prints -->                                the next block, of text, is what the last code printed; a line ...
+                                                   stands for any others
     <!-- ranks: 2 -->                              the next block runs on so many ranks
     <!-- not run: needs a GPU -->                  the next block does not run here, for that reason
 """
@@ -99,12 +100,13 @@ def run(blocks: list[Block]) -> None:
     printed = ""
     for block in blocks:
         if "prints" in block.marks:
-            assert _rounded(block.code) == _rounded(printed), f"{block} is not what was printed:\n{printed}"
+            assert _is_told(block.code, printed), f"{block} is not what was printed:\n{printed}"
         elif block.language in ("python", "sh"):
             try:
                 printed = _run(block, names)
             except BaseException as error:
-                error.add_note(f"in the block at {block}") if hasattr(error, "add_note") else None
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"in the block at {block}")
                 raise
 
 
@@ -154,6 +156,12 @@ def _command(arguments: list[str]) -> None:
 def _has(text: str, part: str) -> bool:
     """Whether ``part`` is in ``text``, wherever lines are broken."""
     return " ".join(part.split()) in " ".join(text.split())
+
+
+def _is_told(told: str, printed: str) -> bool:
+    """Whether ``printed`` is what a page says it is, but for what may be left out."""
+    parts = [re.escape(_rounded(part)) for part in re.split(r"^\.\.\.$", told, flags=re.MULTILINE)]
+    return re.fullmatch(".*".join(parts), _rounded(printed)) is not None
 
 
 def _rounded(text: str) -> str:

@@ -162,7 +162,7 @@ def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
 
 
 LAYERS = [
-    {"_fields", "_torch_version", "_version"},
+    {"_fields", "_files", "_torch_version", "_version"},
     {"_norms", "_tensors", "_arrival", "_collectives", "reference", "kernels"},
     {"_native"},
     {"_backends", "_plan"},

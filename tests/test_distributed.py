@@ -601,6 +601,22 @@ def the_older_fsdp() -> None:
     assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(0.5 * expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("way", [mixed_precision, accumulated, the_older_fsdp])
+def strided_shards() -> None:
+    """Shards that are views with gaps are read through a copy, and scaled where they lie."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
+    mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
+    memory = torch.full((*mine.shape, 2), 77.0, dtype=torch.float64)
+    shard = memory[..., 0].copy_(mine)
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+    parameter.grad = DTensor.from_local(shard, mesh, [Shard(0)])
+    norm = gradstat.clip_grad_norm_([parameter], 1.0)
+    torch.testing.assert_close(norm, whole.norm())
+    assert norm.dtype == gradstat.clip_grad_norm_([parameter], math.inf).dtype
+    torch.testing.assert_close(shard, mine / whole.norm())
+    assert (memory[..., 1] == 77.0).all()
+
+
+@pytest.mark.parametrize("way", [mixed_precision, accumulated, the_older_fsdp, strided_shards])
 def test_ways_to_train(ranks: Ranks, way: Callable[[], None]) -> None:
     ranks.run(2, way)

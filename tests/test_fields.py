@@ -89,6 +89,10 @@ def test_rows_of_another_length_do_not_merge() -> None:
         _fields.merge_rows([[0.0] * (len(_fields.FIELDS) - 1)])
 
 
+def test_merges_have_the_codes_that_the_triton_kernels_branch_on() -> None:
+    assert {field.merge: field.merge_code for field in _fields.FIELDS} == {"sum": 0, "min": 1, "max": 2}
+
+
 def test_a_field_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         _fields.FIELDS[0].degree = 2  # type: ignore[misc]

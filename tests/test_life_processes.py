@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from programs import output_of, run
+
+from gradstat.monitor.recorder import load
 
 # The threads make and free no tensors and ask them nothing: torch gives the lock of the interpreter away for that, too,
 # and when it cannot have it back it aborts by itself.
@@ -80,3 +83,44 @@ print([os.waitpid(child, 0)[1] for child in children], numbers() == expected)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
 def test_a_forked_child_computes_the_same_bits_and_does_not_wait_for_threads_it_has_not() -> None:
     assert output_of(FORKED) == "[0, 0] True"
+
+
+# The child outlives its parent, whose recording is on the disk by then.
+FORKED_WITH_A_MONITOR = """
+import os, sys
+import torch
+import gradstat
+
+path, child_steps = sys.argv[1], int(sys.argv[2])
+model = torch.nn.Linear(2, 2)
+monitor = gradstat.Monitor(model, save_to=path)
+
+def step():
+    model(torch.ones(1, 2)).sum().backward()
+    monitor.step(1.0)
+
+for _ in range(3):
+    step()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(write)
+    os.read(read, 1)  # until the parent is gone
+    for parameter in model.parameters():  # backward() itself is not possible behind a fork
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(child_steps):
+        monitor.step(1.0)
+    sys.exit()
+os.close(read)
+step()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+@pytest.mark.parametrize(("child_steps", "expected"), [(0, 4), (2, 5)], ids=["idle", "at work"])
+def test_a_forked_child_does_not_write_over_the_recording_of_its_parent(
+    child_steps: int, expected: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.gradstat"
+    output_of(FORKED_WITH_A_MONITOR, path, child_steps)  # waits for the child, too, which has its output
+    assert len(load(path).steps) == expected

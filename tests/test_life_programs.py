@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 import math
+import pickle
+import random
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization, remove_parametrizations
 
 import gradstat
 
@@ -222,3 +229,345 @@ def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
         scaler.step(optimizers[1])
         scaler.update()
         assert monitor.flush() == []
+
+
+# Monitors that come and go ----------------------------------------------------------------------------------
+
+MONITORS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "activations": {"watch": {"activations": 1, "outputs": 1}},
+    "replay": {"replay": True, "keep_batch": True},
+    "skip": {"on_anomaly": "skip"},
+    "rollback": {"on_anomaly": "rollback"},
+}
+
+
+def hooks_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+    parameters = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    steps = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return modules + parameters + steps
+
+
+def net() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gradstat.Monitor, steps: int = 1) -> None:
+    for _ in range(steps):
+        loss = model(torch.randn(4, 3)).sum()
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_monitor_that_nobody_has_any_more_leaves_no_hook(kind: str, steps: int) -> None:
+    model, optimizer = net()
+    for _ in range(2):
+        monitor = gradstat.Monitor(model, optimizer, **MONITORS[kind])
+        assert hooks_on(model, optimizer)
+        train(model, optimizer, monitor, steps)
+        alive = weakref.ref(monitor)
+        del monitor
+        assert alive() is None  # at once: no cycle that waits for the garbage collector
+        assert hooks_on(model, optimizer) == 0
+    model(torch.randn(4, 3))
+
+
+def test_a_monitor_that_goes_before_the_step_takes_its_verdict_along() -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")})
+    for bad in (True, False):
+        model(torch.full((4, 3), math.nan if bad else 1.0)).sum().backward()
+        before = model[0].bias.detach().clone()
+        if bad:
+            monitor.step()
+            assert hasattr(optimizer, "found_inf")
+            del monitor
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        assert not hasattr(optimizer, "found_inf")
+        assert (model[0].bias != before).any()
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+def test_copies_of_a_watched_model_are_not_watched(kind: str) -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer, **MONITORS[kind])
+    train(model, optimizer, monitor, 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        objects = len(gc.get_objects())
+        for _ in range(20):
+            other(torch.randn(4, 3)).sum().backward()
+        gc.collect()
+        assert len(gc.get_objects()) - objects < 20  # a copy that is watched keeps something of each forward pass
+        own = gradstat.Monitor(other, torch.optim.SGD(other.parameters(), lr=0.1), **MONITORS[kind])
+        own.step(1.0)
+    train(model, optimizer, monitor, 2)
+    assert monitor.steps == 4
+    assert monitor.recording().tables["gradient"].steps.tolist() == [0, 1, 2, 3]
+
+
+def test_a_monitor_says_why_it_cannot_be_copied() -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer)
+    train(model, optimizer, monitor)
+    copies: list[Callable[[object], object]] = [copy.copy, copy.deepcopy, pickle.dumps]
+    for copied in copies:
+        with pytest.raises(TypeError, match=r"belongs to one model.*monitor\.state_dict\(\)"):
+            copied(monitor)
+    model.monitor = monitor  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="nor can a model"):
+        copy.deepcopy(model)
+    del model.monitor
+    other = copy.deepcopy(model)
+    again = gradstat.Monitor(other)
+    again.load_state_dict(copy.deepcopy(monitor.state_dict()))
+    assert again.steps == 1
+
+
+def test_other_parameters_of_the_same_names_are_noticed_by_the_monitor_wherever_they_lie() -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    train(model, optimizer, monitor)
+    for _ in range(20):  # a new parameter often gets the place of the last one
+        del model[2]
+        model.append(nn.Linear(4, 2))
+        train(model, optimizer, monitor)
+    assert ("optimizer-coverage", 1, "2.weight") in {(f.rule, f.step, f.name) for f in monitor.findings}
+    noted = monitor._collector._known
+    assert [reference() for reference in noted[1]] == list(model.parameters())
+
+
+# What reports keep ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["model", "optimizer", "parameters", "pairs", "one", "step"])
+def test_a_report_keeps_nothing_of_the_model(way: str) -> None:
+    ways: dict[str, Callable[[nn.Sequential, torch.optim.Optimizer], gradstat.Report]] = {
+        "model": lambda m, _: gradstat.check(m),
+        "optimizer": lambda _, o: gradstat.check(o),
+        "parameters": lambda m, _: gradstat.check(m.parameters()),
+        "pairs": lambda m, _: gradstat.check(m.named_parameters()),
+        "one": lambda m, _: gradstat.check(m[0].weight),
+        "step": lambda m, o: gradstat.guarded_step(o, model=m).report.result(),
+    }
+    model, optimizer = net()
+    model(torch.randn(4, 3)).sum().backward()
+    report = ways[way](model, optimizer)
+    count = len(report)
+    gone = [weakref.ref(model[0].weight), weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+    assert len(report.names) == count
+
+
+# A program that changes everything between steps -------------------------------------------------------------
+
+Change = Callable[[nn.Module, random.Random], object]
+
+
+def some_linear(model: nn.Module, rng: random.Random) -> nn.Linear:
+    """One that is not parametrized."""
+    found = [module for module in model.modules() if type(module) is nn.Linear]
+    if not found:
+        found = [nn.Linear(3, 3)]
+        model.layers.append(found[0])  # type: ignore[operator, union-attr]
+    return rng.choice(found)
+
+
+def parametrized(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if is_parametrized(module)]
+
+
+def twice(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+def each(model: nn.Module, change: Callable[[nn.Parameter], object]) -> None:
+    for parameter in model.parameters():
+        change(parameter)
+
+
+def in_one_bucket(model: nn.Module, _: random.Random) -> None:
+    for dtype in {p.dtype for p in model.parameters()}:
+        parameters = [p for p in model.parameters() if p.dtype is dtype]
+        bucket = torch.randn(sum(p.numel() for p in parameters)).to(dtype)
+        for parameter, part in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+def assigned(model: nn.Module, _: random.Random) -> None:
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+
+
+CHANGES_BETWEEN_STEPS: dict[str, Change] = {
+    "frozen": lambda m, r: some_linear(m, r).requires_grad_(False),
+    "thawed": lambda m, r: m.requires_grad_(True),
+    "cast": lambda m, r: some_linear(m, r).to(r.choice([torch.float64, torch.bfloat16, torch.float32])),
+    "moved": lambda m, r: m.to("cpu", non_blocking=True),
+    "replaced": lambda m, r: setattr(some_linear(m, r), "weight", nn.Parameter(torch.randn(3, 3))),
+    "data swapped": lambda m, r: setattr(some_linear(m, r).weight, "data", torch.randn(3, 3)),
+    "removed": lambda m, r: some_linear(m, r).register_parameter("bias", None),
+    "added": lambda m, r: some_linear(m, r).register_parameter("bias", nn.Parameter(torch.randn(3))),
+    "an odd one added": lambda m, r: setattr(m, f"extra{r.randrange(3)}", nn.Parameter(torch.randn(2, 1, 2))),
+    "an odd one removed": lambda m, r: m._parameters.pop(f"extra{r.randrange(3)}", None),
+    "tied": lambda m, r: setattr(some_linear(m, r), "weight", some_linear(m, r).weight),
+    "layer added": lambda m, r: m.layers.append(nn.Linear(3, 3)),
+    "layer removed": lambda m, r: m.layers.__delitem__(-1) if len(m.layers) > 2 else None,
+    "layers swapped": lambda m, r: m.layers.insert(0, m.layers.pop(-1)),
+    "set to none": lambda m, r: m.zero_grad(set_to_none=True),
+    "set to zero": lambda m, r: m.zero_grad(set_to_none=False),
+    "gradient taken": lambda m, r: setattr(some_linear(m, r).weight, "grad", None),
+    "gradient of other layout": lambda m, r: each(
+        m, lambda p: setattr(p, "grad", torch.randn(p.shape[::-1]).to(p.dtype).permute(*range(p.dim())[::-1]))
+    ),
+    "expanded gradient": lambda m, r: each(m, lambda p: setattr(p, "grad", p.new_ones(()).expand(p.shape))),
+    "one bucket": in_one_bucket,
+    "copied": lambda m, r: copy.deepcopy(m),
+    "pickled": lambda m, r: None if parametrized(m) else pickle.loads(pickle.dumps(m)),
+    "assigned": assigned,
+    "dictionaries replaced": lambda m, r: setattr(m.layers[0], "_parameters", dict(m.layers[0]._parameters)),
+    "hooked": lambda m, r: [p.register_hook(twice) for p in m.parameters() if p.requires_grad],
+    "parametrized": lambda m, r: register_parametrization(some_linear(m, r), "weight", nn.Tanh()),
+    "no more parametrized": lambda m, r: [remove_parametrizations(x, "weight") for x in parametrized(m)],
+    "garbage collected": lambda m, r: gc.collect(),
+}
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            bias = None if layer.bias is None else layer.bias.float()
+            x = nn.functional.linear(x, layer.weight.float(), bias)
+            x = x + sum(p.sum().to(x.dtype) for p in self._parameters.values() if p is not None)
+        return x
+
+
+def hold_against_torch(model: nn.Module, report: gradstat.Report) -> None:
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert report.names == tuple(expected)
+    assert report.missing == tuple(n for n, p in model.named_parameters() if p.grad is None and p.requires_grad)
+    for name, gradient in expected.items():
+        wide = gradient.detach().double()
+        stats = report[name]
+        assert (stats.shape, stats.dtype, stats.numel) == (gradient.shape, gradient.dtype, gradient.numel())
+        finite = wide[wide.isfinite()]
+        assert stats.nan_count == wide.isnan().sum()
+        assert stats.inf_count == wide.isinf().sum()
+        assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-6, abs=1e-12)
+        assert not finite.numel() or (stats.min, stats.max) == (finite.min(), finite.max())
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_program_that_changes_everything_between_steps_gets_right_answers(seed: int) -> None:
+    rng, model = random.Random(seed), cast(nn.Module, Layers())
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch={"updates": 3, "parameters": 2, "activations": 4})
+    names = sorted(CHANGES_BETWEEN_STEPS)
+    for step in range(120):
+        model(torch.randn(2, 3)).sum().backward()
+        if step % 7 == 0:
+            spoilt = some_linear(model, rng).weight
+            spoilt.grad = torch.full_like(spoilt, math.nan)
+        for name in rng.choices(names, k=rng.randrange(3)):
+            other = CHANGES_BETWEEN_STEPS[name](model, rng)
+            if isinstance(other, Layers) and other is not model:
+                model = other
+                monitor.detach()
+                monitor = gradstat.Monitor(model, on_anomaly="record")
+        if not any(p.requires_grad for p in model.parameters()):
+            model.requires_grad_(True)
+        hold_against_torch(model, gradstat.check(model))
+        monitor.step(0.5)
+        hold_against_torch(model, monitor.latest().report)  # type: ignore[union-attr]
+        for parameter in model.parameters():
+            if parameter.grad is not None and not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+        total = gradstat.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(total) and total > 1.0:
+            assert gradstat.check(model).total_norm == pytest.approx(1.0, rel=2e-2)  # bfloat16 rounds
+        if rng.random() < 0.5 or not torch.isfinite(total):
+            model.zero_grad(set_to_none=rng.random() < 0.5)
+        for parameter in model.parameters():
+            if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
+                parameter.grad = None  # torch refuses to accumulate into it
+    monitor.detach()
+
+
+# Exceptions in the middle -----------------------------------------------------------------------------------
+
+
+def test_a_hook_that_raises_leaves_nothing_behind() -> None:
+    model, optimizer = net()
+    monitor = gradstat.Monitor(model, optimizer, watch={"activations": 1}, replay=True)
+    train(model, optimizer, monitor, 2)
+
+    def fail(*_: object) -> None:
+        raise KeyError("on purpose")
+
+    for register in (model[0].weight.register_hook, model[2].register_forward_hook, model[0].register_forward_pre_hook):
+        handle = register(fail)
+        with pytest.raises(KeyError, match="on purpose"):
+            model(torch.randn(4, 3)).sum().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        train(model, optimizer, monitor, 1)
+        hold_against_torch(model, gradstat.check(model))
+    assert monitor.recording().tables["gradient"].steps.tolist() == [0, 1, 2, 3, 4]
+    assert not monitor.findings
+
+
+def test_a_policy_that_raises_ends_the_step_and_not_the_monitor() -> None:
+    model, optimizer = net()
+    seen = []
+
+    def fail(monitor: gradstat.Monitor, finding: Any) -> None:
+        seen.append(finding.step)
+        raise KeyboardInterrupt
+
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": fail})
+    train(model, optimizer, monitor, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    with pytest.raises(KeyboardInterrupt):
+        monitor.step(1.0)
+    optimizer.zero_grad()
+    train(model, optimizer, monitor, 2)
+    assert seen == [2]
+    assert monitor.steps == 5
+    assert monitor.recording().tables["gradient"].steps.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_functional_calls_do_not_confuse_the_plan() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model(torch.ones(1, 3)).sum().backward()
+    before = gradstat.check(model).to_numpy()
+
+    class Spy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            # Here the parameters are others, which have no gradients.
+            with pytest.raises(ValueError, match="none of the 4 tensors requires a gradient"):
+                gradstat.check(model)
+            return x
+
+    model.append(Spy())
+    others = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    torch.func.functional_call(model, others, (torch.ones(1, 3),))
+    assert (gradstat.check(model).to_numpy() == before).all()
+    stacked, _ = torch.func.stack_module_state([nn.Linear(3, 2), nn.Linear(3, 2)])
+    assert gradstat.check_tensors(stacked)["weight"].shape == (2, 2, 3)

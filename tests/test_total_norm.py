@@ -147,10 +147,11 @@ def test_the_version_counter_moves_as_with_torch() -> None:
     assert parameters[0].grad._version > before  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("sizes", [(3, 40), (5,)])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_both_compile_without_a_break(backend: str, device: str) -> None:
+def test_both_compile_without_a_break(backend: str, sizes: tuple[int, ...], device: str) -> None:
     gradstat.stats([torch.ones(1, device=device)])  # the operators are registered on first use
-    gradients: list[Tensor | None] = [torch.randn(size, device=device) for size in (3, 40)]
+    gradients: list[Tensor | None] = [torch.randn(size, device=device) for size in sizes]
     ours, expected = parameters_with(clones(gradients)), parameters_with(clones(gradients))
 
     @torch.compile(fullgraph=True, backend=backend)

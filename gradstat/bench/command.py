@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstat._files import replacing
 from gradstat.bench import steps
 from gradstat.bench.machine import circumstance, device_name, driver_version, versions
 from gradstat.bench.progress import Progress
@@ -106,7 +107,8 @@ def _run(options: argparse.Namespace) -> int:
     print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
     if options.json is not None:
         content = {**asdict(setting), "model": where, "variants": [_plain(cost) for cost in measured]}
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        with replacing(options.json) as file:
+            file.write(f"{json.dumps(content, indent=2)}\n".encode())
         print(f"written to {options.json}")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import math
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class _Lines:
     """A text file of whole lines, each written at once, so that what is there is never half a line of ours.
 
-    A line that a crash of another program has left half is ended before the first of ours.
+    A line that a crash or a full disk has left half is ended before the next one: of all that is there only that line
+    is lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -33,10 +35,15 @@ class _Lines:
                     file.write(b"\n")
         # Unbuffered, so each line is one call of the system: lines of several writers do not mix.
         self._file = self.path.open("ab", buffering=0)
+        self._is_broken = False  # whether the last line is half there
         self._close = weakref.finalize(self, self._file.close)  # nothing is lost if nobody closes it
 
     def _put(self, line: str) -> None:
-        self._file.write(line.encode())
+        data = b"\n" * self._is_broken + line.encode()
+        written = self._file.write(data)
+        self._is_broken = written < len(data) if written else self._is_broken
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         """Ends the file; may be called twice."""
@@ -59,7 +66,7 @@ class JsonlWriter(_Lines):
     """
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends ``{"step": step, ...}``."""
+        """Appends the line ``{"step": step, ...}`` for ``values``, floats by name, in one call of the system."""
         line = {"step": int(step), **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         self._put(json.dumps(line, allow_nan=False) + "\n")
 
@@ -77,6 +84,8 @@ class CsvWriter(_Lines):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._columns: list[str] | None = None
         target = Path(path)
+        if target.exists() and _is_cut_header(target):
+            os.truncate(target, 0)
         if target.exists() and target.stat().st_size:
             with target.open(encoding="utf-8", newline="") as file:
                 header = next(csv.reader(file), [])
@@ -89,14 +98,15 @@ class CsvWriter(_Lines):
         super().__init__(target)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends a row.
+        """Appends a row of ``values``, floats by name, with empty cells for columns that are not among them.
 
         Raises:
             ValueError: There is a name without a column; nothing is written.
         """
+        values = {_printable(name): value for name, value in values.items()}
         if self._columns is None:
+            self._put(_row(["step", *values]))
             self._columns = list(values)
-            self._put(_row(["step", *self._columns]))
         new = [name for name in values if name not in self._columns]
         if new:
             raise ValueError(
@@ -104,6 +114,22 @@ class CsvWriter(_Lines):
                 "its first row. Log the same names on every step (per_tensor with top=None), or use JsonlWriter"
             )
         self._put(_row([int(step), *(values.get(name, "") for name in self._columns)]))
+
+
+def _is_cut_header(path: Path) -> bool:
+    """Whether a file holds the beginning of a header of ours and nothing else, as a full disk leaves it."""
+    with path.open("rb") as file:
+        first = file.readline()
+    return not first.endswith(b"\n") and first[:5] == b"step,"[: len(first)]
+
+
+def _printable(name: str) -> str:
+    """``name`` with what cannot stand in a line (breaks, NUL, halves of surrogate pairs) as Python writes it."""
+    return (
+        name
+        if name.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    )
 
 
 def _row(cells: list[object]) -> str:

@@ -83,7 +83,11 @@ def scalars_of(
     Args:
         source: A report; or a monitor, whose newest step that has arrived is told, with its loss, learning rate and
             loss scale.
-        aggregates, per_tensor, top, prefix: As `Choice`.
+        aggregates: Totals to log, of `AGGREGATES`.
+        per_tensor: Columns to log for each tensor: ``"l2_norm"``, ``"max_abs"``, ``"mean"``, ``"std"``, ``"min"``,
+            ``"max"``, ``"nan_count"``, ``"inf_count"``, ``"zero_count"``.
+        top: Only of so many tensors, those that stand out most in this step; None for all of them.
+        prefix: Put before every name.
 
     Returns:
         By name; empty if the monitor has read no step yet.
@@ -115,7 +119,7 @@ def log_report(
             ``(values, step)``; or several of them in a list.
         source: As for `scalars_of`.
         step: The step to log at; None, for a monitor, for its own count.
-        aggregates, per_tensor, top, prefix: As `Choice`.
+        aggregates, per_tensor, top, prefix: As for `scalars_of`.
         histogram: For TensorBoard: also the histogram over tensors of the decimal logarithms of their norms.
 
     Returns:
@@ -130,7 +134,16 @@ def log_report(
 
 
 def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
-    """Writes floats to a logger by its cheapest way in; ``target`` as for `log_report`."""
+    """Writes floats to a logger by its cheapest way in.
+
+    Args:
+        target: As for `log_report`.
+        values: By name.
+        step: The step to log at.
+
+    Raises:
+        TypeError: ``target`` is nothing known; the message says what is.
+    """
     for way in ways_to(target):
         way.put(dict(values), step)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradstat._files import replacing
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorWatch
 from gradstat.integrations._refusals import checked_limit, refuse_impossible, refuse_second
@@ -309,10 +310,11 @@ class Handle:
         folder = Path(self.trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if self._watched is None or not self.trainer.args.should_save or not folder.is_dir():
             return
-        target = folder / STATE_FILE
-        partial = target.with_suffix(".partial")
-        torch.save(self._watched.monitor.state_dict(), partial)
-        partial.replace(target)
+        try:
+            with replacing(folder / STATE_FILE) as file:
+                torch.save(self._watched.monitor.state_dict(), file)
+        except OSError as error:  # a full disk must not end what is watched
+            warnings.warn(f"gradstat: {folder / STATE_FILE} could not be saved: {error}", RuntimeWarning, stacklevel=2)
 
     def _load(self, state: Any) -> None:
         watched, self_resume, self._resume = self._watched, self._resume, None
@@ -323,7 +325,7 @@ class Handle:
             self_resume = get_last_checkpoint(self.trainer.args.output_dir)
         saved = Path(str(self_resume)) / STATE_FILE
         if self_resume and saved.is_file():
-            watched.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
+            watched.load_state_dict(_loaded(saved))
         elif not watched.monitor.steps:
             watched.monitor.steps = int(state.global_step)  # so that findings name the Trainer's steps
 
@@ -343,3 +345,13 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _loaded(saved: Path) -> Any:
+    """The monitor's state from a checkpoint: tensors and plain values, nothing that would be executed."""
+    try:
+        return torch.load(saved, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes raise whatever they like
+        raise RuntimeError(
+            f"{saved} is damaged, or not the state of a monitor: {error}. Delete it to resume with a new monitor"
+        ) from error

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -64,36 +60,6 @@ def decoded(value: Any) -> Any:
             return {key: decoded(item) for key, item in value[_PAIRS]}
         return {key: decoded(item) for key, item in value.items()}
     return value
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes ``path`` at the end, at once and on the disk; if anything fails, ``path`` stays as it is.
-
-    Missing folders are made. A process killed meanwhile leaves a hidden ``.tmp`` file beside ``path``.
-    """
-    path = Path(os.path.realpath(path))  # through a link, not in its place
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    try:  # that the new name is on the disk, too: where folders can be synchronized
-        folder = os.open(path.parent, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(folder)
-    except OSError:
-        pass
-    finally:
-        os.close(folder)
 
 
 def write(file: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:

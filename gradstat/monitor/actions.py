@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat import _optimizers
+from gradstat.monitor._hooks import Hook
 
 
 class Skipping:
@@ -26,15 +27,14 @@ class Skipping:
         if optimizer is None:
             raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
         self._optimizer = optimizer
-        self._armed = False
-        me = weakref.ref(self)
+        self._flags: list[Tensor] = []  # the one that the optimizer has, if it has one
+        handle = optimizer.register_step_post_hook(Hook(self._after))
+        self.remove = weakref.finalize(self, _let_go, optimizer, self._flags, handle)
+        """Takes hook and verdict away."""
+        self.remove.atexit = False
 
-        def after(*_: object) -> None:
-            alive = me()
-            if alive is not None:
-                alive.disarm()
-
-        self._handle = optimizer.register_step_post_hook(after)
+    def _after(self, *_: object) -> None:
+        self.disarm()
 
     def arm(self, flag: Tensor | None, scaler: Any) -> None:
         """Prepares the coming step.
@@ -50,7 +50,7 @@ class Skipping:
         if obeys and not _optimizers.first_momentum_is_at_risk(self._optimizer):
             _optimizers.refuse_foreign_verdict(self._optimizer)
             self._optimizer.found_inf = flag  # type: ignore[attr-defined]
-            self._armed = True
+            self._flags.append(flag)
         elif flag.item():
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
@@ -58,13 +58,18 @@ class Skipping:
 
     def disarm(self) -> None:
         """Takes the verdict away, if it is still there."""
-        if self._armed:
-            self._optimizer.__dict__.pop("found_inf", None)
-            self._armed = False
+        _take_back(self._optimizer, self._flags)
 
-    def remove(self) -> None:
-        self.disarm()
-        self._handle.remove()
+
+def _take_back(optimizer: Optimizer, flags: list[Tensor]) -> None:
+    if flags:
+        optimizer.__dict__.pop("found_inf", None)
+        flags.clear()
+
+
+def _let_go(optimizer: Optimizer, flags: list[Tensor], handle: Any) -> None:
+    _take_back(optimizer, flags)
+    handle.remove()
 
 
 class Snapshots:

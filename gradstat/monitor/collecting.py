@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -84,7 +86,7 @@ class Collector:
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._before: list[Tensor] | None = None
-        self._known: tuple[tuple[str, ...], list[int]] = ((), [])
+        self._known: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
         self._switch_hooks(0)
 
     def collect(self, step: int, loss: Tensor | float | None, lr: float | Tensor | None) -> Pending:
@@ -131,9 +133,10 @@ class Collector:
         """Looks at once whether the optimizer has all parameters if they are others than before."""
         if names is self._known[0]:
             return  # a module that was changed in any way is walked again, and its names are another tuple
-        known, ids = self._known[1], list(map(id, parameters))
-        self._known = names, ids
-        if ids != known and self._optimizer is not None and self._watch["optimizer"]:
+        known = [reference() for reference in self._known[1]]
+        self._known = names, list(map(weakref.ref, parameters))
+        are_known = len(known) == len(parameters) and all(map(operator.is_, known, parameters))
+        if not are_known and self._optimizer is not None and self._watch["optimizer"]:
             observations.append(Observation("coverage", step, watching.coverage(self._optimizer, parameters, names)))
 
     def _is_any_due(self, step: int) -> bool:

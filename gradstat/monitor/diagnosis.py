@@ -52,7 +52,12 @@ class Diagnosis:
 
     @classmethod
     def of(cls, recording: Recording, culprit: str = "") -> Diagnosis:
-        """The diagnosis of a recording."""
+        """The diagnosis of a recording.
+
+        Args:
+            recording: Of a run, as a monitor or a file has it.
+            culprit: What a replay found, in words.
+        """
         place = _Places(recording)
         ranked = sorted(recording.findings, key=lambda f: (f.severity == "info", f.step, *place.of(f)))
         serious = [finding for finding in ranked if finding.severity != "info"]
@@ -63,7 +68,9 @@ class Diagnosis:
             else:
                 groups.append([finding])
         incidents = tuple(Incident(group[0].step, group[-1].step, tuple(group)) for group in groups)
-        steps = int(recording.meta.get("steps") or (recording.steps[-1] + 1 if len(recording.steps) else 0))
+        steps = recording.meta.get("steps")
+        if type(steps) is not int:  # meta comes from a file, where it may be anything
+            steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
         return cls(tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit)
 
     @property

@@ -53,7 +53,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
-        """The inverse of `to_dict`.
+        """The inverse of `to_dict`: a finding from its ``values``.
 
         Raises:
             ValueError: ``severity`` is not one of the three.

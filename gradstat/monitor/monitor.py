@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import platform
+import re
 import time
 import warnings
 import weakref
@@ -19,6 +21,7 @@ from torch.optim import Optimizer
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
+from gradstat.monitor._hooks import Hook
 from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collecting import Collector, Pending, eps_of, second_moment_decay_of
 from gradstat.monitor.culprit import Culprit
@@ -145,7 +148,7 @@ class Monitor:
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
         )
-        self._intake = Intake(self._review, self._collector.judged_label)
+        self._intake = Intake(Hook(self._review), self._collector.judged_label)
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._snapshot_every = snapshot_every
@@ -160,7 +163,7 @@ class Monitor:
         if replay:
             self._replaying = Replaying(model, optimizer, scaler, step_fn, keep_batch)
         if self._save_to is not None:
-            atexit.register(_save_at_exit, weakref.ref(self))  # what is left when the program ends
+            _unsaved.add(self)
 
     # One step --------------------------------------------------------------------------------------------
 
@@ -185,6 +188,8 @@ class Monitor:
         pending = self._collector.collect(self.steps, loss, lr)
         if self._replaying is not None:
             self._replaying.note(list(self._model.parameters()))
+        if self._save_to is not None:
+            _unsaved.add(self)
         self._pending.append(pending)
         self.steps += 1
         if self._skipping is not None:
@@ -201,9 +206,17 @@ class Monitor:
 
         Floating tensors are measured with the gradients of the step. Of integer ones, if ``classes`` was given, the
         range is looked at: on the CPU at once, so that a label out of range is told before the loss fails on it.
+        No host sync on a GPU.
+
+        Args:
+            batch: What the loop gets from its loader. Nothing in it is kept, unless the monitor keeps batches for
+                a replay.
 
         Returns:
             What was found now.
+
+        Raises:
+            AnomalyError: Something was found that ``on_anomaly`` says to raise about.
         """
         if self._paused or not self._watch["batch"]:
             return []
@@ -313,7 +326,8 @@ class Monitor:
                 self.should_stop = True
             elif policy == "snapshot":
                 base = self._save_to if self._save_to is not None else Path("incident.gradstat")
-                beside = base.with_name(f"{base.stem}-step{finding.step}-{finding.rule}.gradstat")
+                rule = re.sub(r"[^\w.-]+", "_", finding.rule)[:60]  # rules of users are called as they like
+                beside = base.with_name(f"{base.stem}-step{finding.step}-{rule}.gradstat")
                 self._save_or_warn(beside, str(finding))
             elif policy == "rollback":
                 self._roll_back(finding)
@@ -352,7 +366,13 @@ class Monitor:
     # What is kept ----------------------------------------------------------------------------------------
 
     def recording(self, why: str = "") -> Recording:
-        """The last steps, as far as they have been read, with findings. Reviews what has not been."""
+        """The last ``history`` steps, as far as they have been read, with findings. Reviews what has not been.
+
+        No host sync; `flush` first brings what is still on its way.
+
+        Args:
+            why: Why it is made, for its ``meta``.
+        """
         self._review()
         recording = self._history.recording()
         recording.findings = tuple(self.findings)
@@ -383,7 +403,18 @@ class Monitor:
         return Diagnosis.of(self.recording(), self._replayed)
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
-        """Writes the recording to one file, for ``python -m gradstat view``; replaces it only by a whole one."""
+        """Writes the `recording` to one file, for ``python -m gradstat view``; replaces it only by a whole one.
+
+        Args:
+            path: Where, by convention ``*.gradstat``; missing folders are made.
+            why: Why, for the recording's ``meta``.
+
+        Returns:
+            ``path``.
+
+        Raises:
+            OSError: The disk does not take it; nothing is left behind.
+        """
         from gradstat.monitor.recorder import save
 
         target = Path(path)
@@ -406,11 +437,17 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; rules that are not in it begin anew.
 
+        Args:
+            state: What `state_dict` returned, on any device; by the same or an older gradstat.
+
         Raises:
             ValueError: The state is from a newer gradstat.
         """
         if state["version"] != 1:
-            raise ValueError(f"this state has version {state['version']}, made by a newer gradstat; this one knows 1")
+            raise ValueError(
+                f"this state has version {state['version']}, made by a newer gradstat; this is gradstat {__version__}, "
+                "which knows version 1. Upgrade gradstat: pip install -U gradstat"
+            )
         self._pending.clear()
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.findings = [Finding.from_dict(values) for values in state["findings"]]
@@ -426,7 +463,14 @@ class Monitor:
     def detach(self, why: str = "the run ended") -> None:
         """Ends the watch: reads what is left, takes all hooks away, saves the recording if there is a file for it.
 
-        `findings`, `recording` and `diagnose` stay.
+        `findings`, `recording` and `diagnose` stay. Waits for the device.
+
+        Args:
+            why: What the recording says about why it was saved.
+
+        Raises:
+            AnomalyError: Something was found in what was left that ``on_anomaly`` says to raise about.
+            OSError: The recording cannot be written.
         """
         if self._paused:
             return
@@ -434,6 +478,7 @@ class Monitor:
             self.flush()
         finally:
             self._paused = True
+            _unsaved.discard(self)
             self._collector.remove()
             if self._skipping is not None:
                 self._skipping.remove()
@@ -441,6 +486,12 @@ class Monitor:
                 self._replaying.remove()
             if self._save_to is not None:
                 self.save(self._save_to, why)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a Monitor belongs to one model, on which it has hooks, and cannot be copied or pickled, nor can a model "
+            "with it as an attribute; keep it beside the model, save monitor.state_dict(), make a new one for a copy"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -472,7 +523,20 @@ def _in_words(finding: Finding) -> str:
     return f"likely causes:{causes}\nwhat to try:{advice}"
 
 
-def _save_at_exit(monitor: weakref.ref[Monitor]) -> None:
-    alive = monitor()
-    if alive is not None and not alive._paused and alive._save_to is not None:
-        alive._save_or_warn(alive._save_to, "the program ended")
+# Monitors whose recordings are written when the program ends. A process that was forked must not write over what its
+# parent has written meanwhile, unless it takes steps itself.
+_unsaved: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+@atexit.register
+def _save_at_exit() -> None:
+    for monitor in list(_unsaved):
+        if not monitor._paused and monitor._save_to is not None:
+            try:
+                monitor._save_or_warn(monitor._save_to, "the program ended")
+            except AnomalyError as found:
+                warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unsaved.clear)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._files import replacing
 from gradstat._version import __version__
 from gradstat.monitor import _archive
 from gradstat.monitor.findings import Finding
@@ -71,7 +72,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         # One tensor's field over the steps lies together: neighbours resemble each other, which compresses.
         arrays[f"tables/{i}/values"] = np.asarray(series.values, np.float32).transpose(2, 1, 0)
     target = Path(path)
-    with _archive.replacing(target) as file:
+    with replacing(target) as file:
         _archive.write(file, header, arrays)
     return target
 

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding
 
+__all__ = ["COLUMNS", "Recording", "Series"]
+
 COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 """What is kept of a tensor in a step, all over its finite elements but the last three."""
 
@@ -31,10 +33,19 @@ class Series:
     values: npt.NDArray[np.float32]
 
     def column(self, name: str) -> npt.NDArray[np.float32]:
-        """``[m, n]``: one of `COLUMNS`, or ``"max_abs"``, the largest magnitude."""
+        """The values of one column, ``[m, n]`` float32; NaN where a tensor was not there.
+
+        Args:
+            name: One of `COLUMNS`, or ``"max_abs"``, the largest magnitude of a finite element.
+
+        Raises:
+            ValueError: There is no such column.
+        """
         if name == "max_abs":
             largest: npt.NDArray[np.float32] = np.maximum(np.abs(self.column("min")), np.abs(self.column("max")))
             return largest
+        if name not in COLUMNS:
+            raise ValueError(f"no column {name!r}; known: {', '.join(COLUMNS)}, max_abs")
         column: npt.NDArray[np.float32] = self.values[:, :, COLUMNS.index(name)]
         return column
 

@@ -83,7 +83,12 @@ class Rows:
         return len(self.steps)
 
     def first_nonfinite(self, look: int, position: int) -> list[int] | None:
-        """Index of the first NaN or Inf of one tensor, as `gradstat.TensorStats` has it."""
+        """Index of the first NaN or Inf of one tensor, as `gradstat.TensorStats` has it; None if all are finite.
+
+        Args:
+            look: Position in `steps`.
+            position: Position in `names`.
+        """
         info = self.layout.infos[position]
         first = (
             None if info is None else TensorStats(self.names[position], self.raw[look, position], info).first_nonfinite
@@ -91,7 +96,7 @@ class Rows:
         return None if first is None else list(first)
 
     def field(self, name: str) -> Floats:
-        """A column as it was measured."""
+        """A column as it was measured: ``name`` is one of `gradstat.FIELDS`."""
         column: Floats = self.raw[:, :, _fields.INDEX[name]]
         return column
 
@@ -236,7 +241,7 @@ class Facts:
         return {name: i for i, name in enumerate(self.backward_order)}
 
     def first_in_backward(self, names: Sequence[str]) -> str:
-        """Of parameters in the order of the model, the one whose gradient was complete first."""
+        """Of parameters, ``names`` in the order of the model, the one whose gradient was complete first."""
         known = [name for name in names if name in self.backward_position]
         return min(known, key=self.backward_position.__getitem__) if known else names[-1]
 
@@ -262,7 +267,7 @@ class Window:
     latest: Mapping[str, Rows] = field(default_factory=dict)
 
     def scalar(self, name: str) -> Floats | None:
-        """The values of a scalar in these steps, or None if it has none in them."""
+        """The values of the scalar ``name`` in these steps, or None if it has none in them."""
         values = self.scalars.get(name)
         return None if values is None or (np.isnan(values).all() and name != "loss") else values
 

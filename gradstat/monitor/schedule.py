@@ -9,7 +9,7 @@ import torch
 
 
 class Schedule:
-    """Switches `torch.autograd.detect_anomaly` on for the steps that are worth its price.
+    """Switches ``torch.autograd.detect_anomaly`` on for the steps that are worth its price.
 
     A context manager to be entered once in each step, around forward and backward. Afterwards the mode is as it was
     before. While it is on, a backward pass that makes NaN raises RuntimeError, and names the operation of the forward

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from gradstat.monitor._hooks import Hook, removed_with
+
 __all__ = ["Recorder", "RngState", "StepState"]
 
 # Running statistics change without a new version, so small buffers are always copied; large ones are masks and tables.
@@ -129,13 +131,17 @@ class Recorder:
         ...     loss = train_step(batch)
         ...     if not math.isfinite(loss):
         ...         print(find_culprit(model, train_step, state=recorder.states, batch=batch))
+
+    Attributes:
+        states: The `StepState` of each forward pass since `begin_step`, in order.
+        inputs: What the model was called with, arguments and keyword arguments of each; empty without ``keep_batch``.
     """
 
     def __init__(self, model: Module, *, keep_batch: bool = False) -> None:
         """Attaches itself to ``model``.
 
         Args:
-            model: The outermost module that is called; a compiled one as `torch.compile` returned it.
+            model: The outermost module that is called; a compiled one as ``torch.compile`` returned it.
             keep_batch: Whether to keep what the model is called with, too, and with it that memory until the next step.
         """
         self.states: list[StepState] = []
@@ -143,10 +149,11 @@ class Recorder:
         self._keep_batch = keep_batch
         self._ended = False
         self._last: StepState | None = None
-        hook: Any = self._before_forward
+        hook: Any = Hook(self._before_forward)
         if getattr(model, "_compiled_call_impl", None) is not None:
             hook = torch.compiler.disable(hook)  # compiled in place, with its hooks
-        self._handle: Any = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self._remove = removed_with(self, [handle])
 
     def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward() or _replays or torch.compiler.is_compiling() or is_evaluation(model):
@@ -172,7 +179,7 @@ class Recorder:
 
     def detach(self) -> None:
         """Takes the hook off the model and lets go of everything kept."""
-        self._handle.remove()
+        self._remove()
         self.begin_step()
         self._last = None
 

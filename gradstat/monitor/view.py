@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from gradstat.monitor import _archive
+from gradstat._files import replacing
 from gradstat.monitor._page_data import page_data
 from gradstat.monitor.recording import Recording
 
@@ -50,7 +50,7 @@ def write_page(
     """
     target = Path(path)
     page = _page(recording, title or "Flight recording", _diagnosis(diagnosis_text, diagnosis_html))
-    with _archive.replacing(target) as file:
+    with replacing(target) as file:
         # Names may hold half of a surrogate pair, which UTF-8 has no bytes for.
         file.write(page.encode("utf-8", "replace"))
     return target

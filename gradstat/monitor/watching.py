@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._parts import Part
 from gradstat._tensors import TensorInfo
+from gradstat.monitor._hooks import Hook, removed_with
 from gradstat.monitor.measuring import Segment
 from gradstat.stats import stats
 
@@ -132,21 +132,19 @@ class BackwardOrder:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names: list[str] = []
         noted = self.names  # no reference to self, nor to a parameter, from a parameter's hook
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: _note(noted, name))
-            for name, parameter in named
-            if parameter.requires_grad and parameter.is_leaf
-        ]
+        self.remove = removed_with(
+            self,
+            [
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: _note(noted, name))
+                for name, parameter in named
+                if parameter.requires_grad and parameter.is_leaf
+            ],
+        )
 
     def end(self) -> tuple[str, ...]:
         """The order; each parameter at the first time that its gradient was complete."""
         self.remove()
         return tuple(dict.fromkeys(self.names))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
 
 def _note(noted: list[str], name: str) -> None:
@@ -167,14 +165,20 @@ class Activations:
         self._backend = backend
         self._rows: dict[str, Tensor] = {}
         self._infos: dict[str, TensorInfo] = {}
-        self._handles = [
-            module.register_forward_hook(_Hook(self, name))
-            for name, module in model.named_modules()
-            if name and next(module.children(), None) is None
-        ]
+        self.remove = removed_with(
+            self,
+            [
+                module.register_forward_hook(Hook(self.see, name))
+                for name, module in model.named_modules()
+                if name and next(module.children(), None) is None
+            ],
+        )
         self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
-    def see(self, name: str, output: Any) -> None:
+    def see(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """The hook of the module of that name."""
+        if not self.on or torch.compiler.is_compiling():
+            return
         found = [t for _, t in leaves_of(output) if measurable(t) and t.numel()]
         if not found:
             return
@@ -201,29 +205,6 @@ class Activations:
         ]
         self._rows, self._infos = {}, {}
         return Segment("activation", tuple(names), None, len(names)), parts
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-class _Hook:
-    """A forward hook that refers to its watch weakly, and of which a copy or a pickle sees nothing.
-
-    So a model that is watched can be copied and saved whole.
-    """
-
-    def __init__(self, watch: Activations | Outputs | None = None, name: str = "") -> None:
-        self._watch = None if watch is None else weakref.ref(watch)
-        self._name = name
-
-    def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        alive = None if self._watch is None else self._watch()
-        if alive is not None and alive.on and not torch.compiler.is_compiling():
-            alive.see(self._name, output)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
 
 
 _SUMS = [i for i, f in enumerate(_fields.FIELDS) if f.merge == "sum"]
@@ -252,9 +233,12 @@ class Outputs:
     def __init__(self, model: nn.Module) -> None:
         self.on = False
         self._share: Tensor | None = None
-        self._handle = model.register_forward_hook(_Hook(self))
+        self.remove = removed_with(self, [model.register_forward_hook(Hook(self.see))])
 
-    def see(self, _name: str, output: Any) -> None:
+    def see(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """The hook of the model."""
+        if not self.on or torch.compiler.is_compiling():
+            return
         logits = getattr(output, "logits", output)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():
@@ -268,9 +252,6 @@ class Outputs:
     def take(self) -> tuple[Segment, list[Tensor]]:
         share, self._share = self._share, None
         return Segment("output", ("logits",), None, 1 if share is not None else 0), [] if share is None else [share]
-
-    def remove(self) -> None:
-        self._handle.remove()
 
 
 def leaves_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:

@@ -35,7 +35,17 @@ class Rule:
     advice: ClassVar[tuple[str, ...]] = ()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        """What is wrong in the steps of ``window``, which are looked at once, in order."""
+        """What is wrong in the steps of ``window``, which are looked at once, in order.
+
+        Called with every step once, up to 64 at a time; what a rule needs of earlier steps it keeps itself, in
+        attributes that begin with an underscore, which `state_dict` saves. A rule that raises is switched off.
+
+        Args:
+            window: The new steps, as `gradstat.monitor.rows.Window`.
+
+        Returns:
+            Findings, best made by `found`.
+        """
         raise NotImplementedError
 
     def bands(self) -> Mapping[str, Band]:
@@ -53,7 +63,16 @@ class Rule:
         advice: Sequence[str] | None = None,
         **evidence: Any,
     ) -> Finding:
-        """A finding of this rule; see `Finding`."""
+        """A finding of this rule.
+
+        Args:
+            step: The step in which it began.
+            name: What it is about: a parameter, a module or a series.
+            text: What was seen, in one sentence.
+            about: Of which kind ``name`` is, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
+            severity, causes, advice: None takes those of the rule.
+            evidence: The numbers it rests on, by name.
+        """
         return Finding(
             self.name,
             severity or self.severity,

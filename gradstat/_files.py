@@ -1,0 +1,54 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file that becomes ``path`` at the end, at once and on the disk; if anything fails, ``path`` stays as it is.
+
+    Missing folders are made. A process killed meanwhile leaves a hidden ``.tmp`` file beside ``path``. What is no file
+    but a device or a pipe (``/dev/null``) is written to, and not replaced.
+    """
+    path = Path(os.path.realpath(path))  # through a link, not in its place
+    if _takes_what_is_written(path):
+        with open(path, "wb") as file:
+            yield file
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(unfinished, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    try:  # that the new name is on the disk, too: where folders can be synchronized
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(folder)
+    except OSError:
+        pass
+    finally:
+        os.close(folder)
+
+
+def _takes_what_is_written(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode)

@@ -1,0 +1,200 @@
+"""Memory over thousands of steps: of the process, Python's objects, tensors. `make leaks` takes ten thousand of each.
+
+Each kind of step warms up first, until caches are full and the history of a monitor has wrapped around. What is there
+then is compared with what is there at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy.ma  # noqa: F401  # numpy imports it by itself on the first median, which a rule takes some thousand steps in
+import torch
+from torch import Tensor, nn
+
+import gradstat
+
+# What may come and go between two looks at a process whose memory is flat.
+MOST_BYTES = 1 << 20
+MOST_OBJECTS = 50
+
+
+class Sizes(NamedTuple):
+    """What a process holds: bytes that are resident, objects the garbage collector knows, tensors among them."""
+
+    resident: int
+    objects: int
+    tensors: int
+
+    @classmethod
+    def now(cls) -> Sizes:
+        gc.collect()
+        objects = gc.get_objects()
+        return cls(resident_bytes(), len(objects), sum(issubclass(type(item), Tensor) for item in objects))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
+
+
+class Training:
+    """A model whose gradients are new in each step; now and then it is another model, and now and then one is bad."""
+
+    def __init__(self) -> None:
+        self.models = [
+            nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 2)) for width in (8, 12)
+        ]
+        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in self.models]
+        self.count = 0
+
+    def backward(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """New gradients: the model and its optimizer."""
+        self.count += 1
+        which = self.count % 50 == 0
+        for parameter in self.models[which].parameters():
+            parameter.grad = torch.full_like(parameter, 0.01)
+        if self.count % 40 == 0:
+            self.models[which][0].weight.grad[0, 0] = float("nan")
+        return self.models[which], self.optimizers[which]
+
+
+def check() -> Callable[[], object]:
+    training = Training()
+    return lambda: str(gradstat.check(training.backward()[0]))
+
+
+def check_async() -> Callable[[], object]:
+    training = Training()
+    return lambda: gradstat.check_async(training.backward()[0]).result().total_norm
+
+
+def clip_grad_norm() -> Callable[[], object]:
+    training = Training()
+    return lambda: gradstat.clip_grad_norm_(training.backward()[0].parameters(), 0.01)
+
+
+def guarded_step() -> Callable[[], object]:
+    training = Training()
+    return lambda: gradstat.guarded_step(training.backward()[1], max_norm=0.01).report.result().ok
+
+
+def monitor_step() -> Callable[[], object]:
+    """With everything watched, findings, replays prepared, and the recording written."""
+    training = Training()
+    model, optimizer = training.models[0], training.optimizers[0]
+    folder = tempfile.TemporaryDirectory()
+    monitor = gradstat.Monitor(
+        model,
+        optimizer,
+        on_anomaly="record",
+        history=100,
+        watch={"activations": 10, "updates": 10, "outputs": 10},
+        replay=True,
+        save_to=Path(folder.name) / "run.gradstat",
+    )
+    inputs = torch.randn(4, 8)
+
+    def step() -> None:
+        monitor.batch(inputs)
+        loss = model(inputs).square().mean()
+        loss.backward()
+        training.count += 1
+        if training.count % 160 == 0:
+            model[0].weight.grad[0, 0] = float("nan")  # type: ignore[union-attr,index]
+        monitor.step(loss)
+        model[0].weight.grad.nan_to_num_()  # type: ignore[union-attr,operator]
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.findings.clear()  # the program's own list: it grows with what is found
+        assert folder
+
+    return step
+
+
+def monitors() -> Callable[[], object]:
+    """A monitor of its own for every step, let go of without a word."""
+    training = Training()
+
+    def step() -> None:
+        model, optimizer = training.backward()
+        gradstat.Monitor(model, optimizer, on_anomaly="skip", replay=True, watch={"activations": 1}).step(1.0)
+
+    return step
+
+
+def models() -> Callable[[], object]:
+    """A model of its own for every step."""
+
+    def step() -> None:
+        model = nn.Linear(3, 3)
+        model(torch.ones(1, 3)).sum().backward()
+        assert gradstat.check(model).ok
+        gradstat.guarded_step(torch.optim.SGD(model.parameters(), lr=0.1), max_norm=1.0, model=model)
+
+    return step
+
+
+# Kinds of step; how many of them warm up, and for how many one counts: a tenth is enough of what costs milliseconds.
+KINDS: dict[str, tuple[Callable[[], Callable[[], object]], int, int]] = {
+    "check": (check, 300, 1),
+    "check_async": (check_async, 300, 1),
+    "clip_grad_norm_": (clip_grad_norm, 300, 1),
+    "guarded_step": (guarded_step, 300, 1),
+    "Monitor.step": (monitor_step, 960, 1),
+    "Monitor, one a step": (monitors, 100, 10),
+    "model, one a step": (models, 300, 1),
+}
+
+
+def growth(kind: str, steps: int, warm_up: int | None = None) -> Sizes:
+    """By how much a process grows in so many steps of a kind."""
+    make, enough, _ = KINDS[kind]
+    step = make()
+    for _ in range(enough if warm_up is None else warm_up):
+        step()
+    before = Sizes.now()
+    for _ in range(steps):
+        step()
+    after = Sizes.now()
+    return Sizes(*(b - a for a, b in zip(before, after, strict=True)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_240)  # a multiple of 320: see test_life_leaks.py
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)  # the tensors are small, and threads that wait for each other take time
+    print("| steps of | number | seconds | memory grew by | objects | tensors |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    failed = []
+    for kind, (_, _, divisor) in KINDS.items():
+        begun = time.perf_counter()
+        grown = growth(kind, steps // divisor)
+        seconds = time.perf_counter() - begun
+        print(
+            f"| {kind} | {steps // divisor:,} | {seconds:.1f} | {grown.resident / 1024:,.0f} KiB | {grown.objects} | "
+            f"{grown.tensors} |",
+            flush=True,
+        )
+        if grown.resident > MOST_BYTES or grown.objects > MOST_OBJECTS or grown.tensors > 0:
+            failed.append(kind)
+    if failed:
+        print(f"memory is not flat: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,502 @@
+"""Everything gradstat writes to a disk: what a crash, a full disk, damage and ill will may do to it, and what not."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import ROOT, command, output_of
+from recordings import HOSTILE, assert_same, recording
+from torch import nn
+
+import gradstat
+from gradstat._files import replacing
+from gradstat._version import __version__
+from gradstat.integrations.loggers import CsvWriter, JsonlWriter
+from gradstat.monitor import Finding, Recording, Series
+from gradstat.monitor.command import view_main
+from gradstat.monitor.diagnosis import Diagnosis
+from gradstat.monitor.recorder import VERSION, RecordingFileError, load, save
+from gradstat.monitor.recording import COLUMNS
+from gradstat.monitor.view import write_page
+
+# Names that mean harm to pages, paths, terminals, lines and encodings.
+NAMES = (
+    *HOSTILE,
+    "../../etc/passwd",
+    "C:\\windows\\system32",
+    "a\nstep,forged\r\n1,2",
+    "\x1b[2J\x1b]0;title\x07",
+    "\u202egpj.exe",
+    "\ud800 half",
+    "{{template}} %s %n ${x} @DATA@",
+    "x" * 20_000,
+    "=cmd|' /C calc'!A0",
+)
+
+
+def small() -> Recording:
+    steps = np.arange(3)
+    values = np.ones((3, 2, len(COLUMNS)), np.float32)
+    tables = {"gradient": Series(("a.weight", "b.bias"), np.array([4, 2]), steps, values)}
+    finding = Finding("r", "error", 1, "a.weight", {"n": 1}, ("cause",), ("advice",), "text")
+    return Recording(steps, {"norm": np.array([1.0, np.nan, 2.0])}, tables, (finding,), ("b.bias",), {"model": "Net"})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save(small(), tmp_path / "run.gradstat")
+
+
+# Damage ---------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_that_is_cut_at_any_byte_is_refused(saved: Path) -> None:
+    data = saved.read_bytes()
+    assert 500 < len(data) < 5000
+    for length in range(len(data)):
+        saved.write_bytes(data[:length])
+        with pytest.raises(RecordingFileError, match=r"run\.gradstat is not a gradstat recording, or is damaged"):
+            load(saved)
+
+
+@pytest.mark.parametrize("flipped", [0x01, 0xFF])
+def test_a_byte_that_is_flipped_anywhere_is_noticed_or_without_effect(saved: Path, flipped: int) -> None:
+    data, whole = bytearray(saved.read_bytes()), load(saved)
+    harmless = 0
+    for i in range(len(data)):
+        data[i] ^= flipped
+        saved.write_bytes(data)
+        data[i] ^= flipped
+        try:
+            assert_same(load(saved), whole)
+            harmless += 1
+        except RecordingFileError:
+            pass
+    assert harmless < len(data) / 2  # dates, versions of tools and attributes, which nobody reads
+
+
+def test_blocks_that_never_reached_the_disk_are_noticed(saved: Path) -> None:
+    data, block = saved.read_bytes(), 64
+    for begin in range(0, len(data), block // 2):
+        saved.write_bytes(data[:begin] + bytes(min(block, len(data) - begin)) + data[begin + block :])
+        with pytest.raises(RecordingFileError):
+            load(saved)
+
+
+def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in ("many", [1], {"a": 1}, True, 1.5, None, -3):
+        made = small()
+        made.meta = {"steps": steps, "model": ["x"], "culprit": {"a": steps}}
+        path = save(made, tmp_path / "run.gradstat")
+        assert view_main([str(path)]) == 0
+        assert view_main([str(path), "--json"]) == 0
+        capsys.readouterr()
+
+
+# Kills ----------------------------------------------------------------------------------------------------
+
+KILLED = """
+import sys
+from recordings import recording
+from gradstat.integrations.loggers import CsvWriter, JsonlWriter
+from gradstat.monitor.recorder import save
+
+folder = sys.argv[1]
+lines, table = JsonlWriter(folder + "/log.jsonl"), CsvWriter(folder + "/log.csv")
+made = [recording(40, 20, seed=seed) for seed in (1, 2)]
+for step in range(10**9):
+    save(made[step % 2], folder + "/run.gradstat")
+    for _ in range(50):
+        lines.write({"loss": 0.5, "norm": 2.0}, step)
+        table.write({"loss": 0.5, "norm": 2.0}, step)
+    if step == 3:
+        print("going", flush=True)
+"""
+
+
+def test_killed_at_any_time_what_was_written_is_whole(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    expected = [recording(40, 20, seed=seed) for seed in (1, 2)]
+    for delay in (0.05, 0.21):
+        with subprocess.Popen(command(KILLED, tmp_path), env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "going\n"
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        there = load(tmp_path / "run.gradstat")
+        assert_same(there, expected[int(there.scalars["norm"][0] != expected[0].scalars["norm"][0])])
+        assert len(list(tmp_path.glob(".run.gradstat.*.tmp"))) <= 2  # one for each kill at most
+        *lines, last = (tmp_path / "log.jsonl").read_text().split("\n")
+        assert last == ""
+        assert all(json.loads(line).keys() == {"step", "loss", "norm"} for line in lines)
+        header, *rows = (tmp_path / "log.csv").read_text().splitlines()
+        assert header == "step,loss,norm"
+        assert all(row.count(",") == 2 for row in rows)
+
+
+# Full disks -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["limit", "tmpfs"])
+def short(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder in which no more than 64 KiB can be written, and what a program there has to call first."""
+    if request.param == "limit":
+        # Of each file, not all together, which is enough here.
+        yield tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))"
+        return
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk can only be mounted by root; the limit on the size of files stands for it")
+    try:
+        yield folder, ""
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+FULL = """
+import json, sys, warnings
+{limit}
+import numpy as np
+import torch
+import gradstat
+from recordings import recording
+from gradstat._files import replacing
+from gradstat.integrations.loggers import CsvWriter, JsonlWriter
+from gradstat.monitor.recorder import load, save
+from gradstat.monitor.view import write_page
+
+folder = sys.argv[1]
+run, page = folder + "/run.gradstat", folder + "/run.html"
+save(recording(40, 12), run)
+with replacing(page) as file:
+    file.write(b"old")
+large = recording(300, 300)
+for write in (lambda: save(large, run), lambda: write_page(large, page)):
+    try:
+        write()
+        print("written")
+    except OSError as error:
+        print("full")
+
+# A monitor says so and goes on; the file keeps what it had.
+model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(200)))
+monitor = gradstat.Monitor(model, save_to=run, on_anomaly="record")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for step in range(25):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) if step < 23 else torch.full_like(parameter, float("nan"))
+        monitor.step(1.0)
+print(monitor.steps, any("could not be saved" in str(warning.message) for warning in caught))
+monitor._save_to = None  # nothing more at the end
+
+# Logs lose the line that did not fit, and no other.
+import os
+os.remove(page)
+for kind, writer in (("jsonl", JsonlWriter), ("csv", CsvWriter)):
+    path = folder + "/log." + kind
+    log, step = writer(path), 0
+    try:
+        while True:
+            log.write({{"loss": 0.125, "norm": 2.5}}, step)
+            step += 1
+    except OSError:
+        pass
+    with open(path, "rb+") as file:  # somebody makes room
+        whole = file.read()
+        file.truncate(len(whole) - 8000)
+    log.write({{"loss": 0.25, "norm": 2.5}}, step + 1)
+    lines = open(path).read().splitlines()
+    print(kind, lines[-1], len(lines) > 500)
+    os.remove(path)
+"""
+
+
+def test_a_full_disk_costs_what_does_not_fit_and_nothing_else(short: tuple[Path, str]) -> None:
+    folder, limit = short
+    printed = output_of(FULL.format(limit=limit), folder).splitlines()
+    assert printed[:3] == ["full", "full", "25 True"]
+    assert printed[3].startswith('jsonl {"step": ')
+    assert printed[3].endswith('"loss": 0.25, "norm": 2.5} True')
+    assert printed[4].startswith("csv ")
+    assert printed[4].endswith(",0.25,2.5 True")
+    assert_same(load(folder / "run.gradstat"), recording(40, 12))
+    assert [path.name for path in folder.iterdir()] == ["run.gradstat"]
+
+
+@pytest.mark.parametrize("there", [b"s", b"step", b"step,", b"step,los"])
+def test_a_header_of_which_a_part_was_written_is_begun_anew(there: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes(there)
+    with CsvWriter(path) as writer:
+        writer.write({"loss": 1.0, "norm": 2.0}, 0)
+    assert path.read_text() == "step,loss,norm\n0,1.0,2.0\n"
+    path.write_bytes(b"text that is no table")
+    with pytest.raises(ValueError, match="is not a table of scalars by step"):
+        CsvWriter(path)
+    assert path.read_bytes() == b"text that is no table"
+
+
+class _Short(io.RawIOBase):
+    """A file that takes five bytes and then nothing until there is room."""
+
+    def __init__(self) -> None:
+        self.taken, self.room = b"", 5
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        took = bytes(data)[: self.room]
+        self.taken, self.room = self.taken + took, self.room - len(took)
+        if not took:
+            raise OSError("full")
+        return len(took)
+
+
+def test_a_line_that_was_cut_is_ended_before_the_next(tmp_path: Path) -> None:
+    log = JsonlWriter(tmp_path / "log.jsonl")
+    file = log._file = _Short()  # type: ignore[assignment]
+    for _ in range(3):  # the first is cut, the others get nothing in
+        with pytest.raises(OSError, match=r"full|No space"):
+            log.write({"loss": 1.0}, 0)
+    file.room = 1 << 20
+    log.write({"loss": 2.0}, 1)
+    log.write({"loss": 3.0}, 2)
+    assert file.taken.split(b"\n")[1:] == [b'{"step": 1, "loss": 2.0}', b'{"step": 2, "loss": 3.0}', b""]
+
+
+# What is no file ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a system with pipes that have names")
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe, received = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
+    reader.start()
+    with replacing(pipe) as file:
+        file.write(b"page")
+    reader.join(30)
+    assert received == [b"page"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_the_null_device_stays_one(tmp_path: Path) -> None:
+    null = tmp_path / "null"
+    null.symlink_to(os.devnull)
+    save(small(), null)
+    assert view_main([str(save(small(), tmp_path / "a.gradstat")), "--output", str(null)]) == 0
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+
+class _Elements(HTMLParser):
+    """Counts elements and attributes of a page, and gathers its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements[tag] += 1
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def elements_of(page: str) -> _Elements:
+    parser = _Elements()
+    parser.feed(page)
+    parser.close()
+    return parser
+
+
+def named(names: tuple[str, ...]) -> Recording:
+    steps = np.arange(2)
+    values = np.ones((2, len(names), len(COLUMNS)), np.float32)
+    findings = tuple(
+        Finding(name or "r", "error", 1, name, {name: name}, (name,), (name,), name, name) for name in names
+    )
+    tables = {"gradient": Series(names, np.ones(len(names), np.int64), steps, values)}
+    meta = {"model": names[0], "culprit": "\n".join(names), names[1]: names[2]}
+    return Recording(steps, {"norm": np.ones(2), names[0]: np.ones(2)}, tables, findings, names, meta)
+
+
+HARMLESS = tuple(f"layer{i}.weight" for i in range(len(NAMES)))
+
+
+def test_names_that_mean_harm_are_saved_and_read_as_they_are(tmp_path: Path) -> None:
+    path = save(named(NAMES), tmp_path / "run.gradstat")
+    assert_same(load(path), named(NAMES))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None:
+    def reports(names: tuple[str, ...]) -> str:
+        tensors = {name: torch.tensor([1.0, float("nan")]) for name in names}
+        return gradstat.check_tensors(tensors)._repr_html_()
+
+    pages: list[Callable[[tuple[str, ...]], str]] = [
+        lambda names: write_page(
+            named(names), tmp_path / "run.html", title=names[0], diagnosis_text="\n".join(names)
+        ).read_text(),
+        lambda names: Diagnosis.of(named(names), "\n".join(names)).to_html(),
+        reports,
+    ]
+    for page in pages:
+        hostile, harmless = elements_of(page(NAMES)), elements_of(page(HARMLESS))
+        assert hostile.elements == harmless.elements
+        assert hostile.attributes == harmless.attributes
+    assert "<img src=x" in "".join(elements_of(pages[1](NAMES)).text)  # shown as text
+
+
+def test_a_terminal_is_told_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(named(NAMES), tmp_path / "run.gradstat")
+    assert view_main([str(path), "--no-page"]) == 0
+    assert view_main([str(path), "--no-page", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert all(character.isprintable() or character == "\n" for character in shown)
+
+
+def test_logs_keep_one_line_for_each_step_whatever_the_names(tmp_path: Path) -> None:
+    values = dict.fromkeys(NAMES, 1.5)
+    for _ in range(2):  # the second time under the header that is there
+        with JsonlWriter(tmp_path / "log.jsonl") as lines, CsvWriter(tmp_path / "log.csv") as table:
+            lines.write(values, 1)
+            table.write(values, 1)
+    read = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert read == [{"step": 1, **values}] * 2
+    assert (tmp_path / "log.csv").read_bytes().count(b"\n") == 3
+    assert "\\ud800 half" in (tmp_path / "log.csv").read_text()
+
+
+def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> None:
+    def always(self: Any, window: Any) -> list[Finding]:
+        return [self.found(0, "w", "always")]
+
+    rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
+    model = nn.Linear(2, 2)
+    monitor = gradstat.Monitor(model, rules=[made() for made in rules], on_anomaly="snapshot", review_every=1)
+    monitor._save_to = tmp_path / "in" / "run.gradstat"
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    monitor.step(1.0)
+    monitor.detach()
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert len(written) == 4
+    assert all(path.startswith("in/run") for path in written)
+
+
+# Other versions, and pickles ------------------------------------------------------------------------------
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = json.loads(members["header.json"])
+    change(header)
+    members["header.json"] = json.dumps(header).encode()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def test_files_and_states_of_a_newer_gradstat_name_both_versions_and_the_remedy(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewritten(saved, lambda header: header.update(version=[VERSION[0] + 1, 0], gradstat="99.1"))
+    remedy = (
+        rf"99\.1 .*version {VERSION[0] + 1}\.0.*gradstat {__version__}.*version {VERSION[0]}.*pip install -U gradstat"
+    )
+    with pytest.raises(RecordingFileError, match=remedy):
+        load(saved)
+    assert view_main([str(saved)]) == 2
+    assert "pip install -U gradstat" in capsys.readouterr().err
+    monitor = gradstat.Monitor(nn.Linear(2, 2))
+    state = {**monitor.state_dict(), "version": 2}
+    with pytest.raises(ValueError, match=rf"version 2.*gradstat {__version__}.*version 1.*pip install -U gradstat"):
+        monitor.load_state_dict(state)
+
+
+class _Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._path,)
+
+
+def test_loading_never_unpickles(saved: Path, tmp_path: Path) -> None:
+    harmed = tmp_path / "harmed"
+    payload = _Payload(harmed)
+    objects = io.BytesIO()
+    np.save(objects, np.array([payload], dtype=object), allow_pickle=True)
+    as_torch = io.BytesIO()
+    torch.save(payload, as_torch)
+    with zipfile.ZipFile(saved) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    hostile = [pickle.dumps(payload), as_torch.getvalue(), objects.getvalue()]
+    for name in members:
+        for content in (pickle.dumps(payload), objects.getvalue()):
+            file = io.BytesIO()
+            with zipfile.ZipFile(file, "w") as archive:
+                for other, whole in members.items():
+                    archive.writestr(other, content if other == name else whole)
+            hostile.append(file.getvalue())
+    for content in hostile:
+        saved.write_bytes(content)
+        with pytest.raises(RecordingFileError):
+            load(saved)
+    assert not harmed.exists()
+    pickle.loads(hostile[0])
+    assert harmed.exists()  # it would have
+
+
+def test_the_package_has_no_way_to_unpickle_a_file() -> None:
+    forbidden = {"pickle", "cPickle", "dill", "joblib", "cloudpickle", "shelve", "marshal", "yaml"}
+    seen = 0
+    for path in sorted((ROOT / "gradstat").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                assert not forbidden & {module.split(".")[0] for module in modules}, path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called = ast.unparse(node.func)
+                arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if called == "torch.load":
+                    seen += 1
+                    assert arguments.get("weights_only") == "True", path
+                assert called not in ("np.load", "numpy.load", "torch.jit.load", "torch.package"), path
+                assert arguments.get("allow_pickle", "False") == "False", path
+    assert seen == 1  # the monitor's state in a checkpoint of the Trainer
+    assert "pickle" not in sys.modules["gradstat.monitor.recorder"].__dict__
