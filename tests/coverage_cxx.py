@@ -19,7 +19,7 @@ from instrumented import ROOT, step, tests
 BUILD = ROOT / "build" / "coverage-cxx"
 FLAGS = "-O0 -g --coverage -fprofile-update=atomic"
 KERNEL_TESTS = ("fuzz", "multiply")  # and not the many of conformance, which reach no other lines
-OTHER_TESTS = ("ops", "host_path", "check", "clip", "clip_value", "total_norm", "step", "adaptive", "backends")
+OTHER_TESTS = ("ops", "host_path", "check", "clip", "clip_value", "total_norm", "step", "adaptive")
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
 COMPILED = ("-k", "not triton and not reference")
 LEAST_PERCENT = 90
