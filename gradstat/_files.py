@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import stat
@@ -20,8 +21,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     path = Path(os.path.realpath(path))  # through a link, not in its place
     if _takes_what_is_written(path):
-        with open(path, "wb") as file:
-            yield file
+        content = io.BytesIO()  # not every device knows where in it one is
+        yield content
+        path.write_bytes(content.getvalue())
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")

@@ -82,8 +82,11 @@ def told(optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | No
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         yield
     finally:
-        for name in _ATTRIBUTES:
-            optimizer.__dict__.pop(name, None)
+        # An interrupt (Ctrl-C) may come behind any call.
+        try:
+            optimizer.__dict__.pop("found_inf", None)
+        finally:
+            optimizer.__dict__.pop("grad_scale", None)
 
 
 def refuse_foreign_verdict(optimizer: Optimizer) -> None:

@@ -307,7 +307,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 def test_the_null_device_stays_one(tmp_path: Path) -> None:
     null = tmp_path / "null"
     null.symlink_to(os.devnull)
-    save(small(), null)
+    save(recording(), null)
     assert view_main([str(save(small(), tmp_path / "a.gradstat")), "--output", str(null)]) == 0
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 

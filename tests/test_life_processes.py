@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,112 @@ def test_a_forked_child_does_not_write_over_the_recording_of_its_parent(
     path = tmp_path / "run.gradstat"
     output_of(FORKED_WITH_A_MONITOR, path, child_steps)  # waits for the child, too, which has its output
     assert len(load(path).steps) == expected
+
+
+# Workers of a DataLoader check what they load, in a process that has been measuring before.
+WORKERS = """
+import sys
+import torch
+import gradstat
+
+class Checked(torch.utils.data.Dataset):
+    def __init__(self):
+        self.model = torch.nn.Linear(2, 2)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        sample = torch.full((1 << 19,), float(i))
+        self.model.weight.grad = torch.full((2, 2), i + 1.0)
+        report = gradstat.check_tensors([sample] * 4)
+        return torch.tensor([report[3].max, report.total_norm, gradstat.check(self.model)["weight"].max])
+
+if __name__ == "__main__":
+    dataset = Checked()
+    for _ in range(2):
+        expected = [dataset[i].tolist() for i in range(6)]
+        loader = torch.utils.data.DataLoader(
+            dataset, batch_size=None, num_workers=2, multiprocessing_context=sys.argv[1], timeout=60
+        )
+        assert [item.tolist() for item in loader] == expected, expected
+    print("right")
+"""
+
+
+@pytest.mark.parametrize("way", [way for way in ("fork", "spawn") if way in multiprocessing.get_all_start_methods()])
+def test_workers_of_a_loader_measure(way: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"  # a worker that is not forked imports it again
+    program.write_text(WORKERS)
+    started = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
+    assert output_of(started, program, way) == "right"
+
+
+# A timer interrupts the main thread at any place, as Ctrl-C does; what comes afterwards has to be right.
+INTERRUPTED = """
+import random, signal
+import torch
+import gradstat
+
+torch.set_num_threads(1)
+random.seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+slow = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", watch={"activations": 2, "updates": 2}, replay=True)
+clip = gradstat.AutoClip()
+
+def fresh():
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+
+def step():
+    loss = model(torch.randn(4, 4)).sum()
+    fresh()
+    gradstat.check(model)
+    monitor.step(0.5)
+    gradstat.clip_grad_norm_(model.parameters(), 1.0)
+    clip.clip_(model.parameters())
+    gradstat.guarded_step(optimizer, max_norm=1.0)
+    gradstat.guarded_step(slow, max_norm=1.0)
+    optimizer.zero_grad()
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+for _ in range(5):
+    step()
+numel = sum(parameter.numel() for parameter in model.parameters())
+signal.signal(signal.SIGALRM, interrupt)
+interrupted = 0
+while interrupted < 150:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 6e-3))
+        step()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        interrupted += 1
+    # Now all is as if nothing had happened.
+    fresh()
+    report = gradstat.check(model)
+    assert report.ok and abs(report.total_norm - 2.0 * numel**0.5) < 1e-5, report
+    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
+    before = model[0].weight.detach().clone()
+    assert not bool(gradstat.guarded_step(optimizer, max_norm=1.0).skipped)
+    assert not torch.equal(model[0].weight, before)
+    fresh()
+    assert abs(gradstat.clip_grad_norm_(model.parameters(), 1.0).item() - 2.0 * numel**0.5) < 1e-3
+    monitor.step(0.5)
+signal.setitimer(signal.ITIMER_REAL, 0)
+steps = monitor.recording().steps
+assert (steps[1:] > steps[:-1]).all()
+monitor.save("/dev/null")
+monitor.detach()
+assert not sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+print("right")
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a system with timers that send signals")
+def test_an_interrupt_at_any_place_leaves_everything_usable() -> None:
+    assert output_of(INTERRUPTED) == "right"

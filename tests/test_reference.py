@@ -71,3 +71,47 @@ def test_every_public_thing_has_a_docstring(names: set[str]) -> None:
 def _inherited(kind: type, name: str) -> object:
     """The first of that name in the bases that has a docstring: what help() shows."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base) and described(vars(base)[name])), None)
+
+
+# Made by gradstat alone: the reference shows them without arguments.
+NOT_CALLED = {
+    name
+    for page in REFERENCE
+    for name in re.findall(r"^\.\. auto\w+:: (?:gradstat\.)?([\w.]+)\(\)", page.read_text(), re.MULTILINE)
+}
+# What frameworks call, with arguments of theirs.
+HOOK = re.compile(r"on_|load_state_dict$|setup$|teardown$|begin|before_|after_|stops$|save$")
+
+
+def callables(thing: object, name: str) -> Iterator[tuple[str, object, str]]:
+    """Public functions and methods: name, the thing itself, and the docstrings that describe its arguments."""
+    if not isinstance(thing, type):
+        if callable(thing):
+            yield name, thing, inspect.getdoc(thing) or ""
+        return
+    if name.rpartition(".")[2] not in NOT_CALLED and thing.__init__ is not object.__init__:
+        yield name, thing.__init__, f"{inspect.getdoc(thing)} {inspect.getdoc(thing.__init__)}"
+    for base in thing.__mro__:
+        if base.__module__.startswith("gradstat"):
+            for key, member in vars(base).items():
+                member = getattr(member, "__func__", member)
+                is_hook = "integrations" in base.__module__ and HOOK.match(key)
+                if inspect.isfunction(member) and not key.startswith("_") and not is_hook:
+                    yield f"{name}.{key}", member, inspect.getdoc(getattr(thing, key)) or ""
+
+
+DESCRIBED = {
+    function: pytest.param(function, text, id=name)
+    for thing, names in PUBLIC.items()
+    for name, function, text in callables(thing, min(names, key=len))
+}
+
+
+@pytest.mark.parametrize(("function", "text"), DESCRIBED.values())
+def test_every_argument_is_described(function: object, text: str) -> None:
+    assert callable(function)
+    arguments = [
+        name for name in inspect.signature(function).parameters if name not in ("self", "cls", "args", "kwargs")
+    ]
+    missing = [name for name in arguments if not re.search(rf"\b{name}\b", text)]
+    assert not missing or re.search(r"(?i)\bas there\b|\bas torch's|inverse of", text), missing

@@ -52,7 +52,10 @@ class UsageError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 when something given cannot be measured, 130 when interrupted."""
+    """Runs the command with ``arguments``, those of the process if None.
+
+    Returns 0, 2 when something given cannot be measured, 130 when interrupted.
+    """
     options = _parser().parse_args(arguments)
     try:
         return _run(options)

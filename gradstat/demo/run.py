@@ -19,7 +19,10 @@ from gradstat.monitor.view import write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns 0 if the corruption was found where it was put, 1 if not, 130 when interrupted."""
+    """Runs the demo with ``arguments``, those of the process if None.
+
+    Returns 0 if the corruption was found where it was put, 1 if not, 2 if it cannot run, 130 when interrupted.
+    """
     options = _parser().parse_args(arguments)
     missing = [name for name in ("matplotlib", "plotly", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:

@@ -98,7 +98,7 @@ class CsvWriter(_Lines):
         super().__init__(target)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends a row of ``values``, floats by name, with empty cells for columns that are not among them.
+        """Appends a row of ``values`` at ``step``, floats by name; cells of columns not among them stay empty.
 
         Raises:
             ValueError: There is a name without a column; nothing is written.

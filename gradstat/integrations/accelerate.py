@@ -151,7 +151,11 @@ class Handle:
         return any(one.should_stop for one in self._watch.watched)
 
     def attributions(self, model: int = 0) -> dict[int, Any]:
-        """By step, the `gradstat.AccumulationReport` of those in which something was found."""
+        """By step, the `gradstat.AccumulationReport` of those in which something was found.
+
+        Args:
+            model: Which of the prepared models, in the order in which they were prepared.
+        """
         return self._watch.watched[model].attributions
 
     def scalars(self, prefix: str = "gradstat/", *, parameters: bool = False) -> dict[str, float]:

@@ -26,7 +26,7 @@ class LatestStep(NamedTuple):
 
     @classmethod
     def of(cls, pending: Pending, table: Floats) -> LatestStep:
-        """A step whose numbers have arrived."""
+        """A step, ``pending`` until now, whose numbers have arrived: ``table``."""
         numbers = pending.numbers[0]
         segment = numbers.segments[0]
         rows, total = table[: segment.measured], numbers.total()

@@ -76,7 +76,7 @@ class StepState:
 
     @classmethod
     def capture(cls, model: Module, previous: StepState | None = None) -> StepState:
-        """The state now. Copies of large buffers that have not changed since ``previous`` are shared with it."""
+        """The state of ``model`` now. Copies of large buffers not changed since ``previous`` are shared with it."""
         known = {} if previous is None else previous._buffers
         return cls(RngState.capture(), {name: _copied(b, known.get(name)) for name, b in model.named_buffers()})
 

@@ -163,8 +163,7 @@ class Activations:
     def __init__(self, model: nn.Module, backend: str | None) -> None:
         self.on = False
         self._backend = backend
-        self._rows: dict[str, Tensor] = {}
-        self._infos: dict[str, TensorInfo] = {}
+        self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
         self.remove = removed_with(
             self,
             [
@@ -185,25 +184,25 @@ class Activations:
         with torch.no_grad():
             rows = stats([tensor.detach() for tensor in found], backend=self._backend)
             row = _merged(rows)
-            earlier = self._rows.get(name)
-            self._rows[name] = row if earlier is None else _merged(torch.cat([earlier, row]))
-            self._infos[name] = TensorInfo.of(found[0])
+            earlier = self._seen.get(name)
+            merged = row if earlier is None else _merged(torch.cat([earlier[0], row]))
+            self._seen[name] = merged, TensorInfo.of(found[0])
 
     def take(self) -> tuple[Segment, list[Part]]:
         """What was seen since the last call."""
-        names = sorted(self._rows, key=self._order.__getitem__)
+        seen, self._seen = self._seen, {}
+        names = sorted(seen, key=self._order.__getitem__)
         by_device: dict[torch.device, list[int]] = {}
         for i, name in enumerate(names):
-            by_device.setdefault(self._rows[name].device, []).append(i)
+            by_device.setdefault(seen[name][0].device, []).append(i)
         parts = [
             Part(
-                torch.cat([self._rows[names[i]] for i in positions]),
+                torch.cat([seen[names[i]][0] for i in positions]),
                 positions if len(by_device) > 1 else None,
-                [self._infos[names[i]] for i in positions],
+                [seen[names[i]][1] for i in positions],
             )
             for positions in by_device.values()
         ]
-        self._rows, self._infos = {}, {}
         return Segment("activation", tuple(names), None, len(names)), parts
 
 

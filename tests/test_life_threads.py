@@ -1,0 +1,122 @@
+"""Life with a program: several threads, and several streams, at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import gradstat
+
+SECONDS = 120
+
+
+def together(works: list[Callable[[], None]]) -> None:
+    """Runs functions in a thread each, begun at the same time; fails if one fails or does not end."""
+    errors: list[BaseException] = []
+    begin = threading.Barrier(len(works))
+
+    def run(work: Callable[[], None]) -> None:
+        begin.wait(SECONDS)
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a thread does not end"
+    if errors:
+        raise errors[0]
+
+
+def trained_by_itself(number: int, width: int, device: str = "cpu") -> Callable[[], None]:
+    """A thread that trains a model of its own, whose numbers are known, in every way there is."""
+
+    def work() -> None:
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1)).to(device)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        value = float(number)
+        monitor = gradstat.Monitor(model, on_anomaly="record")
+        for step in range(30):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, value)
+            if step % 10 == 9:
+                model[0] = nn.Linear(width, width).to(device)  # the others must not notice
+                model[0].requires_grad_(True)
+                for parameter in model[0].parameters():
+                    parameter.grad = torch.full_like(parameter, value)
+            report = gradstat.check(model)
+            pending = gradstat.check_async(model)
+            monitor.step(1.0)
+            norm = value * count**0.5
+            assert report.total_norm == pytest.approx(norm, rel=1e-6)
+            assert [(stats.min, stats.max) for stats in report] == [(value, value)] * 4
+            assert gradstat.clip_grad_norm_(model.parameters(), norm / 2).item() == pytest.approx(norm, rel=1e-5)
+            assert gradstat.check(model).total_norm == pytest.approx(norm / 2, rel=1e-4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            assert gradstat.guarded_step(optimizer, max_norm=1.0).total_norm.item() == pytest.approx(norm / 2, rel=1e-4)
+            assert pending.result().total_norm == report.total_norm
+        monitor.detach()
+        assert monitor.recording().scalars["norm"].tolist() == pytest.approx([value * count**0.5] * 30, rel=1e-6)
+
+    return work
+
+
+def test_threads_train_models_of_their_own() -> None:
+    # From small ones to those that are measured by several threads themselves.
+    together([trained_by_itself(number, width) for number, width in enumerate((4, 4, 30, 600), 1)])
+
+
+def test_threads_ask_about_one_model_while_it_changes() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    allowed = {"plain": 16, "added": 17}
+    stop = threading.Event()
+
+    def with_gradients(parameter: nn.Parameter) -> nn.Parameter:
+        parameter.grad = torch.full_like(parameter, 3.0)
+        return parameter
+
+    for parameter in model.parameters():
+        with_gradients(parameter)
+
+    def change() -> None:
+        try:
+            for _ in range(200):
+                model[3].register_parameter("extra", with_gradients(nn.Parameter(torch.zeros(5))))
+                del model[3].extra
+        finally:
+            stop.set()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                report = gradstat.check(model)
+            except RuntimeError as error:  # as torch's own walk over a module that changes meanwhile
+                if "changed" not in str(error):
+                    raise
+                continue
+            assert len(report) in allowed.values()
+            assert {stats.max for stats in report} == {3.0}
+
+    together([change, ask, ask, ask])
+    assert len(gradstat.check(model)) == 16
+
+
+@pytest.mark.cuda
+def test_threads_on_streams_of_their_own() -> None:
+    def on_a_stream(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                work()
+
+        return run
+
+    works = [trained_by_itself(number, width, "cuda") for number, width in enumerate((4, 4, 30, 600), 1)]
+    together([on_a_stream(work) for work in works])
