@@ -271,6 +271,11 @@ def charts_of(device: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: members for name, members in found.items() if members}
 
 
+def drawn_devices(results: Path = rows.RESULTS) -> list[list[Row]]:
+    """The rows that charts are drawn from: of the suite, and of the errors of norms."""
+    return rows.devices(results) + rows.devices(results, ["numerics"])
+
+
 def file_of(chart: str, members: Sequence[Row]) -> str:
     """The name of a chart's file."""
     return f"{rows.slug(members[0].device)}-{chart}.png"
@@ -281,7 +286,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=rows.RESULTS, help="the folder of rows")
     parser.add_argument("--output", type=Path, default=CHARTS, help="the folder of charts")
     options = parser.parse_args()
-    for device in rows.devices(options.results) + rows.devices(options.results, ["numerics"]):
+    for device in drawn_devices(options.results):
         for name, members in charts_of(device).items():
             path = options.output / file_of(name, members)
             DRAWN[name][1](members, path)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # asked in every check: None outside of transforms
+
 
 class Arrival:
     """A tensor on its way to the host: copied into pinned memory behind the kernel that fills it."""
@@ -16,8 +18,7 @@ class Arrival:
 
     def __init__(self, tensor: Tensor) -> None:
         """Raises RuntimeError if ``tensor`` is one of a torch.func transform, which has no numbers."""
-        functorch = torch._C._functorch
-        if functorch.peek_interpreter_stack() is not None and functorch.is_functorch_wrapped_tensor(tensor):
+        if _peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
                 "inside of a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be brought to the "
                 "host; check what the transform returns, or measure with gradstat.stats, whose table is a tensor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -369,6 +370,38 @@ def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> Non
         assert handle.monitor.recording().steps.tolist() == list(range(6))
         assert logged(again, "gradstat/nonfinite_steps")[-1] == 1
         handle.remove()
+
+
+@QUIET
+def test_a_damaged_state_in_a_checkpoint_is_named_with_the_remedy(make: Make, tmp_path: Path) -> None:
+    trainer = make(max_steps=2, save_strategy="steps", save_steps=2)
+    install(trainer)
+    trainer.train()
+    state = tmp_path / "checkpoint-2" / STATE_FILE
+    whole = state.read_bytes()
+    payload = io.BytesIO()
+    torch.save(Path("would be unpickled"), payload)
+    for content in (whole[: len(whole) // 2], b"", payload.getvalue()):
+        state.write_bytes(content)
+        again = make(max_steps=4)
+        with install(again), pytest.raises(RuntimeError, match=rf"{STATE_FILE} is damaged.*Delete it to resume"):
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@QUIET
+@pytest.mark.filterwarnings("ignore:gradstat.*could not be saved")
+def test_a_full_disk_does_not_end_the_run_when_the_state_is_saved(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = make(max_steps=2, save_strategy="steps", save_steps=1)
+    install(trainer)
+    monkeypatch.setattr("gradstat.integrations.transformers.replacing", full)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert not (tmp_path / "checkpoint-2" / STATE_FILE).exists()
 
 
 def test_a_checkpoint_without_the_monitor_still_counts(make: Make, tmp_path: Path) -> None:

@@ -353,5 +353,5 @@ def _loaded(saved: Path) -> Any:
         return torch.load(saved, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise whatever they like
         raise RuntimeError(
-            f"{saved} is damaged, or not the state of a monitor: {error}. Delete it to resume with a new monitor"
+            f"{saved} is damaged, or not the state of a monitor. Delete it to resume with a new monitor"
         ) from error
