@@ -4,8 +4,8 @@
 #pragma once
 
 #include <setjmp.h>
+#include <sys/time.h>
 #include <ucontext.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -38,7 +38,7 @@ struct dim3 {
 namespace cuda_on_host {
 
 constexpr int kWarpSize = 32;
-constexpr unsigned kMostSeconds = 60;  // for one launch
+constexpr int kMostSeconds = 60;  // of the processor's time, for one launch
 
 // Threads that meet: all wait until the last has come.
 struct Meeting {
@@ -166,13 +166,18 @@ inline void Block::start() {
   self.enter(self.next());
 }
 
+inline void limit_time(int seconds) {
+  const itimerval limit = {{0, 0}, {seconds, 0}};
+  setitimer(ITIMER_VIRTUAL, &limit, nullptr);
+}
+
 // Runs kernel() for every block, in an order drawn from `seed`. A kernel may be launched from within another
 // that waits for it (see overlap).
 template <class Kernel>
 void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   static std::vector<std::unique_ptr<Block>> idle;
   if (threads != 256) std::abort();
-  alarm(kMostSeconds);  // a kernel that never ends ends the process, rather than hanging the tests
+  limit_time(kMostSeconds);  // a kernel that never ends ends the process, rather than hanging the tests
   if (idle.empty()) idle.push_back(std::make_unique<Block>(256));
   std::unique_ptr<Block> own = std::move(idle.back());
   idle.pop_back();
@@ -187,7 +192,7 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
     block_number = number;
     runner.run(kernel, static_cast<int>(random() % 256));
   }
-  alarm(0);
+  limit_time(0);
   block = outer;
   block_number = outer_number;
   block_count = outer_count;
