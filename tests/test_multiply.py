@@ -50,7 +50,10 @@ def product(tensor: Tensor, coefficient: float | Tensor) -> Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     wide = torch.float64 if real.dtype == torch.float64 else torch.float32
     by = torch.as_tensor(coefficient, dtype=torch.float64, device=tensor.device)
-    multiplied = (real.to(wide) * by.to(wide)).to(real.dtype)
+    multiplied = real.to(wide) * by.to(wide)
+    if real.dtype == torch.float8_e4m3fn:  # where torch 2.10 makes NaN of what is too large
+        multiplied = multiplied.clamp(-448.0, 448.0)
+    multiplied = multiplied.to(real.dtype)
     return torch.view_as_complex(multiplied) if tensor.is_complex() else multiplied
 
 
