@@ -48,6 +48,18 @@ def square_root(total: Fraction) -> float:
         return math.inf
 
 
+def rounded_sum(values: list[float]) -> float:
+    """The exact sum, rounded once; infinite where float64 has no number for it."""
+    try:
+        return math.fsum(values)
+    except OverflowError:  # on the way at least
+        total = sum(map(Fraction, values), Fraction(0))
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
+
+
 class Exact:
     """What a report must say about one tensor."""
 
@@ -63,8 +75,8 @@ class Exact:
         self.values = len(finite)
         self.min = min(finite, default=math.inf)
         self.max = max(finite, default=-math.inf)
-        self.sum = math.fsum(finite)
-        self.magnitudes = math.fsum(map(abs, finite))
+        self.sum = rounded_sum(finite)
+        self.magnitudes = rounded_sum([abs(value) for value in finite])
         if tensor.dtype in (torch.float64, torch.complex128):
             self.squares = sum((Fraction(p) ** 2 for p in finite if p), Fraction(0))
         else:  # squares of narrower types are exact in float64, and their sum is rounded once

@@ -506,14 +506,16 @@ def test_no_clip_at_all_is_told_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dtype) -> None:
-    watch = Outputs(nn.Identity())
+    model = nn.Identity()
+    watch = Outputs(model)
+    watch.on = True
     logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
     for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
-        watch.see("", outputs.to(dtype))
+        watch.see(model, (), outputs.to(dtype))
         segment, (measured,) = watch.take()
         assert segment.names == ("logits",)
         assert measured.item() == share
-    watch.see("", torch.ones(3))
+    watch.see(model, (), torch.ones(3))
     assert watch.take()[1] == []
 
 
