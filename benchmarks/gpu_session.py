@@ -73,9 +73,8 @@ def build() -> bool:
 WITHOUT_A_DEVICE = (
     "accelerate", "automatic", "crash_safety", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff",
     "distributed", "documents", "faults", "gpu_session", "healthy", "life_leaks", "life_processes", "lightning",
-    "lightning_ranks", "loggers", "monitor_ranks", "origin", "packaging", "pages", "recorder", "reference", "replicas",
-    "rules", "schedule", "tour",
-    "transformers", "view",
+    "lightning_ranks", "loggers", "monitor_ranks", "numerics", "origin", "packaging", "pages", "recorder", "reference",
+    "replicas", "rules", "schedule", "tour", "transformers", "view",
 )  # fmt: skip
 
 
