@@ -18,8 +18,11 @@ export GRADSTAT_WERROR := 1
 demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
 
-test: $(VENV)/.built ## Run the tests
-	$(BIN)/python -m pytest
+# Processes that run tests side by side; several of them share a core badly, and a dozen share memory badly.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
+
+test: $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after another)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: coverage
 coverage: $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %

@@ -11,6 +11,7 @@ sum are all positive there, so its own relative error stays below 1e-17 (a test 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import sys
 import tempfile
@@ -261,11 +262,8 @@ def _numpy(vectors: Tensor) -> npt.NDArray[np.float64]:
         return np.array([np.linalg.norm(vector) for vector in exact.numpy()], dtype=np.float64)
 
 
-def _kernels_on_host(folder: Path) -> Callable[[Tensor], npt.NDArray[np.float64]]:
-    from host_build import build
+def _kernels_on_host(library: ctypes.CDLL) -> Callable[[Tensor], npt.NDArray[np.float64]]:
     from host_kernels import Piece, stats
-
-    library = build("kernels.cpp", folder)
 
     def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
         pair = vectors.is_complex()
@@ -279,6 +277,12 @@ def _kernels_on_host(folder: Path) -> Callable[[Tensor], npt.NDArray[np.float64]
     return norms
 
 
+def _built_on_host(folder: Path) -> ctypes.CDLL:
+    from host_build import build
+
+    return build("kernels.cpp", folder)
+
+
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real()
 
@@ -287,8 +291,8 @@ def total_norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return gradstat.get_total_norm([torch.ones(1, dtype=torch.float32).to(dtype)]).dtype
 
 
-def providers(device: torch.device, folder: Path) -> list[Provider]:
-    """All ways there are to compute norms on ``device``; compiles what it needs into ``folder``."""
+def providers(device: torch.device, kernels_on_host: ctypes.CDLL | None = None) -> list[Provider]:
+    """All ways there are to compute norms on ``device``; ``kernels_on_host`` are the CUDA kernels for the CPU."""
     float8 = [dtype for dtype in DTYPES if "float8" in str(dtype)]
     on_gpu = device.type == "cuda"
     found = [
@@ -296,8 +300,8 @@ def providers(device: torch.device, folder: Path) -> list[Provider]:
         Provider("gradstat reference", _gradstat("reference", device)),
         Provider("gradstat triton", _gradstat("triton", device), sample=None if on_gpu else INTERPRETED),
     ]
-    if not on_gpu:
-        found.append(Provider("gradstat CUDA kernels, on the CPU", _kernels_on_host(folder)))
+    if kernels_on_host is not None:
+        found.append(Provider("gradstat CUDA kernels, on the CPU", _kernels_on_host(kernels_on_host)))
     return [
         *found,
         Provider("gradstat clip's norm", _each(lambda v: gradstat.get_total_norm([v]), device), total_norm_dtype),
@@ -386,7 +390,7 @@ def main() -> int:
     families = sum(map(len, KINDS.values()))
     steps = families * len(_lengths(-(-options.vectors // families), np.random.default_rng()))
     with tempfile.TemporaryDirectory() as folder, Progress(steps * len(options.dtypes), "measuring") as progress:
-        known = providers(options.device, Path(folder))
+        known = providers(options.device, _built_on_host(Path(folder)) if options.device.type == "cpu" else None)
         errors = measure(options.dtypes, options.vectors, options.seed, known, progress)
     made = as_rows(errors, options.device)
     print(tables.norm_errors(made))

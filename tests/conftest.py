@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -65,6 +66,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The CUDA kernels, compiled for the CPU by tests/host_build.py."""
+    from host_build import build
+
+    return build("kernels.cpp", tmp_path_factory.mktemp("kernels_on_host"))
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,15 @@ class Exact:
         return square_root(self.squares)
 
 
+def rounded_product(values: Tensor, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+    """What torch makes of real numbers times coefficients: formed in float64 for float64, else in float32; rounded."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    multiplied = values.to(wide) * coefficients.to(wide)
+    if dtype == torch.float8_e4m3fn:  # where torch 2.10 makes NaN of what is too large
+        multiplied = multiplied.clamp(-448.0, 448.0)
+    return multiplied.to(dtype)
+
+
 def real_dtype(tensors: list[Tensor]) -> torch.dtype:
     """What torch promotes the gradients' real dtypes to."""
     promoted = tensors[0].dtype.to_real()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from exact import rounded_product
 from fuzzing import FLOAT8, KIND_OF, Account, Batch, Floats, Memory, decoded_from, view_of
 from torch import Tensor, nn
 
@@ -301,11 +302,10 @@ def assert_products(
 
 
 def product(values: Floats, coefficients: Floats, dtype: torch.dtype) -> Floats:
-    """In float64 for float64, else in float32; then rounded to the type of the parts."""
+    """Of parts of elements, rounded to their type."""
     real = dtype.to_real() if dtype.is_complex else dtype
-    wide = torch.float64 if real == torch.float64 else torch.float32
     multiplied: Floats = (
-        (torch.from_numpy(values).to(wide) * torch.from_numpy(coefficients).to(wide)).to(real).double().numpy()
+        rounded_product(torch.from_numpy(values), torch.from_numpy(coefficients), real).double().numpy()
     )
     return multiplied
 

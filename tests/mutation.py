@@ -313,11 +313,11 @@ def main() -> int:
     workplaces: Queue[Workplace] = Queue()
     for number in range(options.jobs):
         workplaces.put(Workplace(ROOT / "build" / "mutation" / str(number)))
-    for file in dict.fromkeys(mutant.file for mutant in work):
+    for tests in dict.fromkeys(TESTS[mutant.file] for mutant in work):
         workplace = workplaces.get()
-        if workplace.try_out(None, TESTS[file]) != "survived":
+        if workplace.try_out(None, tests) != "survived":
             print((workplace.folder / "mutant.log").read_text()[-3000:])
-            sys.exit(f"the tests of {file} fail without any mutant: {', '.join(TESTS[file])}")
+            sys.exit(f"tests fail without any mutant: {', '.join(tests)}")
         workplaces.put(workplace)
 
     digests = {file: (_digest(file), _tests_digest(file)) for file in files}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fuzzing import FILLS
 from fuzzing import KINDS as KINDS_OF_BITS
-from host_build import build, needs_compiler
+from host_build import needs_compiler
 from host_kernels import DTYPES, Piece, arrays, pointer, stats
 
 from gradstat import _fields, _norms
@@ -27,8 +27,8 @@ pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build("kernels.cpp", tmp_path_factory.mktemp("cuda_on_host"))
+def library(kernels_on_host: ctypes.CDLL) -> ctypes.CDLL:
+    return kernels_on_host
 
 
 @pytest.mark.parametrize("loss_scale", [None, 64.0, 1e-3, 0.0, math.inf])

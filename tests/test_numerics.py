@@ -1,5 +1,6 @@
 """Norms against exact ones: the judge, the vectors, and, on a few of each kind, the promises of docs/numerics.md."""
 
+import ctypes
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -62,9 +63,9 @@ def test_vectors_are_finite_and_hostile(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> list[numerics.Provider]:
+def known(kernels_on_host: ctypes.CDLL) -> list[numerics.Provider]:
     """All but what test_conformance.py holds against the same exact norms, and is slow without a GPU."""
-    providers = numerics.providers(CPU, tmp_path_factory.mktemp("kernels"))
+    providers = numerics.providers(CPU, kernels_on_host)
     return [each for each in providers if each.name not in ("gradstat triton", "gradstat reference")]
 
 

@@ -39,7 +39,7 @@ def assert_healthy(
     """Trains for some steps under a `Monitor` and fails if it finds anything. For tests of models, in CI::
 
         def test_training(assert_healthy):  # the fixture of gradstat.pytest_plugin; or import the function
-            model, optimizer, data = ...
+            model, optimizer, data = made_small()
 
             def step():
                 optimizer.zero_grad()
