@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstat
 from gradstat.distributed import OriginReport, UnreachableRankError, watch_origin
+from gradstat.distributed._origin_report import BadGradient
 
 
 class Net(nn.Module):
@@ -252,6 +253,54 @@ def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: lis
     assert all("of 32 elements" in line or "of 16 elements" in line for line in lines[2:])
     assert all(line.endswith(f"elements{where}") for line in lines[2:])
     assert short == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
+
+
+def report_of(*bad: tuple[int, dict[int, tuple[int, int]]], micro_batches: int = 1) -> OriginReport:
+    """Of two ranks, with 30 gradients of 1,000 elements, the first of which are bad: micro-batch and counts."""
+    names = [f"p{i}" for i in range(30)]
+    found = [BadGradient(name, 1000, at, counts) for name, (at, counts) in zip(names, bad, strict=False)]
+    return OriginReport(names, found, (0, 1), micro_batches)
+
+
+@pytest.mark.parametrize(("bad", "in_error", "in_text"), [(5, 5, 5), (6, 5, 6), (20, 5, 20), (25, 5, 20)])
+def test_only_the_first_are_listed(bad: int, in_error: int, in_text: int) -> None:
+    report = report_of(*[(0, {1: (2, 0)})] * bad)
+    assert report.nonfinite == tuple(f"p{i}" for i in range(bad))
+    with pytest.raises(gradstat.NonFiniteGradientError) as raised:
+        report.raise_if_nonfinite()
+    for text, limit in ((str(raised.value), in_error), (str(report), in_text)):
+        head, who, *lines = text.removeprefix("gradstat: ").splitlines()
+        assert head == f"NaN or Inf in {bad} of 30 gradients before they were reduced"
+        assert who == f"brought by rank 1 alone (of 2): {bad} gradients"
+        more = [f"  and {bad - limit} more"] if bad > limit else []
+        assert lines == [*(f"  p{i}: 2 NaN of 1,000 elements" for i in range(limit)), *more]
+
+
+EVERY_RANK = "ALL 2 ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
+
+
+def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
+    """In order of the micro-batches, and of the ranks; the limit is for all of them together."""
+    first, second, third = (1, {0: (1, 0), 1: (3, 0)}), (0, {0: (0, 1)}), (0, {1: (0, 2)})
+    report = report_of(first, first, second, third, first, second, second, micro_batches=2)
+    with pytest.raises(gradstat.NonFiniteGradientError) as raised:
+        report.raise_if_nonfinite()
+    assert str(raised.value).splitlines() == [
+        "NaN or Inf in 7 of 30 gradients before they were reduced",
+        "brought by rank 0 alone (of 2) in micro-batch 0 of 2 (counted from 0): 3 gradients",
+        "  p2: 1 Inf of 1,000 elements",
+        "  p5: 1 Inf of 1,000 elements",
+        "  p6: 1 Inf of 1,000 elements",
+        "brought by rank 1 alone (of 2) in micro-batch 0 of 2 (counted from 0): 1 gradient",
+        "  p3: 2 Inf of 1,000 elements",
+        f"brought by {EVERY_RANK} in micro-batch 1 of 2 (counted from 0): 3 gradients",
+        "  p0: 1 NaN of 1,000 elements on rank 0",
+        "  and 2 more",
+    ]
+    assert [report.ranks_bad(f"p{i}") for i in (0, 2, 9)] == [2, 1, 0]
+    assert [report.micro_batch_of(f"p{i}") for i in (0, 2, 9)] == [1, 0, None]
+    assert report.ranks == (0, 1)
+    assert report.micro_batches == 2
 
 
 # The watch itself ----------------------------------------------------------------------------------------------

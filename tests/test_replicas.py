@@ -24,10 +24,11 @@ from gradstat.distributed import (
     ReplicaMismatchError,
     ReplicaReport,
     UnreachableRankError,
+    _checksum,
     verify_batches,
     verify_replicas,
 )
-from gradstat.distributed._checksum import _ROW, _ROWS_AT_ONCE, _weights, checksums
+from gradstat.distributed._checksum import _ROW, _ROWS_AT_ONCE, _weights, checksums, combined, of_text
 
 CPU = torch.device("cpu")
 
@@ -127,8 +128,35 @@ def test_memory_does_not_count_only_elements_do() -> None:
     assert checksum(torch.cat([torch.zeros(1), tensor.view(-1)])[1:].view(6, 7, 2, 3)) == expected
     halves = torch.randn(8).bfloat16()
     assert checksum(torch.cat([halves[:1], halves])[1:]) == checksum(halves)
+    bytes_ = torch.arange(9, dtype=torch.uint8)
+    for start in range(4):
+        for end in range(start, 10):
+            assert checksum(bytes_[start:end]) == checksum(bytes_[start:end].clone())
     z = torch.randn(5, dtype=torch.complex64)
     assert checksum(z.conj()) == checksum(z.conj().resolve_conj()) != checksum(z)
+
+
+def test_checksums_are_the_same_in_every_process() -> None:
+    """Whatever the machine and the versions of Python, numpy and torch: ranks may differ in them."""
+    assert checksum(torch.arange(10_000, dtype=torch.int32)) == -3636065560721893542
+    assert combined(torch.arange(5)).item() == -5596814131616125429
+    assert combined(torch.arange(30_000)).item() == 8127786782923658567
+    assert of_text("weight") == -8872040418398604730
+    assert _weights(CPU) is _weights(CPU)
+
+
+def test_no_tensors_have_no_checksums() -> None:
+    assert checksums([], CPU).shape == (0,)
+    assert checksums([], CPU).dtype == torch.int64
+
+
+def test_checksums_are_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they lie on several devices, whose tensors are taken together."""
+    tensors = [torch.randn(3), torch.randn(5), torch.randn(7), torch.randn(9)]
+    expected = checksums(tensors, CPU)
+    for groups in ({"a": [3, 1], "b": [0, 2]}, {"a": [1], "b": [3, 0], "c": [2]}):
+        monkeypatch.setattr(_checksum, "by_device", lambda _, groups=groups: groups)
+        assert torch.equal(checksums(tensors, CPU), expected)
 
 
 def test_sparse_tensors_count_indices_and_values() -> None:
@@ -311,6 +339,22 @@ def test_the_error_is_the_same_on_every_rank(ranks: Ranks) -> None:
         "  parameter last.weight: bits on rank 0 differ from those on the other 3"
     )
     assert ranks.run(4, errors) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("drifted", "in_error", "in_text"), [(1, 1, 1), (5, 5, 5), (6, 5, 6), (20, 5, 20), (21, 5, 20)]
+)
+def test_only_the_first_are_listed(drifted: int, in_error: int, in_text: int) -> None:
+    found = tuple(Drift(f"p{i}", "buffer", (1,), "how") for i in range(drifted))
+    report = ReplicaReport(found, compared=40, ranks=(0, 1))
+    with pytest.raises(ReplicaMismatchError) as raised:
+        report.raise_if_drifted()
+    for text, limit in ((str(raised.value), in_error), (str(report), in_text)):
+        head, *lines = text.removeprefix("gradstat: ").splitlines()
+        tensors = f"{drifted} tensor" if drifted == 1 else f"{drifted} tensors"
+        assert head == f"{tensors} DRIFTED between 2 ranks, of 40 compared:"
+        more = [f"  and {drifted - limit} more"] if drifted > limit else []
+        assert lines == [*(f"  buffer p{i}: how" for i in range(limit)), *more]
 
 
 # Collectives -------------------------------------------------------------------------------------------------
