@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from gradstat.distributed import (
@@ -319,6 +320,20 @@ def test_a_gradient_that_no_rank_has_is_no_mismatch(ranks: Ranks) -> None:
         assert report.compared == 0
 
 
+def frozen_with_a_gradient() -> tuple[ReplicaReport, ReplicaReport]:
+    parameter = nn.Parameter(torch.ones(2), requires_grad=False)
+    parameter.grad = torch.ones(2)
+    agreeing = verify_replicas(parameter)
+    parameter.grad[dist.get_rank()] = 2.0
+    return agreeing, verify_replicas(parameter)
+
+
+def test_gradients_of_frozen_parameters_are_compared(ranks: Ranks) -> None:
+    for agreeing, drifting in ranks.run(2, frozen_with_a_gradient):
+        assert agreeing == ReplicaReport((), compared=1, ranks=(0, 1))
+        assert drifting.compared == len(drifting.drifted) == 1
+
+
 def errors() -> str:
     model, _ = trained()
     if dist.get_rank() == 0:
@@ -363,8 +378,8 @@ def test_only_the_first_are_listed(drifted: int, in_error: int, in_text: int) ->
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
 
 
-def counted() -> tuple[list[str], list[str]]:
-    """The collectives of a comparison that agrees, and of one that does not."""
+def counted() -> tuple[list[str], list[str], list[str]]:
+    """The collectives of a comparison that agrees, of one that does not, and of one without a gradient."""
     model, _ = trained()
     calls: list[str] = []
 
@@ -384,12 +399,17 @@ def counted() -> tuple[list[str], list[str]]:
         if dist.get_rank() == 0:
             flip_parameter(model, None)
         verify_replicas(model, what=EVERYTHING)
-    return healthy, calls
+        drifted = calls.copy()
+        calls.clear()
+        model.last.bias.grad = None
+        verify_replicas(model)
+    return healthy, drifted, calls
 
 
 def test_agreement_costs_one_small_reduction(ranks: Ranks) -> None:
+    """Also about gradients that no rank has."""
     one = "all_reduce of 32 bytes"
-    assert ranks.run(2, counted) == [([one], [one, "all_gather_object"])] * 2
+    assert ranks.run(2, counted) == [([one], [one, "all_gather_object"], [one])] * 2
 
 
 def in_a_group() -> bool | None:
@@ -407,6 +427,27 @@ def test_only_the_ranks_of_the_group_are_compared(ranks: Ranks) -> None:
     assert ranks.run(4, in_a_group) == [False] * 4
 
 
+def unusual_layouts() -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all of these are in beta, or deprecated
+        return [
+            torch.eye(3).to_sparse_csr(),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        ]
+
+
+def with_gradient(gradient: Tensor) -> nn.Module:
+    """The attribute is overridden, for torch lets few parameters have such a gradient."""
+
+    class Parameter(nn.Parameter):
+        grad = gradient  # type: ignore[assignment]
+
+    module = nn.Module()
+    module.register_parameter("weight", Parameter(torch.ones(1)))
+    return module
+
+
 def bad_arguments() -> None:
     model, optimizer = trained()
     for target, what, error, match in (
@@ -416,6 +457,10 @@ def bad_arguments() -> None:
         (model, ("state",), TypeError, r"state is that of a torch\.optim\.Optimizer, got Net"),
         (nn.Linear(2, 2, device="meta"), ("parameters",), TypeError, "'bias' is on the meta device|'weight' is on"),
         ([("a", model.last.bias), ("a", model.last.bias)], ("gradients",), ValueError, "two tensors are named 'a'"),
+        *(
+            (with_gradient(of_layout), ("gradients",), TypeError, "has a layout whose bits cannot be compared")
+            for of_layout in unusual_layouts()
+        ),
     ):
         with pytest.raises(error, match=match):
             verify_replicas(target, what=what)
@@ -474,7 +519,7 @@ def test_a_replicated_shard_that_drifted_is_named(ranks: Ranks, name: str, apart
 
 
 def placed_differently() -> tuple[Drift, ...]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     parameter = nn.Parameter(tensor if dist.get_rank() else tensor.to_local())
     return verify_replicas(parameter, what="parameters").drifted
@@ -484,7 +529,23 @@ def test_a_distributed_tensor_on_one_rank_only_is_a_mismatch(ranks: Ranks) -> No
     (drift,), again = ranks.run(2, placed_differently)
     assert (drift,) == again
     assert drift.ranks == (0, 1)
-    assert "placement differs: float32[4] on rank 0; float32[4] as (Replicate(),)" in drift.how
+    placed = "float32[4] as (Replicate(),) over ('dp',)(2,) on rank 1"
+    assert drift.how == f"shape, dtype or placement differs: float32[4] on rank 0; {placed}"
+
+
+def beyond_a_mesh() -> list[ReplicaReport]:
+    mesh = DeviceMesh("cpu", [0, 1])
+    tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    reports = [verify_replicas(nn.Parameter(tensor), what="parameters")]
+    if dist.get_rank() == 1:
+        flip(tensor.to_local())
+    return [*reports, verify_replicas(nn.Parameter(tensor), what="parameters")]
+
+
+def test_a_rank_outside_of_a_mesh_takes_part(ranks: Ranks) -> None:
+    for rank, (agreeing, drifted) in enumerate(ranks.run(3, beyond_a_mesh)):
+        assert agreeing == ReplicaReport((), compared=int(rank < 2), ranks=(0, 1, 2))
+        assert [drift.ranks for drift in drifted.drifted] == [(0, 1)]
 
 
 def over_a_mesh() -> tuple[list[tuple[int, ...]], bool]:

@@ -107,10 +107,11 @@ _FINDERS: dict[str, tuple[str, Callable[[Any], _Named]]] = {
 def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ...]) -> Replicated:
     if tensor is None:
         return Replicated(kind, name, None, MISSING, (), None, distributed=False)
+    bits = _comparable((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach(), name)
     layout = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not isinstance(tensor, DTensor):
         replicas = ranks if len(ranks) > 1 else ()
-        return Replicated(kind, name, _comparable(tensor.detach(), name), layout, replicas, None, distributed=False)
+        return Replicated(kind, name, bits, layout, replicas, None, distributed=False)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     layout += f" as {tensor.placements} over {mesh.mesh_dim_names or ''}{tuple(mesh.shape)}"
     dimensions = tuple(i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
@@ -123,7 +124,6 @@ def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ..
             f"{kind} {name} has replicas on {in_words(replicas)}, not all of which take part; pass their group"
         )
     over = (mesh, dimensions) if len(replicas) > 1 else None
-    bits = _comparable(tensor.to_local().detach(), name)
     return Replicated(kind, name, bits, layout, replicas if over else (), over, distributed=True)
 
 
