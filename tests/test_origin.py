@@ -136,12 +136,30 @@ def in_a_group() -> tuple[Any, ...]:
     watch = watch_origin(model)
     backward(model, bad=dist.get_rank() == 3)
     report = watch.result()
-    return report.ranks, told(report, "last.bias")
+    return report.ranks, told(report, "last.bias"), gradstat.check(model).ok
 
 
 def test_ranks_are_global_numbers(ranks: Ranks) -> None:
-    even, odd = ((0, 2), (None, 0, None)), ((1, 3), (3, 1, 0))
+    """And gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
+    even, odd = ((0, 2), (None, 0, None), True), ((1, 3), (3, 1, 0), False)
     assert ranks.run(4, in_a_group) == [even, odd, even, odd]
+
+
+def with_a_hook_of_its_own() -> tuple[bool, tuple[Any, ...]]:
+    state: list[int] = []
+
+    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        state.append(bucket.index())
+        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    model = wrapped()
+    watch = watch_origin(model, hook, state)
+    backward(model, bad=dist.get_rank() == 1)
+    return len(state) > 0, told(watch.result(), "last.bias")
+
+
+def test_a_hook_is_called_with_its_state(ranks: Ranks) -> None:
+    assert ranks.run(2, with_a_hook_of_its_own) == [(True, (1, 1, 0))] * 2
 
 
 # Micro-batches -----------------------------------------------------------------------------------------------

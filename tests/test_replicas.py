@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from gradstat.distributed import (
+    BatchReport,
     Drift,
     ReplicaMismatchError,
     ReplicaReport,
@@ -624,6 +626,13 @@ def unknown_in_a_batch() -> None:
 
 def test_what_cannot_be_told_apart_is_refused(ranks: Ranks) -> None:
     ranks.run(1, unknown_in_a_batch)
+
+
+def test_reports_cannot_be_changed() -> None:
+    for report in (BatchReport((), (0, 1)), ReplicaReport((), 0, (0, 1))):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            report.ranks = (0,)  # type: ignore[misc]
+        assert report in {report}
 
 
 # Ranks that are not there --------------------------------------------------------------------------------------
