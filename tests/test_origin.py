@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import weakref
 from typing import Any
@@ -153,7 +154,10 @@ def with_a_hook_of_its_own() -> tuple[bool, tuple[Any, ...]]:
         return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
     model = wrapped()
-    watch = watch_origin(model, hook, state)
+    watch = watch_origin(ddp_model=model, hook=hook, state=state)
+    for again in ({}, {"hook": hook, "state": state}):  # DDP has it for life, and it need not be named again
+        watch.remove()
+        watch = watch_origin(model, **again)  # type: ignore[arg-type]
     backward(model, bad=dist.get_rank() == 1)
     return len(state) > 0, told(watch.result(), "last.bias")
 
@@ -204,6 +208,26 @@ def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, 
 def test_without_it_micro_batches_that_are_not_reduced_are_one(ranks: Ranks) -> None:
     seen = ranks.run(2, accumulated, False, {}, {0: [1], 1: [0]})
     assert seen == [[(None, 0, None, 1), (0, 2, 0, 1)]] * 2
+
+
+def unreduced(**options: Any) -> tuple[Any, ...]:
+    """Two micro-batches that are not reduced, forward passes of evaluation behind each, and one that is."""
+    model = wrapped()
+    watch = watch_origin(model, **options)
+    for number in range(2):
+        with model.no_sync():
+            backward(model, bad=number == 1 and dist.get_rank() == 1)
+            for _ in range(2):
+                model(torch.randn(3, 4))
+    backward(model, bad=False)
+    report = watch.result()
+    return report.micro_batches, told(report, "last.bias")
+
+
+def test_micro_batches_are_told_apart_only_if_asked_for(ranks: Ranks) -> None:
+    """And forward passes that no backward() follows are none."""
+    assert ranks.run(2, unreduced) == [(1, (1, 1, 0))] * 2
+    assert ranks.run(2, functools.partial(unreduced, per_micro_batch=True)) == [(3, (1, 1, 1))] * 2
 
 
 def reduced_each_time() -> tuple[Any, ...]:
