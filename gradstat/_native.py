@@ -134,6 +134,24 @@ def load_cuda() -> CudaModule:
     return module
 
 
+def operators(device: torch.device) -> Any:
+    """``torch.ops.gradstat`` inside torch.compile, where a program's first call of gradstat may be traced.
+
+    Raises as `load_cpu` and `load_cuda`, while it is traced.
+    """
+    _is_loaded(device.type)
+    return torch.ops.gradstat
+
+
+def _is_loaded(device_type: str) -> bool:
+    load_cuda() if device_type == "cuda" else load_cpu()
+    return True
+
+
+# Called while it is traced. torch.compiler.assume_constant_result sets the same, and takes seconds to import.
+_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @functools.cache
 def helpers() -> CpuModule | None:
     """``_C`` for its helpers, which have slower equals in Python; None if it does not load."""

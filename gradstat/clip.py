@@ -17,7 +17,7 @@ from gradstat._arguments import (
     require_foreach,
 )
 from gradstat._backends import Kernels
-from gradstat._native import DeviceModule
+from gradstat._native import DeviceModule, operators
 from gradstat._parts import Part
 from gradstat._tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, readable
 from gradstat.stats import by_device, direct_for, measure_directly, measure_generally, resolve_for
@@ -82,7 +82,7 @@ def clip_grad_norm_(
         require_foreach(gradients)
     if torch.compiler.is_compiling():
         refuse_in_compiled("clip_grad_norm_", norm_type, error_if_nonfinite, backend)
-        compiled: Tensor = torch.ops.gradstat.clip_.default(gradients, max_norm, norm_type)
+        compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
     norm = None
     if extra_groups is None:
@@ -140,7 +140,8 @@ def clip_grads_with_norm_(
         if torch.compiler.is_compiling():
             if backend is not None:
                 raise NotImplementedError("inside torch.compile, clip_grads_with_norm_ takes no backend")
-            torch.ops.gradstat.scale_.default(gradients, moved(coefficient, gradients[0].device))
+            device = gradients[0].device
+            operators(device).scale_.default(gradients, moved(coefficient, device))
             return
         scale_gradients_(gradients, coefficient, name_of, backend)
     _note_change(gradients)

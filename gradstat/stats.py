@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradstat import _backends
 from gradstat._backends import Kernels
-from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError
+from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError, operators
 from gradstat._parts import Part, assemble
 from gradstat._tensors import NameOf, TensorInfo, is_distributed, readable
 
@@ -137,6 +137,6 @@ def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
     # Inside torch.compile everything here but the operator runs at trace time only.
     plain = readable(tensors, _position_name)
     if backend is None and plain[0].device.type in COMPILED_FOR:
-        table: Tensor = torch.ops.gradstat.stats.default(plain)
+        table: Tensor = operators(plain[0].device).stats.default(plain)
         return table
     return resolve_for(backend, plain[0].device.type, _position_name, 0).check(plain)[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradstat import _norms
 from gradstat._arguments import listed, require_foreach
+from gradstat._native import operators
 from gradstat._tensors import NameOf, is_distributed, moved, readable
 from gradstat.stats import by_device, direct_for, measure_parts, resolve_for
 
@@ -60,7 +61,7 @@ def get_total_norm(
         require_foreach(given)
     if torch.compiler.is_compiling():
         refuse_in_compiled("get_total_norm", norm_type, error_if_nonfinite, backend)
-        compiled: Tensor = torch.ops.gradstat.measure.default(given, math.inf, norm_type)[1]
+        compiled: Tensor = operators(given[0].device).measure.default(given, math.inf, norm_type)[1]
         return compiled
     direct = None
     if extra_groups is None and is_fused(given, norm_type):
