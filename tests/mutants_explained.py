@@ -1,5 +1,9 @@
 """Mutants that no test can kill, each with the reason; see mutation.py."""
 
+_LENGTHS = "both have the same length by the way they are made, so there is nothing for `strict` to find"
+_COPIES = "decides only whether a copy is made that could be spared; the words are the same"
+_PACES = "the pace at which rows are summed; sums modulo 2**64 do not depend on it"
+
 # (file, the line before, the line after): why it makes no difference.
 EXPLAINED: dict[tuple[str, str, str], str] = {
     (
@@ -12,4 +16,74 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "is_own = parts is not None and not spread.has_partial",
         "is_own = parts is None and not spread.has_partial",
     ): "both lists are of the same memory, and scaling takes either; one is only quicker to make",
+    (
+        "gradstat/distributed/_checksum.py",
+        "aligned = flat if flat.storage_offset() * flat.element_size() % word.itemsize == 0 else flat.clone()",
+        "aligned = flat if flat.storage_offset() + flat.element_size() % word.itemsize == 0 else flat.clone()",
+    ): _COPIES,
+    (
+        "gradstat/distributed/_checksum.py",
+        "aligned = flat if flat.storage_offset() * flat.element_size() % word.itemsize == 0 else flat.clone()",
+        "aligned = flat if flat.storage_offset() * flat.element_size() + word.itemsize == 0 else flat.clone()",
+    ): _COPIES,
+    (
+        "gradstat/distributed/_checksum.py",
+        "word = torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.int8",
+        "word = torch.int32 if size % 4 == 0 else torch.int16 if size + 2 == 0 else torch.int8",
+    ): "shorter words tell the same tensors apart, and are the same on all ranks; they only take longer",
+    (
+        "gradstat/distributed/_checksum.py",
+        '_ROWS_AT_ONCE = {"cpu": 16}',
+        '_ROWS_AT_ONCE = {"cpu": 17}',
+    ): _PACES,
+    (
+        "gradstat/distributed/_checksum.py",
+        "_ROWS_AT_ONCE_ELSEWHERE = 1024",
+        "_ROWS_AT_ONCE_ELSEWHERE = 1025",
+    ): _PACES,
+    (
+        "gradstat/distributed/_checksum.py",
+        "@functools.lru_cache(maxsize=16)",
+        "@functools.lru_cache(maxsize= 17)",
+    ): "seventeen devices in one process; weights are made again, and are the same",
+    (
+        "gradstat/distributed/_replicated.py",
+        "pairs = zip(source.names(), source.parameters, strict=True)",
+        "pairs = zip(source.names(), source.parameters, strict=False)",
+    ): _LENGTHS,
+    (
+        "gradstat/distributed/_replicated.py",
+        "return zip(source.names(), source.parameters, strict=True)",
+        "return zip(source.names(), source.parameters, strict=False)",
+    ): _LENGTHS,
+    (
+        "gradstat/distributed/_replicated.py",
+        "for name, parameter in zip(source.names(), source.parameters, strict=True)",
+        "for name, parameter in zip(source.names(), source.parameters, strict=False)",
+    ): _LENGTHS,
+    (
+        "gradstat/distributed/batches.py",
+        "for rank, theirs in zip(ranks, numbers, strict=True):",
+        "for rank, theirs in zip(ranks, numbers, strict=False):",
+    ): _LENGTHS,
+    (
+        "gradstat/distributed/origin.py",
+        "on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, counts, strict=True) if any(c[k])}",
+        "on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, counts, strict=False) if any(c[k])}",
+    ): _LENGTHS,
+    (
+        "gradstat/distributed/origin.py",
+        "return earliest, lambda: zip(places, counts.cpu(), strict=True)",
+        "return earliest, lambda: zip(places, counts.cpu(), strict=False)",
+    ): _LENGTHS,
+    (
+        "gradstat/distributed/replicas.py",
+        "for (t, _), number in zip(comparable, numbers.tolist(), strict=True):",
+        "for (t, _), number in zip(comparable, numbers.tolist(), strict=False):",
+    ): _LENGTHS,
+    (
+        "gradstat/distributed/replicas.py",
+        "(first, most), *others = Counter(value_of.values()).most_common() or [(None, 0)]",
+        "(first, most), *others = Counter(value_of.values()).most_common() or [(None, 1)]",
+    ): "of nothing there are no others to compare the number with",
 }

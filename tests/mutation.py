@@ -258,7 +258,11 @@ def _remembered() -> dict[tuple[str, int, str, str], Outcome]:
         return {}
     outcomes = [Outcome(**json.loads(line)) for line in REMEMBERED.read_text().splitlines()]
     kept = [o for o in outcomes if o.file in TESTS and o.source == _digest(o.file)]
-    return {(o.file, o.before, o.after): o for o in kept if o.outcome != "survived" or o.tests == _tests_digest(o.file)}
+    return {
+        (o.file, o.line, o.before, o.after): o
+        for o in kept
+        if o.outcome != "survived" or o.tests == _tests_digest(o.file)
+    }
 
 
 def _remember(outcome: Outcome) -> None:

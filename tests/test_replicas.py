@@ -325,7 +325,7 @@ def test_a_gradient_that_no_rank_has_is_no_mismatch(ranks: Ranks) -> None:
 def frozen_with_a_gradient() -> tuple[ReplicaReport, ReplicaReport]:
     parameter = nn.Parameter(torch.ones(2), requires_grad=False)
     parameter.grad = torch.ones(2)
-    agreeing = verify_replicas(parameter)
+    agreeing = verify_replicas(target=parameter)
     parameter.grad[dist.get_rank()] = 2.0
     return agreeing, verify_replicas(parameter)
 
