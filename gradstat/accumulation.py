@@ -6,7 +6,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+import torch
+
 from gradstat import _render
+from gradstat._compiling import outside_of_the_graph
 from gradstat._plan import source_of
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report
@@ -61,6 +64,8 @@ class MicroBatches:
         Raises:
             RuntimeError: Nothing was checked since the last boundary.
         """
+        if torch.compiler.is_compiling():
+            return outside_of_the_graph(self.result)()
         if not self._pending:
             raise RuntimeError("no micro-batch was checked since the last result(); call check() after each backward()")
         pending = self._pending

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gradstat import _fields
 from gradstat._arrival import Arrival
+from gradstat._compiling import outside_of_the_graph
 from gradstat._parts import Part
 from gradstat._plan import gradients_of, names_of, source_of
 from gradstat._tensors import TensorInfo, is_distributed
@@ -93,6 +95,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
         BackendUnavailableError: ``backend`` cannot run here.
         RuntimeError: Gradients are distributed, and another rank could not measure its part.
     """
+    if torch.compiler.is_compiling():
+        return outside_of_the_graph(check)(target, backend=backend, extra_groups=extra_groups)
     return check_async(target, backend=backend, extra_groups=extra_groups).result()
 
 
@@ -104,6 +108,8 @@ def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraG
     Returns:
         The report on its way; ``result()`` waits for it, ``done()`` tells whether it would.
     """
+    if torch.compiler.is_compiling():
+        return outside_of_the_graph(check_async)(target, backend=backend, extra_groups=extra_groups)
     source = source_of(target)
     gradients = gradients_of(source.parameters)
     if not gradients.tensors and gradients.missing == [] and extra_groups is None:
@@ -143,6 +149,8 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
     Raises:
         As `check`.
     """
+    if torch.compiler.is_compiling():
+        return outside_of_the_graph(check_tensors)(tensors, backend=backend)
     if isinstance(tensors, Mapping):
         names, listed = list(tensors), list(tensors.values())
     else:

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat import _norms, _optimizers, _scaling
+from gradstat._compiling import outside_of_the_graph
 from gradstat._measured import Measured
 from gradstat._plan import gradients_of, named_by, names_of, source_of
 from gradstat._tensors import moved
@@ -117,8 +118,7 @@ def guarded_step(
     """
     arguments = (optimizer, max_norm, skip_nonfinite, scaler, closure, model, backend, extra_groups)
     if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
-        result: StepResult = torch.compiler.disable(_guarded_step)(*arguments)
-        return result
+        return outside_of_the_graph(_guarded_step)(*arguments)
     return _guarded_step(*arguments)
 
 

@@ -86,4 +86,19 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "(first, most), *others = Counter(value_of.values()).most_common() or [(None, 0)]",
         "(first, most), *others = Counter(value_of.values()).most_common() or [(None, 1)]",
     ): "of nothing there are no others to compare the number with",
+    (
+        "gradstat/distributed/origin.py",
+        "@final",
+        "class OriginWatch:",
+    ): "for type checkers only",
+    (
+        "gradstat/distributed/origin.py",
+        "first = torch.full((len(self._names) + 1,), _NEVER, dtype=torch.int64, device=device)",
+        "first = torch.full((len(self._names) + 2,), _NEVER, dtype=torch.int64, device=device)",
+    ): "one parameter more that was never bad, behind all others",
+    (
+        "gradstat/distributed/origin.py",
+        'counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")',
+        'counts = torch.zeros( 1, len(_COUNTS), dtype=torch.float64, device="cpu")',
+    ): "those of a rank that saw nothing, which is an error before anybody looks at them",
 }

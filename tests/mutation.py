@@ -38,7 +38,7 @@ COPIED = ("gradstat", "kernels", "benchmarks", "csrc", "tests", "examples", "doc
 # The tests that have to notice a change in a file, those that notice most first.
 TESTS = {
     "gradstat/_fields.py": ("fields", "report"),
-    "gradstat/clip.py": ("clip", "total_norm", "host_path", "ops", "distributed"),
+    "gradstat/clip.py": ("clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
     "gradstat/distributed/_checksum.py": ("replicas",),
     "gradstat/distributed/_origin_report.py": ("origin",),
     "gradstat/distributed/_replicated.py": ("replicas",),

@@ -212,6 +212,19 @@ def test_a_coefficient_of_another_kind_is_refused(coefficient: Any) -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("error_if_nonfinite", [False, True])
+@pytest.mark.parametrize("max_norm", [0.1, 1e9, float("inf")])
+def test_ordinary_gradients_are_not_read_another_way(
+    max_norm: float, error_if_nonfinite: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = nn.Parameter(torch.zeros(4, device=device))
+    parameter.grad = torch.full((4,), 2.0, device=device)
+    monkeypatch.delattr("gradstat.clip._clip_general")
+    assert gradstat.clip_grad_norm_([parameter], max_norm, error_if_nonfinite=error_if_nonfinite) == 4.0
+    expected = torch.full((4,), 0.05 if max_norm == 0.1 else 2.0, device=device)
+    torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=0.0)
+
+
 def test_gradients_that_cannot_be_scaled_directly_are_scaled_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         measure = staticmethod(HELPERS.measure)

@@ -339,6 +339,8 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
         "  p0: 1 NaN of 1,000 elements on rank 0",
         "  and 2 more",
     ]
+    lines = str(report_of(*[second] * 20, third)).splitlines()
+    assert lines[-2:] == ["brought by rank 1 alone (of 2): 1 gradient", "  and 1 more"]
     assert [report.ranks_bad(f"p{i}") for i in (0, 2, 9)] == [2, 1, 0]
     assert [report.micro_batch_of(f"p{i}") for i in (0, 2, 9)] == [1, 0, None]
     assert report.ranks == (0, 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradstat import _norms
 from gradstat._arguments import collect, listed_parameters, refuse_distributed
 from gradstat._backends import Kernels
+from gradstat._compiling import outside_of_the_graph
 from gradstat._parts import assemble
 from gradstat._tensors import NameOf, check_writable
 from gradstat.adaptive import _history
@@ -69,6 +70,8 @@ class AdaptiveClip(ABC):
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
             Nothing has been changed then.
         """
+        if torch.compiler.is_compiling():
+            return outside_of_the_graph(self.clip_)(parameters, backend=backend)
         listed = listed_parameters(parameters, stacklevel=3)
         gradients, positions, _ = collect(listed)
         if not gradients:

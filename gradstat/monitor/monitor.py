@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._compiling import outside_of_the_graph
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
@@ -183,6 +184,8 @@ class Monitor:
             TypeError, ValueError: ``loss`` is not one number. Besides as `gradstat.check`.
             AnomalyError: Something was found that ``on_anomaly`` says to raise about.
         """
+        if torch.compiler.is_compiling():
+            return outside_of_the_graph(self.step)(loss, lr)
         if self._paused:
             return []
         pending = self._collector.collect(self.steps, loss, lr)
@@ -218,6 +221,8 @@ class Monitor:
         Raises:
             AnomalyError: Something was found that ``on_anomaly`` says to raise about.
         """
+        if torch.compiler.is_compiling():
+            return outside_of_the_graph(self.batch)(batch)
         if self._paused or not self._watch["batch"]:
             return []
         known = len(self.findings)

@@ -1,0 +1,19 @@
+"""What becomes of gradstat's functions where torch.compile traces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def outside_of_the_graph(function: _Function) -> _Function:
+    """``function``, called as it is where it would be traced: one break of the graph, and no guards on what it does.
+
+    For what reads numbers on the host. Under ``fullgraph=True`` torch refuses it, and shows where it was called.
+    """
+    found: _Function = torch.compiler.disable(function)
+    return found

@@ -1,0 +1,132 @@
+"""Inside torch.compile: what reads numbers on the host leaves the graph, quietly; operators are there when needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradstat
+
+FIRST_CALL = """
+import torch, gradstat
+
+def call(parameters):
+    return {}
+
+def outcome(call):
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.full((4,), 3.0)
+    return call(parameters), [parameter.grad for parameter in parameters]
+
+first = outcome(torch.compile(call, fullgraph=True, backend="aot_eager"))
+assert str(first) == str(outcome(call)), first
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "gradstat.stats([p.grad for p in parameters])",
+        "gradstat.clip_grad_norm_(parameters, 1.0)",
+        "gradstat.get_total_norm([p.grad for p in parameters])",
+        "gradstat.clip_grads_with_norm_(parameters, 1.0, torch.tensor(2.0))",
+        "gradstat.clip_grad_value_(parameters, 1.0)",
+    ],
+)
+def test_the_first_call_of_a_process_may_be_inside_a_graph(call: str) -> None:
+    """The libraries are loaded when they are first needed, which is then while the graph is traced."""
+    subprocess.run([sys.executable, "-c", FIRST_CALL.format(call)], check=True)
+
+
+class Training:
+    """A model with everything that a training step may call."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.monitor = gradstat.Monitor(self.model, self.optimizer, on_anomaly="record")
+        self.clip = gradstat.ZClip()
+        self.micro_batches = gradstat.MicroBatches(self.model)
+
+    def check(self, loss: Tensor) -> object:
+        report = gradstat.check(self.model)
+        if not report.ok:
+            raise AssertionError(report)
+        report.raise_if_nonfinite()
+        return report.total_norm, str(report), report["weight"].l2_norm, [stats.name for stats in report.worst(1)]
+
+    def check_async(self, loss: Tensor) -> object:
+        pending = gradstat.check_async(self.model)
+        return pending.result().to_dict()
+
+    def check_tensors(self, loss: Tensor) -> object:
+        return gradstat.check_tensors({"loss": loss}).max_abs
+
+    def step(self, loss: Tensor) -> object:
+        self.monitor.batch({"x": loss})
+        return [finding.rule for finding in self.monitor.step(loss)], self.monitor.steps
+
+    def clip_(self, loss: Tensor) -> object:
+        return self.clip.clip_(self.model.parameters())
+
+    def accumulate(self, loss: Tensor) -> object:
+        self.micro_batches.check()
+        report = self.micro_batches.result()
+        return report.ok, report.final.total_norm
+
+    def guarded_step(self, loss: Tensor) -> object:
+        return gradstat.guarded_step(self.optimizer, 1.0).total_norm
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Training.check,
+        Training.check_async,
+        Training.check_tensors,
+        Training.step,
+        Training.clip_,
+        Training.accumulate,
+        Training.guarded_step,
+    ],
+    ids=lambda call: call.__name__,
+)
+def test_what_reads_numbers_leaves_the_graph_quietly(call: Callable[[Training, Tensor], object]) -> None:
+    compiled, plain = Training(), Training()
+
+    def step(training: Training, x: Tensor) -> object:
+        training.optimizer.zero_grad()
+        loss = training.model(x).square().sum()
+        loss.backward()
+        return call(training, loss)
+
+    compiled_step = torch.compile(step, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Of torch itself, about a loss that lives on behind backward() and about what its optimizers import.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script", DeprecationWarning)
+        for seed in range(3):
+            x = torch.full((2, 4), float(seed))
+            assert str(compiled_step(compiled, x)) == str(step(plain, x))
+
+
+def test_a_whole_graph_cannot_read_numbers() -> None:
+    """And torch says where it was asked to."""
+    model = nn.Linear(2, 2)
+    model(torch.ones(2)).sum().backward()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def whole() -> gradstat.Report:
+        return gradstat.check(model)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"gradstat\.check"):
+        whole()
