@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
@@ -121,15 +122,16 @@ def examples_in(text: str) -> Iterator[str]:
         yield "\n".join(prompted) + "\n"
 
 
-EXAMPLES = {
-    min(names, key=len): list(examples_in(inspect.getdoc(thing) or ""))
-    for thing, names in public_names().items()
-    if not isinstance(thing, str)
-}
+@functools.cache  # and not at import: pytest wants to import gradstat's plugin itself
+def examples() -> dict[str, list[str]]:
+    """By the shortest name of what they belong to."""
+    things = {min(names, key=len): thing for thing, names in public_names().items() if not isinstance(thing, str)}
+    found = {name: list(examples_in(inspect.getdoc(thing) or "")) for name, thing in things.items()}
+    return {name: listed for name, listed in found.items() if listed}
 
 
 def test_what_is_taken_for_granted_belongs_to_an_example() -> None:
-    assert {name for name, found in EXAMPLES.items() if found} == TAKEN_FOR_GRANTED.keys()
+    assert examples().keys() == TAKEN_FOR_GRANTED.keys()
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -139,7 +141,7 @@ def test_the_examples_of_a_docstring_run(name: str, tmp_path: Path, monkeypatch:
     names: dict[str, object] = {"__name__": "example"}
     exec(TRAINING + TAKEN_FOR_GRANTED[name], names)
     try:
-        for example in EXAMPLES[name]:
+        for example in examples()[name]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", AnomalyWarning)  # three steps of noise are what they are
                 exec(compile(example, f"an example of {name}", "exec"), names)
