@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import math
 import pickle
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -377,18 +378,32 @@ def test_labels_may_be_told_from_other_integers_by_their_place() -> None:
             made(classes=nonsense)
 
 
-def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
+@dataclasses.dataclass
+class Sample:
+    inputs: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "name"),
+    [
+        (lambda x: x, "batch"),
+        (lambda x: {"inputs": x}, "batch['inputs']"),
+        (lambda x: ("id", [x]), "batch[1][0]"),
+        (lambda x: {"a": Sample(x)}, "batch['a'].inputs"),
+    ],
+)
+def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis(wrapped: Callable[[Any], Any], name: str) -> None:
     model, optimizer, monitor = made()
     trained(model, optimizer, monitor, 5)
     x = torch.randn(32, 8)
     x[7, 2] = math.nan
-    monitor.batch({"inputs": x})
+    monitor.batch(wrapped(x))
     loss = cross_entropy(model(x), torch.zeros(32, dtype=torch.long))
     optimizer.zero_grad()
     loss.backward()
     monitor.step(loss)
     first = monitor.diagnose().findings[0]
-    assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", "batch['inputs']", [7, 2])
+    assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", name, [7, 2])
 
 
 # Rules ---------------------------------------------------------------------------------------------------

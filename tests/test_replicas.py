@@ -601,6 +601,12 @@ def test_ranks_with_the_same_batch_are_named(ranks: Ranks, batches: list[int], e
     assert ranks.run(len(batches), seen, batches) == [f"gradstat: {expected}{advice}"] * len(batches)
 
 
+@dataclasses.dataclass
+class Sample:
+    x: Tensor
+    label: int
+
+
 def nearly_the_same() -> bool:
     rank = dist.get_rank()
     x = torch.zeros(4)
@@ -611,6 +617,8 @@ def nearly_the_same() -> bool:
         ({"a": x}, {"b": x}),
         ([x, torch.ones(4)], [torch.ones(4), x]),
         ([x, "a"], [x, "b"]),
+        (Sample(x, 0), Sample(x, 1)),
+        (Sample(x, 0), {"x": x, "label": 0}),
     ]
     return all(verify_batches(pair[rank]).ok for pair in pairs)
 

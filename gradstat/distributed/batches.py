@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradstat._collectives import device_of, gather, in_words, member
+from gradstat._nested import leaves_in
 from gradstat.distributed._checksum import checksums, combined, of_text
 
 _CALLER = "verify_batches"
+_TOLD_BY_WORDS = (str, bytes, int, float, complex, type(None))
 
 
 class RepeatedBatchError(RuntimeError):
@@ -58,7 +59,8 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
     A collective: all ranks of the group have to call it. One gathering of 8 bytes from each rank and one host sync.
 
     Args:
-        batch: A tensor, or tensors in mappings, lists and tuples, nested. Strings, bytes, numbers and None count, too.
+        batch: A tensor, or tensors in mappings, lists, tuples and dataclasses, nested. Strings, bytes, numbers and None
+            count, too.
         group: The ranks that should have different batches; None for all. With tensor or pipeline parallelism, the
             data-parallel group, for the other ranks of a model share their batch.
 
@@ -74,12 +76,16 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
     device = device_of(found)
     words: list[str] = []
     tensors: list[Tensor] = []
-    for path, leaf in _leaves(batch, "batch"):
+    for path, leaf in leaves_in(batch, "batch"):
         if isinstance(leaf, Tensor):
             tensors.append(leaf.detach())
             words.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")
-        else:
+        elif isinstance(leaf, _TOLD_BY_WORDS):
             words.append(f"{path}: {leaf!r}")
+        else:
+            raise TypeError(
+                f"{path} is of type {type(leaf).__name__}; expected tensors in mappings, lists, tuples and dataclasses"
+            )
     with torch.no_grad():
         structure = torch.tensor([of_text("\n".join(words))], device=device)
         number = combined(torch.cat([structure, checksums(tensors, device)]))
@@ -89,16 +95,3 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
     for rank, theirs in zip(ranks, numbers, strict=True):
         ranks_of.setdefault(theirs, []).append(rank)
     return BatchReport(tuple(tuple(same) for same in ranks_of.values() if len(same) > 1), ranks)
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{i}]")
-    elif isinstance(value, (Tensor, str, bytes, int, float, complex, type(None))):
-        yield path, value
-    else:
-        raise TypeError(f"{path} is of type {type(value).__name__}; expected tensors in mappings, lists and tuples")

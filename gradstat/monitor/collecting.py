@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradstat import _scaling
+from gradstat._nested import tensors_in
 from gradstat._plan import gradients_of, source_of
 from gradstat._tensors import is_distributed
 from gradstat.monitor import watching
@@ -197,7 +198,7 @@ class Collector:
         """Takes note of a batch; the tensors are measured with the step, labels on the CPU at once."""
         observations: list[Observation] = []
         self._batch = []
-        for path, tensor in watching.leaves_of(batch):
+        for path, tensor in tensors_in(batch, "batch"):
             if not tensor.numel() or tensor.is_meta:
                 continue
             if watching.measurable(tensor):

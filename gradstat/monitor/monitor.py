@@ -205,7 +205,7 @@ class Monitor:
         return self.findings[known:]
 
     def batch(self, batch: Any) -> list[Finding]:
-        """Shows the monitor a batch, before the forward pass: tensors, in mappings, lists and tuples, nested.
+        """Shows the monitor a batch, before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
 
         Floating tensors are measured with the gradients of the step. Of integer ones, if ``classes`` was given, the
         range is looked at: on the CPU at once, so that a label out of range is told before the loss fails on it.

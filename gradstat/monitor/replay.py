@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from gradstat._nested import tensors_in
 from gradstat.monitor._graph import GraphWatch, LeafWatch
 from gradstat.monitor._modules import ModuleTracker
 from gradstat.monitor._taint import Origin, first, is_bad, kind_of, looks_like_mask, report_of
@@ -72,7 +72,7 @@ def find_culprit(
             raise TypeError(f"state has to be Recorder.states or a StepState; got {type(item).__name__} in it")
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     named = _all_parameters(model, given)
-    inputs = [] if batch is None else list(_tensors(batch, "batch"))
+    inputs = [] if batch is None else list(tensors_in(batch, "batch"))
     undo = Undo()
     modules = ModuleTracker(model)
     watch = Watch(modules, {id(p): name for name, p in named}, undo.before_write)
@@ -119,7 +119,7 @@ def find_culprit(
 
 def _verdict(watch: Watch, returned: Any, failed: bool) -> Origin | None:
     """What to blame, if anything is bad that a step leaves behind."""
-    results = [first(watch.taint.of(t)) for _, t in _tensors(returned, "") if is_bad(t)]
+    results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_bad(t)]
     final = [*watch.reached, *(origin for origin in results if origin is not None)]
     for origin in final:
         if not origin.intended:
@@ -169,21 +169,6 @@ def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tupl
                     known.add(id(parameter))
                     named.append((f"group{g}.{i}", parameter))
     return named
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a batch, each with the expression that reaches it."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(item, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _tensors(item, f"{name}[{i}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name, None), f"{name}.{field.name}")
 
 
 # Circumstances of the replay --------------------------------------------------------------------------------

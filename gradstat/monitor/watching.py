@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat import _fields
+from gradstat._nested import tensors_in
 from gradstat._parts import Part
 from gradstat._tensors import TensorInfo
 from gradstat.monitor._hooks import Hook, removed_with
@@ -178,7 +179,7 @@ class Activations:
         """The hook of the module of that name."""
         if not self.on or torch.compiler.is_compiling():
             return
-        found = [t for _, t in leaves_of(output) if measurable(t) and t.numel()]
+        found = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
         if not found:
             return
         with torch.no_grad():
@@ -251,18 +252,6 @@ class Outputs:
     def take(self) -> tuple[Segment, list[Tensor]]:
         share, self._share = self._share, None
         return Segment("output", ("logits",), None, 1 if share is not None else 0), [] if share is None else [share]
-
-
-def leaves_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with their places in it."""
-    if isinstance(batch, Tensor):
-        yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, item in batch.items():
-            yield from leaves_of(item, f"{path}[{key!r}]")
-    elif isinstance(batch, list | tuple):
-        for i, item in enumerate(batch):
-            yield from leaves_of(item, f"{path}[{i}]")
 
 
 def constant_features(tensor: Tensor) -> Tensor | None:
