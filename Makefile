@@ -27,7 +27,7 @@ test: $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after ano
 .PHONY: coverage
 coverage: $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
 	mkdir -p build/coverage && rm -f build/coverage/data*
-	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report
