@@ -1,6 +1,7 @@
 """Where two recordings part, and the commands view and diff."""
 
 import copy
+import dataclasses
 import json
 import math
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from recordings import HOSTILE, assert_same, recording, series
 
 from gradstat.__main__ import main
-from gradstat.monitor import Finding, Recording
+from gradstat.monitor import Finding, Monitor, Recording
 from gradstat.monitor.command import describe
 from gradstat.monitor.diff import compare
 from gradstat.monitor.recorder import load, save
@@ -183,6 +185,68 @@ def test_tensors_are_compared_by_name() -> None:
     table.names = tuple(table.names[j] for j in order)
     table.numel, table.values = table.numel[order], table.values[:, order]
     assert compare(a, b, tolerance=0).same
+
+
+WRAPPINGS: dict[str, Callable[[str], str]] = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "DDP": lambda name: f"module.{name}",
+    "DDP of a compiled one": lambda name: f"module._orig_mod.{name}",
+    "FSDP of blocks": lambda name: f"_fsdp_wrapped_module.{name.replace('.', '._fsdp_wrapped_module.', 1)}",
+    "checkpoints of blocks": lambda name: name.replace(".", "._checkpoint_wrapped_module.", 1),
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_names_do_not_depend_on_wrappers(wrapping: str) -> None:
+    a, b = run(), run()
+    wrap = WRAPPINGS[wrapping]
+    for table in b.tables.values():
+        table.names = tuple(map(wrap, table.names))
+    b.backward_order = tuple(map(wrap, b.backward_order))
+    names = a.tables["gradient"].names
+    finding = Finding("vanished", "warning", 3, names[0], {}, about="gradient")
+    a.findings, b.findings = (finding,), (dataclasses.replace(finding, name=wrap(names[0])),)
+    assert compare(a, b, tolerance=0).same
+    assert compare(b, b, tolerance=0).same
+    assert compare(a, b).findings_a == compare(a, b).findings_b == ()
+    b.tables["gradient"].values[12:, 4:6] *= 2
+    comparison = compare(a, b)
+    assert [parting.name for parting in comparison.first] == list(names[4:6])
+    assert comparison.backward_first == names[5]
+
+
+def test_names_that_would_become_one_are_kept() -> None:
+    a, b = run(n=2), run(n=2)
+    for r in (a, b):
+        r.tables["gradient"].names = ("_orig_mod.weight", "weight")
+    assert compare(a, b, tolerance=0).same
+    b.tables["gradient"].names = ("module.weight", "weight")
+    structure = compare(a, b).structure
+    assert structure == (
+        "gradients of the first only: _orig_mod.weight",
+        "gradients of the second only: module.weight",
+    )
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_a_compiled_run_is_the_run_it_was_compiled_from() -> None:
+    recordings = []
+    for compiled in (False, True):
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        trained = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.AdamW(trained.parameters())
+        monitor = Monitor(trained, optimizer, watch={"parameters": 1}, on_anomaly="record")
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = trained(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            monitor.step(loss)
+            optimizer.step()
+        recordings.append(monitor.recording())
+    assert any(name.startswith("_orig_mod.") for name in recordings[1].tables["gradient"].names)
+    comparison = compare(*recordings, tolerance=0)
+    assert comparison.same, str(comparison)
 
 
 def test_only_common_steps_are_compared() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ _LOSS = "loss"
 # Float32 has 24 bits: below this share of the whole norm, elements are what rounding left of larger ones.
 _ROUNDING = 1e-7
 _MOST_NAMES = 5
+# What torch.compile, FSDP and activation checkpoints put into the paths of what they wrap.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_DDP = "module."  # and what DDP puts before all of them
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,35 @@ class Measured:
     b: npt.NDArray[np.float64]
     scale: npt.NDArray[np.float64]
     beyond_rounding: npt.NDArray[np.bool_]
+
+
+def unwrapped(recording: Recording) -> Recording:
+    """The recording with the names that its tensors would have without wrappers.
+
+    So a run that was compiled or distributed can be compared with one that was not. Where two names would become one,
+    a kind keeps its own.
+    """
+    bare = _bare_names(recording)
+    tables = {kind: _renamed(series, bare) if kind != "batch" else series for kind, series in recording.tables.items()}
+    findings = tuple(f if f.about in ("series", "batch") else replace(f, name=bare(f.name)) for f in recording.findings)
+    order = tuple(map(bare, recording.backward_order))
+    return replace(recording, tables=tables, findings=findings, backward_order=order)
+
+
+def _bare_names(recording: Recording) -> Callable[[str], str]:
+    def bare(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+    of_parameters = [series.names for kind, series in recording.tables.items() if kind not in ("batch", "activation")]
+    parameters = [bare(name) for names in of_parameters for name in names]
+    if parameters and all(name.startswith(_DDP) for name in parameters):
+        return lambda name: bare(name).removeprefix(_DDP)
+    return bare
+
+
+def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
+    names = tuple(map(bare, series.names))
+    return replace(series, names=names) if len(set(names)) == len(names) else series
 
 
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:

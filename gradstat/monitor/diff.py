@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor._differences import Measured, measured_of
+from gradstat.monitor._differences import Measured, measured_of, unwrapped
 from gradstat.monitor._incident import one_line
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import Recording
@@ -193,7 +193,8 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     NaN equals NaN; that one is finite and the other not always matters, as do counts of NaN and Inf. A norm's
     difference is relative to the larger norm, a mean's and a deviation's to the tensor's root mean square, that of an
     extreme to the largest magnitude, and a share's is absolute. What would change the norm of all tensors of its kind
-    by less than a ten-millionth is rounding.
+    by less than a ten-millionth is rounding. Tensors are found by their names without what ``torch.compile``, DDP,
+    FSDP and activation checkpoints add to them.
 
     Args:
         a, b: The recordings; the steps that both have are compared.
@@ -204,6 +205,7 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be a number of at least 0, not {tolerance}")
+    a, b = unwrapped(a), unwrapped(b)
     both, structure = measured_of(a, b)
     partings = [parting for measured in both for parting in _partings(measured, tolerance)]
     # Stable: within a step they stay in the order in which it computes them.
