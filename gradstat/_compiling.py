@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch.nn import Module
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -17,3 +18,9 @@ def outside_of_the_graph(function: _Function) -> _Function:
     """
     found: _Function = torch.compiler.disable(function)
     return found
+
+
+def uncompiled(model: Module) -> Module:
+    """The module in what ``torch.compile(model)`` gave; any other module itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, Module) else model

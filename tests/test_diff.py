@@ -244,6 +244,7 @@ def test_a_compiled_run_is_the_run_it_was_compiled_from() -> None:
             monitor.step(loss)
             optimizer.step()
         recordings.append(monitor.recording())
+    assert recordings[1].meta["model"] == "Sequential"
     assert any(name.startswith("_orig_mod.") for name in recordings[1].tables["gradient"].names)
     comparison = compare(*recordings, tolerance=0)
     assert comparison.same, str(comparison)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -228,6 +229,36 @@ def test_micro_batches_are_told_apart_only_if_asked_for(ranks: Ranks) -> None:
     """And forward passes that no backward() follows are none."""
     assert ranks.run(2, unreduced) == [(1, (1, 1, 0))] * 2
     assert ranks.run(2, functools.partial(unreduced, per_micro_batch=True)) == [(3, (1, 1, 1))] * 2
+
+
+def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
+    """Two micro-batches, the first of them not reduced and bad on rank 1, with either side of DDP compiled."""
+    if inside:
+        model = DistributedDataParallel(torch.compile(Net(), backend="eager"))
+        called, last = model, model.module._orig_mod.last
+    else:
+        model = DistributedDataParallel(Net())
+        called, last = torch.compile(model, backend="eager"), model.module.last
+    watch = watch_origin(called, per_micro_batch=per_micro_batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script", DeprecationWarning)
+        for number in range(2):
+            spoil = torch.tensor([1.0, float("nan")]) if number == 0 and dist.get_rank() == 1 else torch.ones(2)
+            handle = last.bias.register_hook(spoil.mul)
+            with model.no_sync() if number == 0 else contextlib.nullcontext():
+                called(torch.randn(3, 4)).square().mean().backward()
+            handle.remove()
+    report = watch.result()
+    name = "_orig_mod.last.bias" if inside else "last.bias"
+    return report.nonfinite, told(report, name)
+
+
+@pytest.mark.parametrize("per_micro_batch", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_models(ranks: Ranks, inside: bool, per_micro_batch: bool) -> None:
+    name = "_orig_mod.last.bias" if inside else "last.bias"
+    assert ranks.run(2, compiled, inside, per_micro_batch) == [((name,), (1, 1, 0))] * 2
 
 
 def reduced_each_time() -> tuple[Any, ...]:

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat import _fields
 from gradstat._collectives import device_of, gather, reduce_
+from gradstat._compiling import outside_of_the_graph, uncompiled
 from gradstat._tensors import moved
 from gradstat.distributed._origin_report import BadGradient, OriginReport
 from gradstat.stats import stats
@@ -37,7 +39,7 @@ _Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
 def watch_origin(
-    ddp_model: DistributedDataParallel,
+    ddp_model: Module,
     hook: _Hook | None = None,
     state: object = None,
     *,
@@ -57,11 +59,13 @@ def watch_origin(
             optimizer.step()
             optimizer.zero_grad()
 
-    Works with ``static_graph``, ``gradient_as_bucket_view``, ``find_unused_parameters`` and buckets built anew.
+    Works with ``static_graph``, ``gradient_as_bucket_view``, ``find_unused_parameters``, buckets built anew and
+    ``torch.compile`` on either side of DDP.
     Every rank has to watch the same model.
 
     Args:
-        ddp_model: Without a communication hook; DDP takes one, for life.
+        ddp_model: A ``DistributedDataParallel``, or what ``torch.compile`` made of one, without a communication hook;
+            DDP takes one, for life.
         hook: The communication hook to wrap, as ``register_comm_hook`` takes it; None for torch's ``allreduce_hook``,
             which is what DDP does by itself.
         state: What ``hook`` is called with.
@@ -76,9 +80,10 @@ def watch_origin(
         A handle with ``result()`` and ``remove()``, after which the model may be watched again, with the same hook.
 
     Raises:
-        TypeError: ``ddp_model`` is not a ``DistributedDataParallel``.
+        TypeError: ``ddp_model`` is neither.
         RuntimeError: The model is watched already, or it has a communication hook.
     """
+    ddp_model = uncompiled(ddp_model)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(
             f"expected a DistributedDataParallel, got {type(ddp_model).__name__}; only DDP shows gradients before it "
@@ -240,7 +245,10 @@ class OriginWatch:
             self._unseen = False
 
     def _before_forward(self, *_: object) -> None:
-        self._see_accumulated()
+        if torch.compiler.is_compiling():
+            outside_of_the_graph(self._see_accumulated)()
+        else:
+            self._see_accumulated()
 
     def _see_accumulated(self) -> None:
         """Measures gradients that were accumulated without being reduced."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradstat import _scaling
+from gradstat._compiling import uncompiled
 from gradstat._nested import tensors_in
 from gradstat._plan import gradients_of, source_of
 from gradstat._tensors import is_distributed
@@ -312,7 +313,7 @@ class Collector:
 
 
 def _watch_origin(model: nn.Module, backend: str | None) -> Any:
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(uncompiled(model), DistributedDataParallel):
         raise TypeError(
             f"watch={{'origin': 1}} needs a DistributedDataParallel model, got {type(model).__name__}; only DDP shows "
             "gradients before it reduces them"
@@ -320,6 +321,14 @@ def _watch_origin(model: nn.Module, backend: str | None) -> Any:
     from gradstat.distributed import watch_origin
 
     return watch_origin(model, backend=backend)
+
+
+def model_name(model: nn.Module) -> str:
+    """The class of a model, whatever ``torch.compile`` and DDP have wrapped around it."""
+    inner = uncompiled(model)
+    if isinstance(inner, DistributedDataParallel):
+        inner = uncompiled(inner.module)
+    return type(inner).__name__
 
 
 def eps_of(optimizer: Optimizer | None) -> float:

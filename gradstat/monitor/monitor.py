@@ -24,7 +24,7 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
 from gradstat.monitor._hooks import Hook
 from gradstat.monitor.actions import Skipping, Snapshots
-from gradstat.monitor.collecting import Collector, Pending, eps_of, second_moment_decay_of
+from gradstat.monitor.collecting import Collector, Pending, eps_of, model_name, second_moment_decay_of
 from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
@@ -386,7 +386,7 @@ class Monitor:
             "gradstat": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "model": type(self._model).__name__,
+            "model": model_name(self._model),
             "optimizer": type(self._optimizer).__name__ if self._optimizer is not None else None,
             "devices": sorted({str(parameter.device) for parameter in self._model.parameters()}),
             "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
