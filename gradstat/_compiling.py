@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch.nn import Module
@@ -18,6 +19,18 @@ def outside_of_the_graph(function: _Function) -> _Function:
     """
     found: _Function = torch.compiler.disable(function)
     return found
+
+
+def never_traced(method: _Function) -> _Function:
+    """Decorator: calls are `outside_of_the_graph`. For what computes with numpy, which torch would imitate."""
+
+    @functools.wraps(method)
+    def called(*args: object, **options: object) -> object:
+        if torch.compiler.is_compiling():
+            return outside_of_the_graph(method)(*args, **options)
+        return method(*args, **options)
+
+    return cast(_Function, called)
 
 
 def uncompiled(model: Module) -> Module:

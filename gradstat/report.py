@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat import _fields, _render
+from gradstat._compiling import never_traced
 from gradstat._tensors import TensorInfo
 from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
@@ -228,6 +229,7 @@ class Report:
         """
         return self[name].rank
 
+    @never_traced
     def worst(self, n: int = 10, by: str = "severity") -> list[TensorStats]:
         """The ``n`` tensors that stand out most, worst first.
 
@@ -251,6 +253,7 @@ class Report:
 
     # Forms -----------------------------------------------------------------------------------------------
 
+    @never_traced
     def to_numpy(self) -> npt.NDArray[np.void]:
         """A structured array, one record per tensor.
 
@@ -292,6 +295,7 @@ class Report:
                 out["first_nonfinite"][i] = shards.split(first[i])[1]
         return out
 
+    @never_traced
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; numbers that are not finite become None."""
         return {
@@ -309,6 +313,7 @@ class Report:
             "tensors": [stats.to_dict() for stats in self],
         }
 
+    @never_traced
     def scalars(self, prefix: str = "grad/", per_tensor: Sequence[str] = ()) -> dict[str, float]:
         """Flat floats for any logger.
 
@@ -337,6 +342,7 @@ class Report:
                 out.update({f"{prefix}{column}/{name}": v for name, v in zip(self.names, values, strict=True)})
         return out
 
+    @never_traced
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, naming the worst tensors, if any element is NaN or Inf."""
         if self.ok:
@@ -355,6 +361,7 @@ class Report:
         state = "ok" if self.ok else f"{len(self.nonfinite)} not finite"
         return f"Report({len(self)} {self._what}s, {state}, total_norm={self.total_norm:.6g})"
 
+    @never_traced
     def __str__(self) -> str:
         return _render.text(self, self._what)
 

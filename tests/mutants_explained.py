@@ -105,5 +105,5 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "gradstat/distributed/origin.py",
         "if torch.compiler.is_compiling():",
         "if not torch.compiler.is_compiling():",
-    ): "eager code may be called through torch.compiler.disable, too; traced, it gives the same rows and breaks the graph",
+    ): "eager code may be called through torch.compiler.disable, too; traced, it gives the same rows",
 }
