@@ -6,10 +6,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-import torch
-
 from gradstat import _render
-from gradstat._compiling import outside_of_the_graph
+from gradstat._compiling import never_traced
 from gradstat._plan import source_of
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report
@@ -58,14 +56,13 @@ class MicroBatches:
         """To be called after a micro-batch's ``backward()``: launches a check, as `check_async`. Errors as there."""
         self._pending.append(check_async(self._target, backend=self._backend))
 
+    @never_traced
     def result(self) -> AccumulationReport:
         """What was checked since the last boundary. Waits once, for the last check, and starts over.
 
         Raises:
             RuntimeError: Nothing was checked since the last boundary.
         """
-        if torch.compiler.is_compiling():
-            return outside_of_the_graph(self.result)()
         if not self._pending:
             raise RuntimeError("no micro-batch was checked since the last result(); call check() after each backward()")
         pending = self._pending

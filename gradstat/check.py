@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._arrival import Arrival
-from gradstat._compiling import outside_of_the_graph
+from gradstat._compiling import never_traced, outside_of_the_graph
 from gradstat._parts import Part
 from gradstat._plan import gradients_of, names_of, source_of
 from gradstat._tensors import TensorInfo, is_distributed
@@ -97,7 +97,7 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     """
     if torch.compiler.is_compiling():
         return outside_of_the_graph(check)(target, backend=backend, extra_groups=extra_groups)
-    return check_async(target, backend=backend, extra_groups=extra_groups).result()
+    return _launched(target, backend, extra_groups).result()
 
 
 def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
@@ -110,6 +110,10 @@ def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraG
     """
     if torch.compiler.is_compiling():
         return outside_of_the_graph(check_async)(target, backend=backend, extra_groups=extra_groups)
+    return _launched(target, backend, extra_groups)
+
+
+def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None) -> PendingReport:
     source = source_of(target)
     gradients = gradients_of(source.parameters)
     if not gradients.tensors and gradients.missing == [] and extra_groups is None:
@@ -139,6 +143,7 @@ def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraG
     return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
 
 
+@never_traced
 def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, backend: str | None = None) -> Report:
     """The same report about any tensors: activations, a batch, weights, losses. One sync, as `check`.
 
@@ -149,8 +154,6 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
     Raises:
         As `check`.
     """
-    if torch.compiler.is_compiling():
-        return outside_of_the_graph(check_tensors)(tensors, backend=backend)
     if isinstance(tensors, Mapping):
         names, listed = list(tensors), list(tensors.values())
     else:

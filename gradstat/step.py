@@ -116,22 +116,17 @@ def guarded_step(
             another guarded step); a closure together with a scaler; skipping on the host would be needed while a
             CUDA graph is captured.
     """
-    arguments = (optimizer, max_norm, skip_nonfinite, scaler, closure, model, backend, extra_groups)
     if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
-        return outside_of_the_graph(_guarded_step)(*arguments)
-    return _guarded_step(*arguments)
-
-
-def _guarded_step(
-    optimizer: Optimizer,
-    max_norm: float | AdaptiveClip | None,
-    skip_nonfinite: bool,
-    scaler: GradScaler | None,
-    closure: Callable[[], Any] | None,
-    model: Module | None,
-    backend: str | None,
-    extra_groups: ExtraGroups | None,
-) -> StepResult:
+        return outside_of_the_graph(guarded_step)(
+            optimizer,
+            max_norm,
+            skip_nonfinite,
+            scaler,
+            closure=closure,
+            model=model,
+            backend=backend,
+            extra_groups=extra_groups,
+        )
     _check_optimizer(optimizer)
     clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
     limit = math.inf if max_norm is None or isinstance(max_norm, AdaptiveClip) else float(max_norm)

@@ -101,9 +101,4 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         'counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")',
         'counts = torch.zeros( 1, len(_COUNTS), dtype=torch.float64, device="cpu")',
     ): "those of a rank that saw nothing, which is an error before anybody looks at them",
-    (
-        "gradstat/distributed/origin.py",
-        "if torch.compiler.is_compiling():",
-        "if not torch.compiler.is_compiling():",
-    ): "eager code may be called through torch.compiler.disable, too; traced, it gives the same rows",
 }

@@ -163,7 +163,7 @@ def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
 
 LAYERS = [
     {"_fields", "_files", "_torch_version", "_version"},
-    {"_norms", "_tensors", "_arrival", "_compiling", "_collectives", "_nested", "reference", "kernels"},
+    {"_norms", "_tensors", "_arrival", "_compiling", "_collectives", "_nested", "_wrappers", "reference", "kernels"},
     {"_native"},
     {"_backends", "_plan"},
     {"tensor_stats", "_arguments", "_parts", "_reduction"},

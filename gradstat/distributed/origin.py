@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradstat import _fields
 from gradstat._collectives import device_of, gather, reduce_
-from gradstat._compiling import outside_of_the_graph, uncompiled
+from gradstat._compiling import never_traced
 from gradstat._tensors import moved
+from gradstat._wrappers import uncompiled
 from gradstat.distributed._origin_report import BadGradient, OriginReport
 from gradstat.stats import stats
 
@@ -245,11 +246,9 @@ class OriginWatch:
             self._unseen = False
 
     def _before_forward(self, *_: object) -> None:
-        if torch.compiler.is_compiling():
-            outside_of_the_graph(self._see_accumulated)()
-        else:
-            self._see_accumulated()
+        self._see_accumulated()
 
+    @never_traced
     def _see_accumulated(self) -> None:
         """Measures gradients that were accumulated without being reduced."""
         if self._unseen:

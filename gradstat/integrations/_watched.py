@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradstat._arrival import Arrival
+from gradstat._wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._attribution import Attribution
@@ -77,12 +77,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     inner: Optimizer = optimizer
-    return inner
-
-
-def without_ddp(model: nn.Module) -> nn.Module:
-    """The module inside of DDP, under the names that its user knows."""
-    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return inner
 
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradstat._files import replacing
+from gradstat._wrappers import without_ddp
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorWatch
 from gradstat.integrations._refusals import checked_limit, refuse_impossible, refuse_second
 from gradstat.integrations._replaced import Replaced
 from gradstat.integrations._requirements import require
-from gradstat.integrations._watched import Options, Watched, is_replaying, unwrapped, without_ddp
+from gradstat.integrations._watched import Options, Watched, is_replaying, unwrapped
 from gradstat.monitor import AnomalyWarning, Finding, Monitor
 from gradstat.monitor.policies import outside
 

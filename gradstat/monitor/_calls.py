@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from gradstat._nested import tensors_in
 from gradstat.monitor._taint import finite
 
 # What the first argument held before does not matter to these.
@@ -73,7 +74,7 @@ class Call:
         formal = self._signature.arguments
         pairs = [*zip(formal.items(), args, strict=False), *(((key, formal[key]), kwargs[key]) for key in kwargs)]
         for (name, (written, read)), value in pairs:
-            for suffix, tensor in _tensors(value):
+            for suffix, tensor in tensors_in(value, ""):
                 yield Argument(name + suffix, tensor, written, read)
 
     @property
@@ -112,7 +113,7 @@ class Call:
         found = {id(a.tensor): (a.tensor, True) for a in self.arguments if a.written}
         # The running log-sum of attention is padded, or infinite for a row that is masked out altogether.
         by_products = "attention" in self.name and "backward" not in self.name
-        for i, (_, tensor) in enumerate(_tensors(result)):
+        for i, (_, tensor) in enumerate(tensors_in(result, "")):
             found.setdefault(id(tensor), (tensor, i == 0 or not by_products))
         return list(found.values())
 
@@ -125,14 +126,6 @@ class Call:
         if self.name in ("masked_fill", "masked_fill_") and name == "self":
             return ~selector["mask"].bool()
         return None
-
-
-def _tensors(value: Any, suffix: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield suffix, value
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _tensors(item, f"{suffix}[{i}]")
 
 
 def overlap(call: Call, name: str, bad: Tensor, result: Tensor) -> Tensor | None:

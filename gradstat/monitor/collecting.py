@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradstat import _scaling
-from gradstat._compiling import uncompiled
 from gradstat._nested import tensors_in
 from gradstat._plan import gradients_of, source_of
 from gradstat._tensors import is_distributed
+from gradstat._wrappers import uncompiled, without_ddp
 from gradstat.monitor import watching
 from gradstat.monitor.measuring import Numbers, Segment, measured
 from gradstat.monitor.rows import Observation
@@ -325,10 +325,7 @@ def _watch_origin(model: nn.Module, backend: str | None) -> Any:
 
 def model_name(model: nn.Module) -> str:
     """The class of a model, whatever ``torch.compile`` and DDP have wrapped around it."""
-    inner = uncompiled(model)
-    if isinstance(inner, DistributedDataParallel):
-        inner = uncompiled(inner.module)
-    return type(inner).__name__
+    return type(uncompiled(without_ddp(uncompiled(model)))).__name__
 
 
 def eps_of(optimizer: Optimizer | None) -> float:

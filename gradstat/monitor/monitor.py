@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat._compiling import outside_of_the_graph
+from gradstat._compiling import never_traced, outside_of_the_graph
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor import watching
@@ -204,6 +204,7 @@ class Monitor:
         self._read(self._lag if pending.numbers[0].travels else 0)
         return self.findings[known:]
 
+    @never_traced
     def batch(self, batch: Any) -> list[Finding]:
         """Shows the monitor a batch, before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
 
@@ -221,8 +222,6 @@ class Monitor:
         Raises:
             AnomalyError: Something was found that ``on_anomaly`` says to raise about.
         """
-        if torch.compiler.is_compiling():
-            return outside_of_the_graph(self.batch)(batch)
         if self._paused or not self._watch["batch"]:
             return []
         known = len(self.findings)
