@@ -48,8 +48,9 @@ format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+# RECORD=--record appends what they saw to benchmarks/results, from which docs/testing.md is rendered.
 fuzz: $(VENV)/.built ## A million tensors of random bits and layouts through every operation, held against an exact account
-	$(BIN)/python tests/fuzz.py
+	$(BIN)/python tests/fuzz.py $(RECORD)
 
 sanitize: $(VENV)/.installed ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
 	$(BIN)/python tests/sanitize.py
@@ -107,7 +108,7 @@ gpu: ## On a machine with a GPU: build with the system's Python and torch, test,
 	$(PYTHON) benchmarks/gpu_session.py
 
 leaks: $(VENV)/.built ## Take ten thousand steps of every kind and hold memory flat
-	$(BIN)/python tests/leaks.py
+	$(BIN)/python tests/leaks.py $(RECORD)
 
 fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) gradstat/_fields.py --write

@@ -19,7 +19,7 @@ import rows
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "numerics.md"]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "numerics", "testing"))]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
@@ -62,6 +62,21 @@ def numerics(folder: Path) -> str:
     return "\n".join(["", *parts, ""])
 
 
+def fuzzed(folder: Path) -> str:
+    """For docs/testing.md: what a million random tensors went through."""
+    return _of_every_device("fuzz", tables.fuzzed)
+
+
+def leaks(folder: Path) -> str:
+    """For docs/testing.md: by how much a process grows."""
+    return _of_every_device("leaks", tables.leaks)
+
+
+def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:
+    parts = [table(rows.current(device)) + "\n" + tables.where(device) for device in rows.devices(suites=[suite])]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
 def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
     drawn = plots.charts_of(device)
     where = os.path.relpath(plots.CHARTS, folder)
@@ -77,6 +92,8 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "everything": everything,
     "optimizer_steps": steps_of_optimizers,
     "numerics": numerics,
+    "fuzz": fuzzed,
+    "leaks": leaks,
 }
 
 

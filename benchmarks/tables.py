@@ -156,6 +156,29 @@ def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider
     return f"{text}, lost {100 * lost / count:.1f} %".lstrip(", ") if lost else text
 
 
+def fuzzed(rows: Sequence[Row]) -> str:
+    """How many random tensors went through each operation, none of them wrong."""
+    counts = [row for row in rows if row.metric == "tensors"]
+    batches, seconds = (next(row.value for row in rows if row.metric == metric) for metric in ("batches", "time"))
+    lines = [[f"`{row.case}`", f"{row.value:,.0f}"] for row in counts]
+    return f"In {batches:,.0f} batches and {seconds:,.0f} s, none wrong:\n\n" + grid(["operation", "tensors"], lines)
+
+
+def leaks(rows: Sequence[Row]) -> str:
+    """By how much a process grew in thousands of steps."""
+    values = {(row.case, row.metric): row.value for row in rows}
+    lines = [
+        [
+            kind,
+            f"{values[kind, 'steps']:,.0f}",
+            f"{values[kind, 'memory'] / 1024:,.0f} KiB",
+            *(f"{values[kind, metric]:,.0f}" for metric in ("objects", "tensors")),
+        ]
+        for kind in _in_order(row.case for row in rows)
+    ]
+    return grid(["steps of", "number", "memory", "Python objects", "tensors"], lines)
+
+
 def _added(row: Row | None) -> str:
     return "" if row is None else f"{(row.value - 1) * 100:+.1f} %"
 

@@ -18,11 +18,18 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from fuzzing import Batch
 from judging import OPERATIONS
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import rows
+from rows import Row
+
+GROUP = "fuzz"
 
 MILLION = 1_000_000
 # Of tensors in a batch; the reference is slow.
@@ -84,6 +91,18 @@ def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progr
     raise AssertionError("cases never end")
 
 
+def as_rows(done: Counter[str], seconds: float, device: torch.device) -> list[Row]:
+    """What `run` did, none of it wrong: tensors by operation, and all batches."""
+    found = [
+        rows.row(GROUP, operation, "gradstat", "tensors", "", float(count), device)
+        for operation, count in done.most_common()
+        if operation != "batches"
+    ]
+    found.append(rows.row(GROUP, "all operations", "gradstat", "batches", "", float(done["batches"]), device))
+    found.append(rows.row(GROUP, "all operations", "gradstat", "time", "s", seconds, device))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=MILLION, help="at least so many, %(default)s if not given")
@@ -91,6 +110,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, help="this batch alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--apart", action="store_true", help="an allocation for each tensor, as AddressSanitizer needs")
+    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
@@ -103,7 +123,11 @@ def main() -> int:
         return 0
     started = time.monotonic()
     done = run(seed, options.tensors, options.device, options.apart, progress=True)
-    print(f"{done.pop('batches'):,} batches in {time.monotonic() - started:.0f} s, all as the account says:")
+    seconds = time.monotonic() - started
+    if options.record:
+        path = rows.append(as_rows(done, seconds, torch.device(options.device)), GROUP)
+        print(f"rows appended to {path}")
+    print(f"{done.pop('batches'):,} batches in {seconds:.0f} s, all as the account says:")
     for operation, count in done.most_common():
         print(f"{count:>12,} tensors through {operation}")
     return 0

@@ -22,6 +22,11 @@ from torch import Tensor, nn
 
 import gradstat
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import rows
+from rows import Row
+
+GROUP = "leaks"
 # What may come and go between two looks at a process whose memory is flat.
 MOST_BYTES = 1 << 20
 MOST_OBJECTS = 50
@@ -172,14 +177,26 @@ def growth(kind: str, steps: int, warm_up: int | None = None) -> Sizes:
     return Sizes(*(b - a for a, b in zip(before, after, strict=True)))
 
 
+def as_rows(kind: str, steps: int, grown: Sizes) -> list[Row]:
+    """By how much a process grew in so many steps."""
+    metrics = (("steps", "", steps), ("memory", "B", grown.resident), ("objects", "", grown.objects))
+    return [
+        rows.row(GROUP, kind, "gradstat", metric, unit, float(value), torch.device("cpu"))
+        for metric, unit, value in (*metrics, ("tensors", "", grown.tensors))
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_240)  # a multiple of 320: see test_life_leaks.py
-    steps = parser.parse_args().steps
+    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
+    options = parser.parse_args()
+    steps = options.steps
     torch.set_num_threads(1)  # the tensors are small, and threads that wait for each other take time
     print("| steps of | number | seconds | memory grew by | objects | tensors |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     failed = []
+    found: list[Row] = []
     for kind, (_, _, divisor) in KINDS.items():
         begun = time.perf_counter()
         grown = growth(kind, steps // divisor)
@@ -189,10 +206,13 @@ def main() -> int:
             f"{grown.tensors} |",
             flush=True,
         )
+        found += as_rows(kind, steps // divisor, grown)
         if grown.resident > MOST_BYTES or grown.objects > MOST_OBJECTS or grown.tensors > 0:
             failed.append(kind)
     if failed:
         print(f"memory is not flat: {', '.join(failed)}", file=sys.stderr)
+    if options.record:
+        print(f"rows appended to {rows.append(found, GROUP)}")
     return 1 if failed else 0
 
 

@@ -6,9 +6,10 @@ import random
 
 import numpy as np
 import pytest
+import tables
 import torch
 from exact import Exact
-from fuzz import run
+from fuzz import as_rows, run
 from fuzzing import KINDS, Batch, Recipe, batches, recipes
 from hypothesis import HealthCheck, example, given, settings
 from judging import OPERATIONS, WrongError, assert_rows, judge_stats
@@ -89,3 +90,12 @@ def test_any_tensors(operation: str, where: tuple[str, str]) -> None:
 def test_many_tensors_from_a_seed(device: str) -> None:
     done = run(seed=20240229, tensors=3000, device=device)
     assert done["stats"] >= 3000
+
+
+def test_what_was_done_becomes_a_table() -> None:
+    done = run(seed=7, tensors=50)
+    table = tables.fuzzed(as_rows(done, 12.3, torch.device("cpu")))
+    assert f"In {done['batches']:,} batches and 12 s, none wrong" in table
+    for operation, count in done.items():
+        assert operation == "batches" or f"`{operation}`" in table
+        assert f"{count:,}" in table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import leaks
-import pytest
+import tables
 from programs import output_of
 
 # In a process of its own, for here others have objects that come and go. A monitor holds the steps since the last
@@ -24,8 +24,26 @@ def test_steps_leave_nothing_behind() -> None:
     assert not [line for line in lines if int(line[1]) > 20 or int(line[2]) > 0]
 
 
-def test_what_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[object] = []
-    check = leaks.check()
-    monkeypatch.setitem(leaks.KINDS, "kept", (lambda: lambda: kept.append([check()]), 10, 1))
-    assert leaks.growth("kept", 64).objects >= 60
+KEPT = """
+import leaks
+
+kept = []
+check = leaks.check()
+leaks.KINDS["kept"] = (lambda: lambda: kept.append([check()]), 10, 1)
+print(leaks.growth("kept", 64).objects)
+"""
+
+
+def test_what_grows_is_seen() -> None:
+    assert int(output_of(KEPT)) >= 60
+
+
+def test_growth_becomes_a_table() -> None:
+    table = tables.leaks(leaks.as_rows("check", 10_240, leaks.Sizes(-2048, 3, 0)))
+    assert [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")] == [
+        "check",
+        "10,240",
+        "-2 KiB",
+        "3",
+        "0",
+    ]
