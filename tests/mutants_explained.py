@@ -101,4 +101,9 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         'counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")',
         'counts = torch.zeros( 1, len(_COUNTS), dtype=torch.float64, device="cpu")',
     ): "those of a rank that saw nothing, which is an error before anybody looks at them",
+    (
+        "gradstat/distributed/origin.py",
+        "@never_traced",
+        "def _see_accumulated(self) -> None:",
+    ): "traced, it gives the same rows, and breaks the graph more often",
 }

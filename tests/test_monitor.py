@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import gc
@@ -376,6 +377,22 @@ def test_labels_may_be_told_from_other_integers_by_their_place() -> None:
     for nonsense in (0, True, {"batch": -1}):
         with pytest.raises(ValueError, match="classes is"):
             made(classes=nonsense)
+
+
+def test_an_interrupt_never_makes_two_steps_of_one_number() -> None:
+    class Interrupted(collections.deque[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            raise KeyboardInterrupt
+
+    model, optimizer, monitor = made()
+    trained(model, optimizer, monitor, 3)
+    monitor._pending = Interrupted(monitor._pending)
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, optimizer, monitor, 1)
+    monitor._pending = collections.deque(monitor._pending)
+    trained(model, optimizer, monitor, 3)
+    assert monitor.recording().steps.tolist() == list(range(7))
 
 
 @dataclasses.dataclass

@@ -193,8 +193,8 @@ class Monitor:
             self._replaying.note(list(self._model.parameters()))
         if self._save_to is not None:
             _unsaved.add(self)
+        self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
         self._pending.append(pending)
-        self.steps += 1
         if self._skipping is not None:
             self._skipping.arm(pending.numbers[0].flag, self._scaler)
         if self._snapshots is not None and pending.step % self._snapshot_every == 0:
