@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -60,7 +61,11 @@ def here(block: Block) -> bool:
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
+    before = set(threading.enumerate())
     run([block for block in BLOCKS[page] if here(block)])
+    # One that still writes would do so into the folder of another page.
+    left = set(threading.enumerate()) - before
+    assert not left, f"the code of {name_of(page)} leaves threads behind: {left}"
 
 
 def run_on_a_rank(page: Path) -> None:

@@ -395,6 +395,32 @@ def test_an_interrupt_never_makes_two_steps_of_one_number() -> None:
     assert monitor.recording().steps.tolist() == list(range(7))
 
 
+def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
+    class Interrupted(dict[str, Any]):
+        """Interrupted after whatever it has done."""
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            raise KeyboardInterrupt
+
+        def setdefault(self, key: str, default: Any = None) -> Any:
+            super().setdefault(key, default)
+            raise KeyboardInterrupt
+
+    model, optimizer, monitor = made(watch={"parameters": 2})
+    trained(model, optimizer, monitor, 3)
+    monitor.recording()  # takes what has come, so that the next rows begin a new list
+    monitor._intake._others = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(8):
+            trained(model, optimizer, monitor, 1)
+    monitor._intake._others = dict(monitor._intake._others)
+    trained(model, optimizer, monitor, 4)
+    recording = monitor.recording()
+    assert recording.steps.tolist() == list(range(len(recording.steps)))
+    assert "parameter" in recording.tables, list(recording.tables)
+
+
 @dataclasses.dataclass
 class Sample:
     inputs: torch.Tensor

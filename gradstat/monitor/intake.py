@@ -138,7 +138,11 @@ class Intake:
         if held and held[-1][1].names != layout.names:
             self._make_room()
         if not self.has_rows(kind, step):
-            self._others.setdefault(kind, []).append((step, layout, arrived.rows))
+            rows = self._others.get(kind)
+            if rows is None:  # in one piece: an interrupt leaves no list that is empty
+                self._others[kind] = [(step, layout, arrived.rows)]
+            else:
+                rows.append((step, layout, arrived.rows))
 
     def close(self) -> tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Rows]]:
         """Steps, scalars and rows that have come since the last call; their memory serves the next ones."""
