@@ -412,8 +412,7 @@ def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
     monitor.recording()  # takes what has come, so that the next rows begin a new list
     monitor._intake._others = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        for _ in range(8):
-            trained(model, optimizer, monitor, 1)
+        trained(model, optimizer, monitor, 8)
     monitor._intake._others = dict(monitor._intake._others)
     trained(model, optimizer, monitor, 4)
     recording = monitor.recording()
