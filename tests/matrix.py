@@ -204,14 +204,22 @@ def torch_releases() -> list[str]:
 
 
 def planned(releases: list[str]) -> Iterator[Cell]:
-    """Every torch with this Python, its oldest and newest with the main tests; every Python with both of them."""
+    """Every torch with this Python, its oldest and newest with the main tests; every Python with both of them.
+
+    The main tests run also where the oldest Python meets the oldest torch, and the newest the newest.
+    """
     own = "{}.{}".format(*sys.version_info)
     ends = list(dict.fromkeys([releases[-1], releases[0]]))
+    corners = {(PYTHONS[-1], ends[0]), (PYTHONS[0], ends[-1]), (own, ends[0]), (own, ends[-1])}
+
+    def cell(python: str, torch: str) -> Cell:
+        return Cell(python, torch, "tests" if (python, torch) in corners else "")
+
     for torch in ends:
-        yield Cell(own, torch, "tests")
+        yield cell(own, torch)
     for python in PYTHONS:
         if python != own:
-            yield Cell(python, ends[0])
+            yield cell(python, ends[0])
     for torch in reversed(releases[1:-1]):
         yield Cell(own, torch)
     yield Cell(own, ends[0], "no-triton")
@@ -220,7 +228,7 @@ def planned(releases: list[str]) -> Iterator[Cell]:
     yield Cell(own, TOO_OLD, "too-old")
     for python in PYTHONS:
         if python != own:
-            yield Cell(python, ends[-1])
+            yield cell(python, ends[-1])
 
 
 def interpreter_of(python: str, given: list[Path]) -> Path:
