@@ -111,9 +111,10 @@ def test_what_reads_numbers_leaves_the_graph_quietly(call: Callable[[Training, T
     compiled_step = torch.compile(step, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Of torch itself, about a loss that lives on behind backward() and about what its optimizers import.
+        # Of torch itself, about a loss that lives on behind backward(), what its optimizers import, and Python 3.14.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", r"`torch\.jit\.script", DeprecationWarning)
+        warnings.filterwarnings("ignore", "'_UnionGenericAlias' is deprecated", DeprecationWarning)
         for seed in range(3):
             x = torch.full((2, 4), float(seed))
             assert str(compiled_step(compiled, x)) == str(step(plain, x))

@@ -378,7 +378,9 @@ def test_references_are_balanced() -> None:
     parameters, gradients = list(model.parameters()), [p.grad for p in model.parameters()]
     plan = HELPERS.make_plan([weakref.ref(m) for m in model.modules()], parameters)
     factor, coefficients = torch.tensor(1.0), torch.ones(len(gradients), dtype=torch.float64)
-    watched = [model, plan, *parameters, *gradients, None, model[0]._parameters, factor, coefficients]
+    watched = [model, plan, *parameters, *gradients, model[0]._parameters, factor, coefficients]
+    if sys.version_info < (3, 12):  # where None is immortal, what uses the limited API counts it up but never down
+        watched.append(None)
 
     def step() -> None:
         HELPERS.planned_parameters(plan)
