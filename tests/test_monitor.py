@@ -289,6 +289,18 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback", "warning": "record"}, snapshot_every=1)
+    trained(model, optimizer, monitor, 4)
+    model.second = nn.Linear(model.second.in_features, model.second.out_features, bias=False)
+    optimizer.add_param_group({"params": [model.second.weight]})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(RuntimeWarning, match="no healthy state of this model"):
+        trained(model, optimizer, monitor, 1, bad=4)
+    assert torch.equal(model.norm.num_batches_tracked, before["norm.num_batches_tracked"] + 1)  # no half of it either
+    monitor.detach()
+
+
 def test_rolling_back_without_a_state_says_so() -> None:
     model, optimizer, monitor = made(on_anomaly={"error": "rollback"})
     with pytest.warns(RuntimeWarning, match="no healthy state"):
@@ -418,6 +430,35 @@ def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
     recording = monitor.recording()
     assert recording.steps.tolist() == list(range(len(recording.steps)))
     assert "parameter" in recording.tables, list(recording.tables)
+
+
+def rising(monitor: gradstat.Monitor) -> bool:
+    """Whether the steps of all that is recorded rise, so that it can be saved."""
+    recording = monitor.recording()
+    return all((np.diff(steps) > 0).all() for steps in (recording.steps, *(t.steps for t in recording.tables.values())))
+
+
+def test_what_other_modules_ran_in_a_bad_step_is_recorded_once(tmp_path: Path) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.goes_right = nn.Linear(4, 1), nn.Linear(4, 1), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            branch = self.right if self.goes_right else self.left
+            result: torch.Tensor = branch(x)
+            return result
+
+    model = Branching()
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch={"parameters": 1, "activations": 1})
+    for step in range(8):
+        model.goes_right = step == 6
+        loss = model(torch.ones(2, 4)).sum() * (math.nan if step == 6 else 1.0)
+        loss.backward()
+        monitor.step(loss)
+    assert rising(monitor)
+    assert monitor.recording().tables["parameter"].steps.tolist() == list(range(8))
+    monitor.save(tmp_path / "run.gradstat")
 
 
 @dataclasses.dataclass
@@ -569,6 +610,81 @@ def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         resumed.recording().tables["gradient"].values, whole.recording().tables["gradient"].values
     )
+
+
+def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": ("rollback", "warn")}, snapshot_every=3, watch=["updates"])
+    trained(model, optimizer, monitor, 10)
+    state = monitor.state_dict()
+    trained(model, optimizer, monitor, 3)  # nobody has looked at these yet
+    with pytest.warns(AnomalyWarning):
+        trained(model, optimizer, monitor, 4, bad=15)
+    monitor.load_state_dict(state)
+    assert monitor.latest() is None
+    assert monitor.findings == []
+    with pytest.warns(RuntimeWarning, match="no healthy state"), pytest.warns(AnomalyWarning, match="step 11"):
+        trained(model, optimizer, monitor, 2, bad=11)  # warned of anew, and no state is of a step that has not been
+    assert rising(monitor)
+    assert monitor.recording().steps.tolist() == list(range(12))
+    monitor.save(tmp_path / "run.gradstat")
+
+
+def test_no_update_is_measured_across_a_rollback() -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, snapshot_every=1, watch={"updates": 1})
+    trained(model, optimizer, monitor, 4, bad=3)
+    trained(model, optimizer, monitor, 3)
+    assert monitor.recording().tables["update"].steps.tolist() == [1, 2, 3, 5, 6]
+
+
+def test_a_loss_on_the_host_takes_nothing_from_what_is_due_alone() -> None:
+    model = nn.Linear(3, 2)
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch={"parameters": 2})
+    for loss in (0.5, torch.tensor(0.5), 0.5, 0.5, None):
+        model(torch.ones(3)).sum().backward()
+        monitor.step(loss)
+    assert monitor.recording().tables["parameter"].steps.tolist() == [0, 2, 4]
+
+
+def test_a_layer_may_get_another_shape_while_updates_are_measured() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch=["updates"])
+    for width in (4, 4, 5, 5, 5):
+        if model[0].out_features != width:
+            model[0], model[1] = nn.Linear(3, width), nn.Linear(width, 2)
+        model(torch.ones(3)).sum().backward()
+        monitor.step()
+    assert monitor.recording().tables["update"].steps.tolist() == [1, 3, 4]
+
+
+def test_what_has_grown_too_old_to_keep_is_no_part_of_a_state() -> None:
+    model, optimizer, monitor = made(history=4, review_every=3, watch={"parameters": 7, "buffers": 0, "outputs": 0})
+    trained(model, optimizer, monitor, 13)
+    state = monitor.state_dict()
+    _, _, resumed = made(history=4, review_every=3)
+    resumed.load_state_dict(state)
+    assert "parameter" not in resumed.recording().tables
+    trained(model, optimizer, resumed, 7)
+    assert resumed.recording().steps.tolist() == [16, 17, 18, 19]
+
+
+def test_an_anomaly_that_raises_takes_no_step_along() -> None:
+    @rule("late", severity="error")
+    def late(self: Rule, window: Any) -> list[Finding]:
+        return [self.found(6, "step", "there it was")] if 6 in window.steps else []
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    monitor = gradstat.Monitor(model, on_anomaly="raise", rules=[late()])
+    raised = []
+    for step in range(9):
+        if step == 7:  # a layout of its own, so that the steps before are looked at while this one is taken in
+            model[0].bias = None
+        model(torch.ones(3)).sum().backward()
+        try:
+            monitor.step(0.5)
+        except AnomalyError:
+            raised.append(step)
+    assert raised == [7]
+    assert monitor.recording().steps.tolist() == list(range(9))
 
 
 def test_a_state_of_the_future_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,12 +104,19 @@ class Snapshots:
         if self._next is not None and self._next[0] <= step:
             self._good, self._next = self._next, None
 
+    def clear(self) -> None:
+        """Lets go of all states."""
+        self._good = self._next = None
+
     def go_back(self) -> int | None:
-        """Restores the last good state; returns its step, or None if there is none."""
+        """Restores the last good state; returns its step, or None if there is none of the model as it is now."""
         self._next = None
         if self._good is None:
             return None
         step, state = self._good
+        if not self._fits(state):
+            self._good = None
+            return None
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
             # Loading moves states to their parameters; copies, so that this snapshot may serve again.
@@ -119,6 +127,18 @@ class Snapshots:
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
         return step
+
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether nothing was added, removed or given another shape since; torch would load one half and raise."""
+        if _shapes(state["model"]) != _shapes(self._model.state_dict()):
+            return False
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        held = state["optimizer"]["param_groups"] if groups else []
+        return [len(group["params"]) for group in groups] == [len(group["params"]) for group in held]
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
 def _copied(value: Any) -> Any:

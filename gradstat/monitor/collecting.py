@@ -132,12 +132,14 @@ class Collector:
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
     ) -> None:
-        """Looks at once whether the optimizer has all parameters if they are others than before."""
+        """If parameters are others than before, looks at once whether the optimizer has them all."""
         if names is self._known[0]:
             return  # a module that was changed in any way is walked again, and its names are another tuple
         known = [reference() for reference in self._known[1]]
         self._known = names, list(map(weakref.ref, parameters))
         are_known = len(known) == len(parameters) and all(map(operator.is_, known, parameters))
+        if not are_known:
+            self._before = None  # another parameter is no update
         if not are_known and self._optimizer is not None and self._watch["optimizer"]:
             observations.append(Observation("coverage", step, watching.coverage(self._optimizer, parameters, names)))
 
@@ -149,7 +151,12 @@ class Collector:
         if self._learning is not None:
             self._learning.remove()
             self._learning = None
+        self.forget()
         self._switch_hooks(step)
+
+    def forget(self) -> None:
+        """Lets go of what was kept for the next step: parameters are no longer what the last step left."""
+        self._batch, self._before = [], None
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether something is looked at in a step."""
@@ -245,7 +252,7 @@ class Collector:
             self._batch = []
         if self._before is not None:
             before, self._before = self._before, None
-            if len(before) == len(parameters):  # else the model has changed
+            if [(t.shape, t.device) for t in before] == [(t.shape, t.device) for t in parameters]:
                 with torch.no_grad():
                     now = [parameter.detach() for parameter in parameters]
                     yield Segment("update", names, None, len(now)), list(torch._foreach_sub(now, before))

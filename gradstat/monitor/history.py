@@ -73,7 +73,8 @@ class History:
             for name in names
         }
         kept = steps >= first
-        tables = {kind: _joined(chunks, first) for kind, chunks in self._chunks.items() if chunks}
+        joined = {kind: _joined(chunks, first) for kind, chunks in self._chunks.items() if chunks}
+        tables = {kind: series for kind, series in joined.items() if len(series.steps)}
         return Recording(steps[kept], {name: values[kept] for name, values in scalars.items()}, tables)
 
     def load(self, recording: Recording) -> None:
@@ -82,6 +83,8 @@ class History:
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))
         for kind, series in recording.tables.items():
+            if not len(series.steps):
+                continue
             unknown = Layout.of(series.names, [None] * len(series.names))
             layout = unknown._replace(numel=series.numel, values=series.numel.astype(np.float64))
             kept = np.stack([series.column(name) for name in KEPT])

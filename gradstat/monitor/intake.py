@@ -34,24 +34,34 @@ class _Step(NamedTuple):
     table: Floats
 
 
+class Closed(NamedTuple):
+    """What had come of some steps; every row of ``tables`` is of one of ``steps``."""
+
+    steps: npt.NDArray[np.int64]
+    scalars: dict[str, Floats]
+    tables: dict[str, Rows]
+    observations: list[Observation]
+
+
 class Intake:
     """Holds steps that have arrived until they are reviewed.
 
     A healthy step costs a look at its totals; everything else is worked out for all steps together in `close`.
 
     Args:
-        make_room: Called when the tensors of a kind are others than before: has to call `close`.
+        make_room: Called with a step whose tensors are others than those of the steps before: has to `close` these.
         judge_label: Makes observations of the range of labels.
 
     Attributes:
-        observations: What was seen besides rows since somebody took them away.
+        observations: What was seen besides rows since the last `close`.
         newest: The last step that was taken in.
     """
 
-    def __init__(self, make_room: Callable[[], None], judge_label: JudgeLabel) -> None:
+    def __init__(self, make_room: Callable[[int], None], judge_label: JudgeLabel) -> None:
         self._make_room, self._judge_label = make_room, judge_label
         self._steps: list[_Step] = []
         self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
+        self._newest_of: dict[str, int] = {}  # by kind: the step of its newest rows, whether closed or not
         self._layouts: dict[str, tuple[Any, Any, Layout]] = {}
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
@@ -81,7 +91,7 @@ class Intake:
         norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         bad = sums[_NAN] or sums[_INF]
         if others and others[0].kind == "scalars":
-            for i, name in enumerate(others[0].names):
+            for i, name in enumerate(others.pop(0).names):
                 scalars[name] = _value(table[count + i])
         elif len(pending.numbers) > 1 and pending.numbers[1].segments[0].kind == "scalars":
             # Beside distributed gradients every segment is measured by itself.
@@ -100,13 +110,13 @@ class Intake:
             bad = True
         if gradients.names is not self._names:
             if gradients.names != self._names and self._steps:
-                self._make_room()
+                self._make_room(pending.step)
             self._names = gradients.names
         self.newest = _Step(pending, table)
         self._steps.append(self.newest)
         if pending.seen_at_once:
             self.observations += pending.seen_at_once
-        if len(others) > 1 or len(pending.numbers) > 1:
+        if others or len(pending.numbers) > 1:
             self._take_others(pending, table)
         if bad and pending.origin is not None and "nonfinite" in scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
@@ -123,8 +133,7 @@ class Intake:
 
     def has_rows(self, kind: str, step: int) -> bool:
         """Whether rows of a kind have come for a step, the newest of its kind."""
-        held = self._others.get(kind)
-        return held is not None and held[-1][0] == step
+        return self._newest_of.get(kind) == step
 
     def take_rows(self, step: int, arrived: Arrived) -> None:
         """Takes in rows of another kind than gradients; nothing if there are some of that kind and step already."""
@@ -133,38 +142,58 @@ class Intake:
             for name, row in zip(arrived.segment.names, arrived.rows, strict=True):
                 self.observations += self._judge_label(step, name, float(row[_MIN]), float(row[_MAX]))
             return
+        if self.has_rows(kind, step):
+            return
+        self._newest_of[kind] = step
         layout = self._layout_of(arrived)
         held = self._others.get(kind)
         if held and held[-1][1].names != layout.names:
-            self._make_room()
-        if not self.has_rows(kind, step):
-            rows = self._others.get(kind)
-            if rows is None:  # in one piece: an interrupt leaves no list that is empty
-                self._others[kind] = [(step, layout, arrived.rows)]
-            else:
-                rows.append((step, layout, arrived.rows))
+            self._make_room(step)
+            held = None
+        if held is None:  # in one piece: an interrupt leaves no list that is empty
+            self._others[kind] = [(step, layout, arrived.rows)]
+        else:
+            held.append((step, layout, arrived.rows))
 
-    def close(self) -> tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Rows]]:
-        """Steps, scalars and rows that have come since the last call; their memory serves the next ones."""
-        held, self._steps = self._steps, []
-        steps = np.array([one.pending.step for one in held], dtype=np.int64)
-        names = dict.fromkeys(_COUNTS if held else ())
-        for one in held:
+    def clear(self) -> None:
+        """Lets go of what nobody has closed: steps of these numbers will come again."""
+        self._steps, self._others, self._newest_of, self.observations, self.newest = [], {}, {}, [], None
+
+    def close(self, before: int | None = None) -> Closed:
+        """All that has come since the last call; its memory serves the next steps.
+
+        Args:
+            before: What belongs to this step stays, as it is just being taken in; None if all of it is there.
+        """
+        end = math.inf if before is None else before
+        closed = [one for one in self._steps if one.pending.step < end]
+        seen = [one for one in self.observations if one.step < end]
+        others = self._others
+        later = {kind: [row for row in rows if row[0] >= end] for kind, rows in others.items()}
+        self._others = {kind: rows for kind, rows in later.items() if rows}
+        self._steps = self._steps[len(closed) :]
+        self.observations = [one for one in self.observations if one.step >= end]
+        steps = np.array([one.pending.step for one in closed], dtype=np.int64)
+        names = dict.fromkeys(_COUNTS if closed else ())
+        for one in closed:
             names.update(dict.fromkeys(one.pending.scalars))
         scalars = {
             name: np.array(
-                [one.pending.scalars.get(name, 0.0 if name in _COUNTS else math.nan) for one in held], dtype=np.float64
+                [one.pending.scalars.get(name, 0.0 if name in _COUNTS else math.nan) for one in closed],
+                dtype=np.float64,
             )
             for name in names
         }
         tables: dict[str, Rows] = {}
-        if held:
-            tables["gradient"] = self._gradients(held, steps)
-        for kind, rows in self._others.items():
-            at = np.array([step for step, _, _ in rows], dtype=np.int64)
-            tables[kind] = Rows(rows[-1][1], at, np.stack([raw for _, _, raw in rows]))
-        self._others = {}
-        return steps, scalars, tables
+        if closed:
+            tables["gradient"] = self._gradients(closed, steps)
+        known = set(steps.tolist())
+        for kind, rows in others.items():
+            of_these = [row for row in rows if row[0] in known]  # an interrupt may have taken a step from its rows
+            if of_these:
+                at = np.array([step for step, _, _ in of_these], dtype=np.int64)
+                tables[kind] = Rows(of_these[-1][1], at, np.stack([raw for _, _, raw in of_these]))
+        return Closed(steps, scalars, tables, seen)
 
     def _gradients(self, held: list[_Step], steps: npt.NDArray[np.int64]) -> Rows:
         raw = self._memory

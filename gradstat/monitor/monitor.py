@@ -149,7 +149,8 @@ class Monitor:
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
         )
-        self._intake = Intake(Hook(self._review), self._collector.judged_label)
+        self._intake = Intake(Hook(self._judge), self._collector.judged_label)
+        self._to_raise: list[Finding] = []
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._snapshot_every = snapshot_every
@@ -276,7 +277,7 @@ class Monitor:
             odd = self._intake.take(pending) or self._reviewer.is_out_of_band(pending.scalars)
             if odd:
                 self._look_closer(pending.step)
-            if odd or self._reviewer.is_due(pending.step):
+            if odd or self._to_raise or self._reviewer.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
@@ -292,10 +293,17 @@ class Monitor:
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
+        self._judge()
+        if self._to_raise:
+            first, self._to_raise = self._to_raise[0], []
+            replayed = f"\n{self._replayed}" if self._replayed else ""
+            raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
+
+    def _judge(self, before: int | None = None) -> None:
+        """The same for steps before ``before``; raises nothing, which would lose a step that is just being taken in."""
         if self._intake.is_empty:
             return
-        observations, self._intake.observations = self._intake.observations, []
-        steps, scalars, tables = self._intake.close()
+        steps, scalars, tables, observations = self._intake.close(before)
         self._history.keep(steps, scalars, tables)
         facts = Facts(
             self._collector.backward_order,
@@ -308,11 +316,7 @@ class Monitor:
         found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
         # All of them are acted on before one raises.
-        raising = [finding for finding in found if self._act_on(finding)]
-        if raising:
-            first = raising[0]
-            replayed = f"\n{self._replayed}" if self._replayed else ""
-            raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
+        self._to_raise += [finding for finding in found if self._act_on(finding)]
 
     # What is done about them -----------------------------------------------------------------------------
 
@@ -363,9 +367,14 @@ class Monitor:
         assert self._snapshots is not None
         step = self._snapshots.go_back()
         if step is None:
-            warnings.warn(f"gradstat: no healthy state to go back to yet, at {finding}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"gradstat: no healthy state of this model to go back to, at {finding}",
+                RuntimeWarning,
+                stacklevel=outside(),
+            )
         else:
             self._pending.clear()
+            self._collector.forget()
 
     # What is kept ----------------------------------------------------------------------------------------
 
@@ -439,7 +448,9 @@ class Monitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; rules that are not in it begin anew.
+        """The inverse of `state_dict`; rules that are not in it stay as they are.
+
+        What this monitor has seen since its own last review, and everything it remembers of steps to come again, goes.
 
         Args:
             state: What `state_dict` returned, on any device; by the same or an older gradstat.
@@ -453,6 +464,11 @@ class Monitor:
                 "which knows version 1. Upgrade gradstat: pip install -U gradstat"
             )
         self._pending.clear()
+        self._intake.clear()
+        if self._snapshots is not None:
+            self._snapshots.clear()
+        self._warner = Warner()
+        self._looked_closer = self._saved = self._last_replay = -_QUIET
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.findings = [Finding.from_dict(values) for values in state["findings"]]
         saved = dict(state["rules"])

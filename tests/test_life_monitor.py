@@ -1,0 +1,22 @@
+"""Life with a monitor: whatever a program does between steps, what is recorded is what was there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from monitored_programs import Program
+
+
+@pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
+@pytest.mark.filterwarnings("ignore:gradstat. no healthy state:RuntimeWarning")
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_recorded_is_what_was_there(seed: int, tmp_path: Path) -> None:
+    program = Program(seed, tmp_path)
+    try:
+        for _ in range(4):
+            program.run(15)
+    except BaseException:
+        print(program.options, program.done)
+        raise
