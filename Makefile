@@ -49,7 +49,8 @@ format: $(VENV)/.installed ## Rewrite the sources in the enforced style
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 # RECORD=--record appends what they saw to benchmarks/results, from which docs/testing.md is rendered.
-fuzz: $(VENV)/.built ## A million tensors of random bits and layouts through every operation, held against an exact account
+fuzz: $(VENV)/.built ## A million random tensors through every operation, and 500 random programs under a monitor
+	$(BIN)/python tests/monitored_programs.py 500
 	$(BIN)/python tests/fuzz.py $(RECORD)
 
 sanitize: $(VENV)/.installed ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it

@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from monitored_programs import Program
+from monitored_programs import Program, arriving
 
 
 @pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 @pytest.mark.filterwarnings("ignore:gradstat. no healthy state:RuntimeWarning")
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("seed", range(24))
-def test_what_is_recorded_is_what_was_there(seed: int, tmp_path: Path) -> None:
-    program = Program(seed, tmp_path)
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_recorded_is_what_was_there(seed: int, late: bool, tmp_path: Path) -> None:
+    program = Program(seed, tmp_path, late)
     try:
-        for _ in range(4):
-            program.run(15)
+        with arriving(late):
+            for _ in range(4):
+                program.run(15)
     except BaseException:
         print(program.options, program.done)
         raise
