@@ -667,13 +667,18 @@ def test_what_has_grown_too_old_to_keep_is_no_part_of_a_state() -> None:
     assert resumed.recording().steps.tolist() == [16, 17, 18, 19]
 
 
-def test_an_anomaly_that_raises_takes_no_step_along() -> None:
+def refuse(_monitor: gradstat.Monitor, finding: Finding) -> None:
+    raise AnomalyError("no more", finding)
+
+
+@pytest.mark.parametrize("policy", ["raise", refuse])
+def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
     @rule("late", severity="error")
     def late(self: Rule, window: Any) -> list[Finding]:
         return [self.found(6, "step", "there it was")] if 6 in window.steps else []
 
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    monitor = gradstat.Monitor(model, on_anomaly="raise", rules=[late()])
+    monitor = gradstat.Monitor(model, on_anomaly=policy, rules=[late()])
     raised = []
     for step in range(9):
         if step == 7:  # a layout of its own, so that the steps before are looked at while this one is taken in

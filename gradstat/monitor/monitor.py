@@ -150,7 +150,7 @@ class Monitor:
             model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
         )
         self._intake = Intake(Hook(self._judge), self._collector.judged_label)
-        self._to_raise: list[Finding] = []
+        self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._snapshot_every = snapshot_every
@@ -277,7 +277,7 @@ class Monitor:
             odd = self._intake.take(pending) or self._reviewer.is_out_of_band(pending.scalars)
             if odd:
                 self._look_closer(pending.step)
-            if odd or self._to_raise or self._reviewer.is_due(pending.step):
+            if odd or self._to_act_on or self._reviewer.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
@@ -294,13 +294,15 @@ class Monitor:
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
         self._judge()
-        if self._to_raise:
-            first, self._to_raise = self._to_raise[0], []
+        found, self._to_act_on = self._to_act_on, []
+        raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
+        if raising:
+            first = raising[0]
             replayed = f"\n{self._replayed}" if self._replayed else ""
             raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
 
     def _judge(self, before: int | None = None) -> None:
-        """The same for steps before ``before``; raises nothing, which would lose a step that is just being taken in."""
+        """Lets all rules look at the steps before ``before``, a step that is just being taken in, or at all steps."""
         if self._intake.is_empty:
             return
         steps, scalars, tables, observations = self._intake.close(before)
@@ -315,8 +317,7 @@ class Monitor:
         )
         found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
-        # All of them are acted on before one raises.
-        self._to_raise += [finding for finding in found if self._act_on(finding)]
+        self._to_act_on += found
 
     # What is done about them -----------------------------------------------------------------------------
 
@@ -465,6 +466,7 @@ class Monitor:
             )
         self._pending.clear()
         self._intake.clear()
+        self._to_act_on = []
         if self._snapshots is not None:
             self._snapshots.clear()
         self._warner = Warner()
