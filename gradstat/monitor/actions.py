@@ -111,12 +111,10 @@ class Snapshots:
     def go_back(self) -> int | None:
         """Restores the last good state; returns its step, or None if there is none of the model as it is now."""
         self._next = None
-        if self._good is None:
-            return None
-        step, state = self._good
-        if not self._fits(state):
+        if self._good is None or not self._fits(self._good[1]):
             self._good = None
             return None
+        step, state = self._good
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
             # Loading moves states to their parameters; copies, so that this snapshot may serve again.

@@ -137,10 +137,10 @@ class Collector:
             return  # a module that was changed in any way is walked again, and its names are another tuple
         known = [reference() for reference in self._known[1]]
         self._known = names, list(map(weakref.ref, parameters))
-        are_known = len(known) == len(parameters) and all(map(operator.is_, known, parameters))
-        if not are_known:
-            self._before = None  # another parameter is no update
-        if not are_known and self._optimizer is not None and self._watch["optimizer"]:
+        if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
+            return
+        self._before = None  # another parameter is no update
+        if self._optimizer is not None and self._watch["optimizer"]:
             observations.append(Observation("coverage", step, watching.coverage(self._optimizer, parameters, names)))
 
     def _is_any_due(self, step: int) -> bool:
@@ -252,6 +252,7 @@ class Collector:
             self._batch = []
         if self._before is not None:
             before, self._before = self._before, None
+            # Else they were moved, or given other data.
             if [(t.shape, t.device) for t in before] == [(t.shape, t.device) for t in parameters]:
                 with torch.no_grad():
                     now = [parameter.detach() for parameter in parameters]
@@ -315,7 +316,8 @@ class Collector:
         for watch in (self._learning, self._outputs, self._activations, self._origin):
             if watch is not None:
                 watch.remove()
-        self._learning, self._batch, self._before = None, [], None
+        self._learning = None
+        self.forget()
         self._outputs = self._activations = self._origin = None
 
 
