@@ -21,9 +21,8 @@ are plain sums they merge, across chunks, tensors and ranks, with no extra step.
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,12 +42,14 @@ class Field:
         merge: How two values of this field combine: ``"sum"``, ``"min"`` or ``"max"``.
         degree: Its power of the elements: multiplied by a positive s, they multiply it by s**degree.
         meaning: What the column holds, in one line.
+        is_index: Whether it is an index of an element. In a shard it means something only together with the rank.
     """
 
     name: str
     merge: Merge
     degree: int
     meaning: str
+    is_index: bool = False
 
     @property
     def identity(self) -> float:
@@ -71,7 +72,7 @@ FIELDS: tuple[Field, ...] = (
     Field("sq_sum_small", "sum", 2, "sum of (x * 2**537)**2 over the elements with |x| < 2**-511"),
     Field("min", "min", 1, "smallest finite element"),
     Field("max", "max", 1, "largest finite element"),
-    Field("first_nonfinite", "min", 0, "smallest flat index of a NaN or Inf, in memory order"),
+    Field("first_nonfinite", "min", 0, "smallest flat index of a NaN or Inf, in memory order", is_index=True),
 )
 
 NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
@@ -85,6 +86,12 @@ NONFINITE: slice = slice(INDEX["nan_count"], INDEX["inf_count"] + 1)
 
 DEGREES: tuple[int, ...] = tuple(field.degree for field in FIELDS)
 """The degree of each column."""
+
+IDENTITY: tuple[float, ...] = tuple(field.identity for field in FIELDS)
+"""The row of a tensor without elements."""
+
+SUMMED: slice = slice(0, sum(field.merge == "sum" for field in FIELDS))
+"""The summed columns. They come first, and so are a view (tests/test_fields.py holds that)."""
 
 # Blue's thresholds and scales for float64: squares of magnitudes in [SMALL, LARGE] neither vanish nor
 # overflow, even when 2**52 of them are added.
@@ -109,18 +116,18 @@ def column(name: str) -> int:
         raise KeyError(f"unknown field {name!r}; the fields are {', '.join(NAMES)}") from None
 
 
-def l2_norm(xp: Any, sq_sum: Any, sq_sum_large: Any, sq_sum_small: Any) -> Any:
+def l2_norm(xp: Any, rows: Any) -> Any:
     """L2 norm from the three sums of squares, overflowing only if the norm itself does.
 
     Args:
-        xp: ``numpy`` or ``torch``: whatever provides ``where`` and ``sqrt`` for the other arguments.
-        sq_sum, sq_sum_large, sq_sum_small: float64 arrays (or tensors) of one shape.
+        xp: ``numpy`` or ``torch``: what provides ``where`` and ``sqrt`` for ``rows``.
+        rows: ``[..., len(FIELDS)]`` float64.
 
     Returns:
-        An array of the same shape. With large elements present, the ordinary ones join them at the
-        large scale and the small ones are below rounding; otherwise the small ones join the ordinary
-        ones, or stand alone at their own scale.
+        ``[...]``. With large elements present, the ordinary ones join them at the large scale and the small ones
+        are below rounding; otherwise the small ones join the ordinary ones, or stand alone at their own scale.
     """
+    sq_sum, sq_sum_large, sq_sum_small = (rows[..., INDEX[name]] for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
     with_large = xp.sqrt(sq_sum_large + sq_sum * LARGE_SCALE * LARGE_SCALE) / LARGE_SCALE
     ordinary = xp.sqrt(sq_sum + sq_sum_small / SMALL_SCALE / SMALL_SCALE)
     only_small = xp.sqrt(sq_sum_small) / SMALL_SCALE
@@ -128,13 +135,19 @@ def l2_norm(xp: Any, sq_sum: Any, sq_sum_large: Any, sq_sum_small: Any) -> Any:
     return xp.where(sq_sum_large > 0, with_large, without_large)
 
 
-def merge_rows(rows: Iterable[Sequence[float]]) -> list[float]:
-    """Merges rows given as plain sequences of floats, field by field, in the order given."""
-    operations: dict[str, Callable[[float, float], float]] = {"sum": operator.add, "min": min, "max": max}
-    merged = [field.identity for field in FIELDS]
-    for row in rows:
-        merged = [operations[f.merge](a, b) for f, a, b in zip(FIELDS, merged, row, strict=True)]
-    return merged
+def std(xp: Any, rms: Any, mean: Any) -> Any:
+    """Population standard deviation from root mean square and mean, whose squares it does not take.
+
+    Good to about 1e-4 of the root mean square: of nearly constant elements it says nothing.
+    """
+    mean = abs(mean)
+    return xp.sqrt(xp.maximum(rms - mean, 0.0)) * xp.sqrt(rms + mean)
+
+
+def merge(xp: Any, rows: Any) -> Any:
+    """The row of all ``rows`` together: ``[n, len(FIELDS)]``, n at least 1, to ``[len(FIELDS)]``."""
+    reduce = {"sum": xp.sum, "min": xp.amin, "max": xp.amax}
+    return xp.stack([reduce[field.merge](rows[:, column], 0) for column, field in enumerate(FIELDS)])
 
 
 def render_header() -> str:

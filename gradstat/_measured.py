@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,17 +9,20 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields, _norms
-from gradstat._parts import Part, assemble
+from gradstat._measure import direct_for, infos_of, measure, resolve_for
+from gradstat._measurement import HostRows, Measurement
+from gradstat._norms import StepRequest
 from gradstat._plan import Names
-from gradstat._tensors import NameOf, TensorInfo, check_writable, is_distributed, moved
+from gradstat._tensors import NameOf, check_writable, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_, scale_gradients_
 from gradstat.report import Report
-from gradstat.stats import direct_for, infos_of, measure_parts, resolve_for
 
 if TYPE_CHECKING:
-    from gradstat._reduction import ExtraGroups
+    from collections.abc import Sequence
+
+    from gradstat._sharded import ExtraGroups
 
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
@@ -29,7 +31,7 @@ class Measured(NamedTuple):
     """What was measured of some gradients, on the first one's device. Keeps no gradient alive.
 
     Attributes:
-        parts: Their tables and layouts.
+        rows: Theirs, as they are: with the loss scale.
         names, missing: For the report.
         norm: 0-d, of the gradients' promoted dtype, without the loss scale.
         numbers: ``[2]`` float64: the coefficient that clips and unscales, and the norm once more.
@@ -37,10 +39,9 @@ class Measured(NamedTuple):
             clipped and unscaled; the loss scale.
         is_scaled: Whether there is a loss scale.
         backend: What was asked for.
-        total: The row of all gradients of all ranks, if they are distributed.
     """
 
-    parts: list[Part]
+    rows: Measurement
     names: Names
     missing: Names
     norm: Tensor
@@ -48,14 +49,14 @@ class Measured(NamedTuple):
     verdict: Tensor
     is_scaled: bool
     backend: str | None
-    total: Tensor | None = None
 
     @classmethod
     def nothing(cls) -> Measured:
         """No gradients: the norm is 0 and nothing needs to be skipped."""
         home = torch.device("cpu")
         norm, numbers = torch.tensor(0.0, device=home), torch.tensor([1.0, 0.0], dtype=torch.float64, device=home)
-        return cls([], tuple, tuple, norm, numbers, torch.tensor([0.0, 1.0, 1.0], device=home), False, None)
+        verdict = torch.tensor([0.0, 1.0, 1.0], device=home)
+        return cls(Measurement([], None, ()), tuple, tuple, norm, numbers, verdict, False, None)
 
     @classmethod
     def of(
@@ -72,33 +73,18 @@ class Measured(NamedTuple):
     ) -> Measured:
         """Reads the gradients once, and counts the step in ``counters``. No host sync.
 
-        Arguments as for `gradstat._norms.decide`; ``parameters`` are all of which some may have a gradient, and one
-        at least has, unless there are ``extra_groups``. Distributed gradients are merged over their ranks, so that
+        Arguments as for `gradstat._norms.StepRequest`; ``parameters`` are all of which some may have a gradient, and
+        one at least has, unless there are ``extra_groups``. Distributed gradients are merged over their ranks, so that
         all decide alike.
         """
-
-        def name_of(i: int) -> str:
-            return names()[i]
-
-        def made(
-            parts: list[Part], norm: Tensor, numbers: Tensor, verdict: Tensor, total: Tensor | None = None
-        ) -> Measured:
-            return cls(parts, names, missing, norm, numbers, verdict, loss_scale is not None, backend, total)
-
-        home = gradients[0].device if gradients else torch.device("cpu")
-        if loss_scale is not None and loss_scale.device != home:
-            loss_scale = moved(loss_scale, home)
-        direct = direct_for(gradients[0], name_of, backend) if extra_groups is None else None
-        short = direct.measure_step(gradients, max_norm, 2.0, loss_scale, counters) if direct is not None else None
-        if short is not None:
-            table, signature, norm, numbers, verdict = short
-            return made([Part(table, None, infos_of(gradients, signature))], norm, numbers, verdict)
-        with torch.no_grad():
-            parts, total = _parts_of(gradients, parameters, name_of, backend, extra_groups)
-            joined = torch.cat([moved(part.table, home) for part in parts]) if total is None else total
-            decision = _norms.decide(joined, max_norm, loss_scale, counters)
-            norm = decision.norm.to(_norms.norm_dtype(gradients) if gradients else torch.float32)
-            return made(parts, norm, decision.numbers, decision.verdict, total)
+        if loss_scale is not None:
+            loss_scale = moved(loss_scale, gradients[0].device if gradients else torch.device("cpu"))
+        step = StepRequest(max_norm, loss_scale, counters)
+        rows = measure(
+            gradients, lambda i: names()[i], backend, step=step, owners=parameters, extra_groups=extra_groups
+        )
+        assert rows.decision is not None
+        return cls(rows, names, missing, *rows.decision, loss_scale is not None, backend)
 
     def limit_(self, coefficient: Tensor) -> None:
         """Takes up a coefficient of clipping that was decided after measuring, 0-d float64."""
@@ -109,7 +95,7 @@ class Measured(NamedTuple):
         """Lets a clip that decides tensor by tensor clip the gradients, and unscales them, in place."""
         if self.is_scaled:
             refuse_half(gradients, lambda i: self.names()[i])
-        table = assemble(self.parts)
+        table = self.rows.table()
         kernels = resolve_for(self.backend, gradients[0].device.type, lambda i: self.names()[i], 0)
         inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
         clip.scale_(parameters, gradients, table, kernels, inverse_scale)
@@ -119,14 +105,14 @@ class Measured(NamedTuple):
         """The report about the gradients without their loss scale, on its way from now on."""
         names, missing, is_scaled = self.names, self.missing, self.is_scaled
 
-        def make(table: Any, infos: Sequence[TensorInfo], verdict: Any, total: Any = None) -> Report:
-            loss_scale = float(verdict[2]) if is_scaled else None
-            if loss_scale is not None:
+        def make(rows: HostRows, verdict: Any) -> Report:
+            table, total, loss_scale = rows.table(), rows.total(), None
+            if is_scaled:
+                loss_scale = float(verdict[2])
                 table, total = without_scale(table, loss_scale), without_scale(total, loss_scale)
-            whole = None if total is None else total[0]
-            return Report(names, table, infos, missing, loss_scale=loss_scale, total=whole)
+            return Report(names, table, rows.infos, missing, loss_scale=loss_scale, total=total)
 
-        return PendingReport(self.parts, make, self.verdict, *([] if self.total is None else [self.total]))
+        return PendingReport(self.rows, make, self.verdict)
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
@@ -168,17 +154,15 @@ class Unscaled(NamedTuple):
     """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive.
 
     Attributes:
-        parts: Tables of the gradients without the scale, and their layouts.
+        rows: Those of the gradients without the scale.
         names, missing: For the report.
         inverse_scale: What they were multiplied by, 0-d float32.
-        total: The row of all gradients of all ranks, if they are distributed.
     """
 
-    parts: list[Part]
+    rows: Measurement
     names: Names
     missing: Names
     inverse_scale: Tensor
-    total: Tensor | None = None
 
     @classmethod
     def of_(
@@ -203,21 +187,20 @@ class Unscaled(NamedTuple):
         inverse_scale = moved(inverse_scale, first.device)
         direct = direct_for(first, name_of, None) if extra_groups is None else None
         short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
-        total = None
         if short is not None:
             table, signature = short
-            parts = [Part(table, None, infos_of(gradients, signature))]
+            rows = Measurement([table], None, infos_of(gradients, signature))
         else:
             with torch.no_grad():
                 targets = check_writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
-                parts, total = _parts_of(gradients, parameters, name_of, None, extra_groups)
+            rows = measure(gradients, name_of, None, owners=parameters, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)
-        return cls(parts, names, missing, inverse_scale, total)
+        return cls(rows, names, missing, inverse_scale)
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
-        tables = [part.table for part in self.parts] if self.total is None else [self.total]
+        tables = self.rows.tables if self.rows.total is None else [self.rows.total]
         return {table.device: _norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
@@ -227,11 +210,10 @@ class Unscaled(NamedTuple):
             return self.names()[i]
 
         with torch.no_grad():
-            table = assemble(self.parts)
-            total = _norms.total_norm(table if self.total is None else self.total, 2.0)
+            total = _norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
                 kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
-                max_norm.scale_(parameters, gradients, table, kernels, None)
+                max_norm.scale_(parameters, gradients, self.rows.table(), kernels, None)
             else:
                 if isinstance(max_norm, NormClip):
                     coefficient = max_norm.coefficient(total)
@@ -247,39 +229,18 @@ class Unscaled(NamedTuple):
         """The report, on its way from now on."""
         names, missing = self.names, self.missing
 
-        def make(table: Any, infos: Sequence[TensorInfo], inverse_scale: Any, total: Any = None) -> Report:
-            whole = None if total is None else total[0]
-            return Report(names, table, infos, missing, loss_scale=1.0 / float(inverse_scale), total=whole)
+        def make(rows: HostRows, inverse_scale: Any) -> Report:
+            loss_scale = 1.0 / float(inverse_scale)
+            return Report(names, rows.table(), rows.infos, missing, loss_scale=loss_scale, total=rows.total())
 
-        return PendingReport(self.parts, make, self.inverse_scale, *([] if self.total is None else [self.total]))
-
-
-def _parts_of(
-    gradients: list[Tensor],
-    parameters: list[Tensor],
-    name_of: NameOf,
-    backend: str | None,
-    extra_groups: ExtraGroups | None,
-) -> tuple[list[Part], Tensor | None]:
-    """The rows of gradients, and, if they lie on several ranks, the row of all of them.
-
-    If another rank could not measure its part the row of all holds a NaN, so that this one does not step.
-    """
-    if extra_groups is None and not is_distributed(gradients):
-        return measure_parts(gradients, name_of, backend), None
-    from gradstat._spread import Spread
-
-    rows = Spread.of_gradients(parameters, extra_groups).rows(lambda local: measure_parts(local, name_of, backend))
-    total = rows.total.clone()
-    total[:, _fields.INDEX["nan_count"]] += rows.failed
-    return [rows.part], total
+        return PendingReport(self.rows, make, self.inverse_scale)
 
 
 def without_scale(rows: Any, loss_scale: float) -> Any:
     """Rows of a table told without the loss scale; None stays None, and further columns as they are."""
     if rows is None:
         return None
-    degrees = np.zeros(rows.shape[1])
+    degrees = np.zeros(rows.shape[-1])
     degrees[: len(_DEGREES)] = _DEGREES
     with np.errstate(all="ignore"):
         return rows * np.power(loss_scale, -degrees)

@@ -39,8 +39,7 @@ def l2_norms(rows: Tensor) -> Tensor:
     Returns:
         ``[...]``.
     """
-    squares = (_column(rows, name) for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
-    return _unless_nonfinite(_fields.l2_norm(torch, *squares), rows)
+    return _unless_nonfinite(_fields.l2_norm(torch, rows), rows)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -54,11 +53,25 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+class StepRequest(NamedTuple):
+    """What is asked about the step of an optimizer, besides the table of its gradients.
+
+    Attributes:
+        max_norm: As for `clip_coefficient`, without the loss scale.
+        loss_scale: What the gradients were multiplied by, one float32 number; None for 1.
+        counters: ``[3]`` int64: steps, those skipped, skipped ones in a row; changed in place. Or None.
+    """
+
+    max_norm: float
+    loss_scale: Tensor | None
+    counters: Tensor | None
+
+
 class Decision(NamedTuple):
     """What follows from a table for the step of an optimizer, all on the table's device.
 
     Attributes:
-        norm: Norm without the loss scale, 0-d float64.
+        norm: Norm without the loss scale, 0-d: float64, or of the gradients' promoted dtype.
         numbers: ``[2]`` float64: what gradients as they are have to be multiplied by, and the norm.
         verdict: ``[3]`` float32: 1 if the step is to be skipped, else 0; what an optimizer has to divide the
             gradients by; the loss scale.
@@ -69,15 +82,14 @@ class Decision(NamedTuple):
     verdict: Tensor
 
 
-def decide(table: Tensor, max_norm: float, loss_scale: Tensor | None, counters: Tensor | None) -> Decision:
+def decide(table: Tensor, step: StepRequest) -> Decision:
     """As ``decide`` in csrc/entry.h, which says why.
 
     Args:
         table: Of gradients that carry the loss scale; ``[n, len(FIELDS)]`` float64, n at least 1.
-        max_norm: As for `clip_coefficient`, without the loss scale.
-        loss_scale: What the gradients were multiplied by, one float32 number; None for 1.
-        counters: ``[3]`` int64: steps, those skipped, skipped ones in a row; changed in place. Or None.
+        step: What is asked.
     """
+    max_norm, loss_scale, counters = step
     scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table.device, torch.float64).reshape(())
     norm = total_norm(table, 2.0) / scale
     clip = clip_coefficient(norm, max_norm)

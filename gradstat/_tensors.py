@@ -150,8 +150,7 @@ def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
     """The tensor without wrappers, checked: what kernels may read, but for density and sparsity."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor for {name_of(i)!r}, got {_type_name(tensor)}")
-    # DTensor without importing torch.distributed: its shard is an attribute, to_local() costs far more.
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    local = shard_of(tensor)
     if local.is_quantized:
         raise TypeError(f"{_describe(name_of(i), local)} is quantized; call .dequantize() first")
     if local.dtype not in _DTYPES:
@@ -229,6 +228,11 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 def is_distributed(tensors: Sequence[Any]) -> bool:
     """Whether any of them is a shard of something larger: a DTensor, told without importing torch.distributed."""
     return any(hasattr(tensor, "_local_tensor") for tensor in tensors)
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, of which to_local() costs far more; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
 
 if TYPE_CHECKING:
-    from gradstat._reduction import ExtraGroups
+    from gradstat._sharded import ExtraGroups
 
 __all__ = ["GradScaler", "ScalerStatus"]
 

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradstat import _fields
 from gradstat._arrival import Arrival
 from gradstat._compiling import never_traced, outside_of_the_graph
-from gradstat._parts import Part
+from gradstat._measure import measure
+from gradstat._measurement import HostRows, Measurement
 from gradstat._plan import gradients_of, names_of, source_of
-from gradstat._tensors import TensorInfo, is_distributed
 from gradstat.report import Report
-from gradstat.stats import measure_directly, measure_generally, measure_parts
 
 if TYPE_CHECKING:
-    from gradstat._reduction import ExtraGroups
-
-
-class _Rows(NamedTuple):
-    """The rows of one device on their way. Their table there is let go of, for its memory is used behind the copy."""
-
-    table: Arrival
-    positions: list[int] | None
-    infos: Sequence[TensorInfo]
+    from gradstat._sharded import ExtraGroups
 
 
 class PendingReport:
@@ -36,35 +25,23 @@ class PendingReport:
     Made by `check_async`. `result` waits for the numbers, if they are not there, and only for them.
     """
 
-    def __init__(self, parts: list[Part], make_report: Callable[..., Report], *others: Tensor) -> None:
-        """``make_report`` is given table, infos and the arrays of ``others``, tensors that travel along."""
-        self._rows = [_Rows(Arrival(part.table), part.positions, part.infos) for part in parts]
+    def __init__(self, measurement: Measurement, make_report: Callable[..., Report], *others: Tensor) -> None:
+        """``make_report`` is given the rows and the arrays of ``others``, tensors that are copied along."""
+        self._rows: HostRows | None = HostRows(measurement)
         self._others = [Arrival(tensor) for tensor in others]
         self._make_report = make_report
         self._report: Report | None = None
 
     def done(self) -> bool:
         """Whether `result` would return without waiting. Never waits itself."""
-        return self._report is not None or all(a.done() for a in (*(r.table for r in self._rows), *self._others))
+        return self._rows is None or (self._rows.done() and all(copy.done() for copy in self._others))
 
     def result(self) -> Report:
         """The report; waits once per device that has not delivered yet. Later calls return the same one."""
         if self._report is None:
-            self._report = self._make_report(*_join(self._rows), *(arrival.wait() for arrival in self._others))
-            self._rows, self._others = [], []
+            self._report = self._make_report(self._rows, *(copy.wait() for copy in self._others))
+            self._rows, self._others = None, []
         return self._report
-
-
-def _join(parts: list[_Rows]) -> tuple[Any, Sequence[TensorInfo]]:
-    """The rows of all devices, once they are there, in the order of the tensors given, and their tensors' infos."""
-    tables = [part.table.wait() for part in parts]
-    if not tables:
-        return np.empty((0, len(_fields.NAMES))), []
-    if len(tables) == 1:
-        return tables[0], parts[0].infos
-    order = np.argsort([position for part in parts for position in part.positions or ()])
-    infos = [info for part in parts for info in part.infos]
-    return np.concatenate(tables)[order], [infos[i] for i in order]
 
 
 def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> Report:
@@ -126,26 +103,20 @@ def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None
     def name_of(i: int) -> str:
         return names()[i]
 
-    parts = measure_directly(gradients.tensors, name_of, backend) if extra_groups is None else None
-    if parts is None and (extra_groups is not None or is_distributed(gradients.tensors)):
-        from gradstat._spread import Spread, raise_if_others_failed
+    measured = measure(gradients.tensors, name_of, backend, owners=source.parameters, extra_groups=extra_groups)
 
-        spread = Spread.of_gradients(source.parameters, extra_groups)
-        rows = spread.rows(lambda local: measure_parts(local, name_of, backend))
+    def make(rows: HostRows) -> Report:
+        rows.raise_if_others_failed()
+        return Report(names, rows.table(), rows.infos, missing, total=rows.total())
 
-        def make(table: Any, infos: Sequence[TensorInfo], total: Any, failed: Any) -> Report:
-            raise_if_others_failed(float(failed))
-            return Report(names, table, infos, missing, total=total[0])
-
-        return PendingReport([rows.part], make, rows.total, rows.failed)
-    if parts is None:
-        parts = measure_generally(gradients.tensors, name_of, backend)
-    return PendingReport(parts, lambda table, infos: Report(names, table, infos, missing))
+    return PendingReport(measured, make)
 
 
 @never_traced
 def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, backend: str | None = None) -> Report:
     """The same report about any tensors: activations, a batch, weights, losses. One sync, as `check`.
+
+    Of a distributed tensor it is about this rank's shard: ranks need not call this together.
 
     Args:
         tensors: Tensors by name, or several (named by position), or one tensor.
@@ -161,5 +132,5 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
             raise TypeError(f"expected tensors, by name or in a sequence, or one tensor, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [f"tensors[{i}]" for i in range(len(listed))]
-    parts = measure_parts(listed, lambda i: names[i], backend)
-    return PendingReport(parts, lambda table, infos: Report(lambda: names, table, infos, what="tensor")).result()
+    measured = measure(listed, lambda i: names[i], backend, over_ranks=False)
+    return PendingReport(measured, lambda rows: Report(lambda: names, rows.table(), rows.infos, what="tensor")).result()

@@ -10,21 +10,15 @@ import torch
 from torch import Tensor
 
 from gradstat import _norms
-from gradstat._arguments import (
-    gradients_to_clip,
-    listed,
-    listed_parameters,
-    require_foreach,
-)
+from gradstat._arguments import gradients_to_clip, listed, listed_parameters, require_foreach
 from gradstat._backends import Kernels
-from gradstat._native import DeviceModule, operators
-from gradstat._parts import Part
-from gradstat._tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, readable
-from gradstat.stats import by_device, direct_for, measure_directly, measure_generally, resolve_for
-from gradstat.total_norm import is_fused, measure, raise_if_nonfinite, refuse_in_compiled, spread_norm
+from gradstat._measure import by_device, direct_for, resolve_for
+from gradstat._native import operators
+from gradstat._tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, shard_of
+from gradstat.total_norm import is_fused, norm_of, raise_if_nonfinite, refuse_in_compiled
 
 if TYPE_CHECKING:
-    from gradstat._reduction import ExtraGroups
+    from gradstat._sharded import ExtraGroups
 
 _INF = math.inf
 
@@ -85,16 +79,47 @@ def clip_grad_norm_(
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
     norm = None
-    if extra_groups is None:
-        norm = _clip(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
+    if extra_groups is None and is_fused(gradients, norm_type):
+        norm = _clip_directly(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
     if norm is None:
-        with torch.no_grad():
-            norm = _clip_spread(
-                given, gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend, extra_groups
-            )
+        # Checked before anything is measured, on every rank: what cannot be written is not clipped at all.
+        targets: list[Tensor] = []
+        prepare = None if max_norm == _INF else lambda: targets.extend(check_writable(gradients, name_of))
+        total = norm_of(
+            gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, prepare=prepare
+        )
+        measured = targets or gradients  # the same dtypes, and plain tensors are quicker to ask
+        norm = total.to(_norms.norm_dtype(measured) if measured else torch.float32)
+        if error_if_nonfinite:
+            raise_if_nonfinite(norm, norm_type)
+        if gradients and max_norm != _INF:
+            coefficient = _norms.clip_coefficient(total, max_norm)
+            scale_gradients_(targets or list(map(shard_of, gradients)), coefficient, name_of, backend)
     if max_norm != _INF:
         _note_change(gradients)
     return norm
+
+
+def _clip_directly(
+    gradients: list[Tensor],
+    name_of: NameOf,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    backend: str | None,
+) -> Tensor | None:
+    """Ordinary gradients on one device: the kernels do everything. None, and nothing done, if they are not."""
+    direct = direct_for(gradients[0], name_of, backend)
+    if direct is None:
+        return None
+    if not error_if_nonfinite:
+        return direct.clip_(gradients, max_norm, norm_type)
+    measured = direct.measure(gradients, max_norm, norm_type)
+    if measured is None:
+        return None
+    norm, coefficient = measured
+    raise_if_nonfinite(norm, norm_type)
+    return norm if max_norm == _INF or direct.scale_(gradients, coefficient) else None
 
 
 def clip_grads_with_norm_(
@@ -165,94 +190,6 @@ def _given_norm(total_norm: Tensor | float) -> Tensor:
             f"{total_norm.dtype}"
         )
     return total_norm.detach().double()
-
-
-def _clip(
-    gradients: list[Tensor],
-    name_of: NameOf,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    backend: str | None,
-) -> Tensor | None:
-    """The norm of what was clipped; None, and nothing done, if a gradient is distributed."""
-    direct = direct_for(gradients[0], name_of, backend) if is_fused(gradients, norm_type) else None
-    if direct is not None:
-        norm = _clip_directly(direct, gradients, max_norm, norm_type, error_if_nonfinite)
-        if norm is not None:
-            return norm
-    if is_distributed(gradients):
-        return None
-    with torch.no_grad():
-        return _clip_general(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
-
-
-def _clip_directly(
-    direct: DeviceModule, gradients: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> Tensor | None:
-    """Ordinary gradients on one device: the kernels do everything. None, and nothing done, if they are not."""
-    if not error_if_nonfinite:
-        return direct.clip_(gradients, max_norm, norm_type)
-    measured = direct.measure(gradients, max_norm, norm_type)
-    if measured is None:
-        return None
-    norm, coefficient = measured
-    raise_if_nonfinite(norm, norm_type)
-    return norm if max_norm == _INF or direct.scale_(gradients, coefficient) else None
-
-
-def _clip_general(
-    gradients: list[Tensor],
-    name_of: NameOf,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    backend: str | None,
-) -> Tensor:
-    """Any gradients: several devices, sparse, strided, every order of norm, every backend."""
-    plain = readable(gradients, name_of)
-    targets = check_writable(gradients, name_of) if max_norm != _INF else []
-    total = measure(plain, norm_type, name_of, backend)
-    norm = total.to(_norms.norm_dtype(plain))
-    if error_if_nonfinite:
-        raise_if_nonfinite(norm, norm_type)
-    if targets:
-        scale_everywhere_(targets, _norms.clip_coefficient(total, max_norm), name_of, backend)
-    return norm
-
-
-def _clip_spread(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    name_of: NameOf,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    backend: str | None,
-    extra_groups: ExtraGroups | None,
-) -> Tensor:
-    """Gradients over several ranks: a part of the norm on each, and the same coefficient for all of them."""
-    from gradstat._spread import Spread
-
-    spread = Spread.of_gradients(parameters, extra_groups)
-    targets: list[Tensor] = []
-
-    def measure_local(local: list[Tensor]) -> list[Part]:
-        parts = measure_directly(local, name_of, backend)
-        if max_norm != _INF:
-            # What the kernels read as it is they can write as it is, if it is the gradients' own memory.
-            is_own = parts is not None and not spread.has_partial
-            targets.extend(local if is_own else check_writable(gradients, name_of))
-        return parts if parts is not None else measure_generally(local, name_of, backend)
-
-    total = spread_norm(spread, norm_type, measure_local)
-    measured = targets or gradients  # the same dtypes, and plain tensors are quicker to ask
-    norm = total.to(_norms.norm_dtype(measured) if measured else torch.float32)
-    if error_if_nonfinite:
-        raise_if_nonfinite(norm, norm_type)
-    if targets:
-        scale_gradients_(targets, _norms.clip_coefficient(total, max_norm), name_of, backend)
-    return norm
 
 
 def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:

@@ -19,8 +19,6 @@ from gradstat._compiling import never_traced
 from gradstat._tensors import TensorInfo
 from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
-# The two columns are neighbours (tests/test_fields.py holds that), so they are a view and not a copy.
-
 # What `Report.worst` can order by.
 _ORDERINGS = (
     "severity",
@@ -105,11 +103,10 @@ class Report:
     def _totals(self) -> list[float]:
         if self._total_row is not None:
             return [float(value) for value in self._total_row]
-        reduce: dict[str, Callable[[Array], Any]] = {"sum": np.sum, "min": np.min, "max": np.max}
         if not len(self._table):
-            return [field.identity for field in _fields.FIELDS]
+            return list(_fields.IDENTITY)
         with np.errstate(over="ignore", invalid="ignore"):  # sums of float64 gradients may leave its range
-            return [float(reduce[f.merge](self._table[:, i])) for i, f in enumerate(_fields.FIELDS)]
+            return list(map(float, _fields.merge(np, self._table)))
 
     def _total(self, field: str) -> float:
         return self._totals[_fields.INDEX[field]]
@@ -279,14 +276,13 @@ class Report:
         parts = np.where([info.dtype.is_complex for info in self._infos], 2, 1)
         finite = (out["numel"] - out["nan_count"] - out["inf_count"]) * parts
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            out["l2_norm"] = l2_norm_of(self._table.T)
+            out["l2_norm"] = l2_norm_of(self._table)
             out["min"] = np.where(finite > 0, self._column("min"), np.nan)
             out["max"] = np.where(finite > 0, self._column("max"), np.nan)
             out["max_abs"] = np.maximum(np.abs(out["min"]), np.abs(out["max"]))
             out["sum"] = self._column("sum")
             out["mean"] = np.where(finite > 0, out["sum"] / finite, np.nan)
-            rms, mean = out["l2_norm"] / np.sqrt(finite), np.abs(out["mean"])
-            out["std"] = np.sqrt(np.maximum(rms - mean, 0.0)) * np.sqrt(rms + mean)
+            out["std"] = _fields.std(np, out["l2_norm"] / np.sqrt(finite), out["mean"])
         first = self._column("first_nonfinite")
         out["first_nonfinite"] = np.where(np.isfinite(first), first, -1)
         for i in np.flatnonzero(np.isfinite(first)).tolist():

@@ -23,7 +23,7 @@ from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
 
 if TYPE_CHECKING:
-    from gradstat._reduction import ExtraGroups
+    from gradstat._sharded import ExtraGroups
 
 
 class StepResult:

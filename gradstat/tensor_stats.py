@@ -122,13 +122,12 @@ class TensorStats:
     def std(self) -> float:
         """Population standard deviation of the finite elements; NaN when there is none.
 
-        From the sums, as sqrt(mean of squares - squared mean): relative to the root mean square it is good to
-        about 1e-4, so the spread of nearly constant elements is lost in it.
+        From the sums: relative to the root mean square it is good to about 1e-4, so the spread of nearly constant
+        elements is lost in it.
         """
         if not self.finite_values:
             return math.nan
-        rms = self.l2_norm / math.sqrt(self.finite_values)
-        return math.sqrt(max(rms - abs(self.mean), 0.0)) * math.sqrt(rms + abs(self.mean))
+        return float(_fields.std(np, self.l2_norm / math.sqrt(self.finite_values), self.mean))
 
     @property
     def zero_fraction(self) -> float:
@@ -204,11 +203,9 @@ def _unravelled(flat: int, shape: Sequence[int], order: tuple[int, ...] | None) 
 
 
 def l2_norm_of(rows: Array) -> Array:
-    """L2 norms from columns stacked along the first dimension."""
+    """L2 norms of rows, ``[..., len(FIELDS)]``, without numpy's warnings about float64's range."""
     with np.errstate(over="ignore", under="ignore"):
-        norm: Array = _fields.l2_norm(
-            np, *(rows[_fields.INDEX[name]] for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
-        )
+        norm: Array = _fields.l2_norm(np, rows)
     return norm
 
 

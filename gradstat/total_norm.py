@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from gradstat import _norms
 from gradstat._arguments import listed, require_foreach
+from gradstat._measure import by_device, direct_for, measure, resolve_for
 from gradstat._native import operators
 from gradstat._tensors import NameOf, is_distributed, moved, readable
-from gradstat.stats import by_device, direct_for, measure_parts, resolve_for
 
 if TYPE_CHECKING:
-    from gradstat._reduction import ExtraGroups
-    from gradstat._spread import Measure, Spread
+    from gradstat._sharded import ExtraGroups
 
 
 def get_total_norm(
@@ -70,15 +69,7 @@ def get_total_norm(
     if measured is not None:
         norm = measured[0]
     else:
-        with torch.no_grad():
-            if extra_groups is not None or is_distributed(given):
-                from gradstat._spread import Spread
-
-                spread = Spread(given, given, extra_groups)
-                norm = spread_norm(spread, norm_type, lambda local: measure_parts(local, _name, backend))
-            else:
-                norm = measure(readable(given, _name), norm_type, _name, backend)
-            norm = norm.to(_norms.norm_dtype(given))
+        norm = norm_of(given, norm_type, _name, backend, extra_groups=extra_groups).to(_norms.norm_dtype(given))
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     return norm
@@ -89,36 +80,52 @@ def is_fused(tensors: list[Tensor], norm_type: float) -> bool:
     return norm_type == 2.0 or (norm_type == math.inf and not any(t.is_complex() or not t.numel() for t in tensors))
 
 
-def measure(plain: list[Tensor], norm_type: float, name_of: NameOf, backend: str | None) -> Tensor:
-    """The norm of tensors as `readable` returns them, on any devices: 0-d float64 on the first one's."""
-    groups = by_device(plain)
-    kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
-    first = plain[0].device
-    if not is_fused(plain, norm_type):
-        return _norm_of_norms(plain, norm_type, first)
-    tables = [kernels[device].check([plain[i] for i in at])[0] for device, at in groups.items()]
-    return _norms.total_norm(torch.cat([moved(table, first) for table in tables]), norm_type)
-
-
-def spread_norm(spread: Spread, norm_type: float, measure_local: Measure) -> Tensor:
-    """The norm of tensors that are spread over ranks, 0-d float64, the same on all of them.
+@torch.no_grad()
+def norm_of(
+    tensors: list[Tensor],
+    norm_type: float,
+    name_of: NameOf,
+    backend: str | None,
+    *,
+    owners: list[Tensor] | None = None,
+    extra_groups: ExtraGroups | None = None,
+    prepare: Callable[[], object] | None = None,
+) -> Tensor:
+    """The norm of any tensors, 0-d float64 on the first one's device; arguments and errors as `measure`.
 
     NaN if another rank could not measure its part, which is all that can be said without a sync.
 
     Raises:
-        NotImplementedError: The order is neither 2 nor infinity.
+        NotImplementedError: Tensors are distributed, and the order is neither 2 nor infinity.
     """
-    if norm_type not in (2.0, math.inf):
+    is_over_ranks = extra_groups is not None or is_distributed(tensors)
+    if is_over_ranks and norm_type not in (2.0, math.inf):
         raise NotImplementedError(
             f"over several ranks gradstat has norms of order 2 and inf only, not {norm_type}; use "
             "torch.nn.utils.clip_grad_norm_"
         )
-    total, failed = spread.total(measure_local, norm_type == math.inf)
-    return torch.where(failed > 0, math.nan, _norms.total_norm(total, norm_type))
+    if not is_over_ranks and not is_fused(tensors, norm_type):
+        if prepare is not None:
+            prepare()
+        plain = readable(tensors, name_of)
+        for device, at in by_device(plain).items():
+            resolve_for(backend, device.type, name_of, at[0])  # a backend that is not there is refused all the same
+        return _norm_of_norms(plain, norm_type)
+    measured = measure(
+        tensors,
+        name_of,
+        backend,
+        owners=owners,
+        extra_groups=extra_groups,
+        prepare=prepare,
+        wants="sums" if norm_type == 2.0 else "total",
+    )
+    return _norms.total_norm(measured.summands(), norm_type)
 
 
-def _norm_of_norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _norm_of_norms(tensors: list[Tensor], norm_type: float) -> Tensor:
     """The p-norm of the tensors' p-norms in float64, for orders the kernels do not measure."""
+    device = tensors[0].device
     norms = []
     for tensor in tensors:
         wide = torch.complex128 if tensor.is_complex() else torch.float64

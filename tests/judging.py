@@ -72,7 +72,7 @@ def assert_rows(
     hold("first_nonfinite", column["first_nonfinite"], true("first"))
     is_wide = np.array([is_float64(dtype) for dtype in dtypes], dtype=np.bool_)
     with np.errstate(over="ignore", invalid="ignore"):
-        norms = _fields.l2_norm(np, *(column[name] for name in ("sq_sum", "sq_sum_large", "sq_sum_small")))
+        norms = _fields.l2_norm(np, rows)
         expected, magnitudes = true("norm"), true("magnitudes")
         hold("norm", norms, expected, np.where(is_wide, WIDE_TOLERANCE, NARROW_TOLERANCE) * expected)
         # Where magnitudes add up to more than float64 holds, sums are infinite on the way, of either sign.

@@ -17,7 +17,7 @@ from test_conformance import assert_rows_match
 from torch import nn
 
 import gradstat
-from gradstat._parts import Part, assemble
+from gradstat._measurement import HostRows, Measurement
 
 
 def trained(model: nn.Module, features: int = 6) -> nn.Module:
@@ -343,10 +343,10 @@ def test_things_that_are_not_tensors_are_refused_by_name() -> None:
         gradstat.stats(torch.ones(3))
 
 
-def test_assemble_puts_rows_of_several_devices_in_order() -> None:
-    a, b = torch.zeros(2, 3), torch.ones(3, 3)
-    joined = assemble([Part(a, [0, 3], ()), Part(b, [1, 2, 4], ())])
-    assert joined[:, 0].tolist() == [0, 1, 1, 0, 1]
+def test_rows_of_several_devices_come_in_the_order_of_the_tensors() -> None:
+    measured = Measurement([torch.zeros(2, 3), torch.ones(3, 3)], [0, 3, 1, 2, 4], ())
+    assert measured.table()[:, 0].tolist() == [0, 1, 1, 0, 1]
+    assert HostRows(measured).table()[:, 0].tolist() == [0, 1, 1, 0, 1]
 
 
 # On a GPU ---------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def check(pieces: list[Piece], table: np.ndarray) -> None:
             slack = (1e-13 if is_wide else 2.5e-7) * math.fsum(np.abs(flat).tolist())
             assert abs(got["sum"] - math.fsum(flat.tolist())) <= slack, where
         with np.errstate(over="ignore"):
-            norm = float(_fields.l2_norm(np, row[None, 4], row[None, 5], row[None, 6])[0])
+            norm = float(_fields.l2_norm(np, row))
         assert norm == pytest.approx(exact_norm(flat), rel=1e-13 if is_wide else 1e-7, abs=0), where
         if not is_wide:
             assert got["sq_sum_large"] == got["sq_sum_small"] == 0

@@ -62,31 +62,16 @@ def test_a_stale_extension_is_refused_with_the_remedy() -> None:
 def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
     """Counts and extremes exactly, norms to rounding: what chunks, ranks and steps rely on."""
 
-    def row(part: list[float]) -> list[float]:
-        table: list[float] = gradstat.stats([torch.tensor(part, dtype=torch.float64)], backend="reference")[0].tolist()
-        return table
+    parts = [torch.tensor(part, dtype=torch.float64) for part in (values, values[:cut], values[cut:])]
+    table = gradstat.stats(parts, backend="reference")
+    whole, merged = table[0], _fields.merge(torch, table[1:])
 
-    def norm(fields: list[float]) -> float:
-        with np.errstate(over="ignore"):
-            return float(
-                _fields.l2_norm(
-                    np, *(np.float64(fields[_fields.INDEX[f"sq_sum{s}"]]) for s in ("", "_large", "_small"))
-                )
-            )
+    def norm(fields: torch.Tensor) -> float:
+        return float(_fields.l2_norm(torch, fields))
 
-    whole, merged = row(values), _fields.merge_rows([row(values[:cut]), row(values[cut:])])
     for name in ("nan_count", "inf_count", "zero_count", "min", "max"):
         assert whole[_fields.INDEX[name]] == merged[_fields.INDEX[name]]
     assert norm(merged) == pytest.approx(norm(whole), rel=1e-14, abs=0.0)
-
-
-def test_merging_nothing_gives_the_identity() -> None:
-    assert _fields.merge_rows([]) == [field.identity for field in _fields.FIELDS]
-
-
-def test_rows_of_another_length_do_not_merge() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        _fields.merge_rows([[0.0] * (len(_fields.FIELDS) - 1)])
 
 
 def test_merges_have_the_codes_that_the_triton_kernels_branch_on() -> None:
@@ -129,16 +114,16 @@ def test_thresholds_and_scales_are_those_of_the_publication() -> None:
     ],
 )
 def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> None:
-    sums = {"": 0.0, "_large": 0.0, "_small": 0.0}
+    row = np.array(_fields.IDENTITY)
     for value in values:
         if value > _fields.LARGE:
-            sums["_large"] += (value * _fields.LARGE_SCALE) ** 2
+            row[_fields.INDEX["sq_sum_large"]] += (value * _fields.LARGE_SCALE) ** 2
         elif value < _fields.SMALL:
-            sums["_small"] += (value * _fields.SMALL_SCALE) ** 2
+            row[_fields.INDEX["sq_sum_small"]] += (value * _fields.SMALL_SCALE) ** 2
         else:
-            sums[""] += value * value
+            row[_fields.INDEX["sq_sum"]] += value * value
     with np.errstate(all="ignore"):
-        norm = _fields.l2_norm(np, *(np.float64(sums[name]) for name in ("", "_large", "_small")))
+        norm = _fields.l2_norm(np, row)
     exact = square_root(sum((Fraction(value) ** 2 for value in values), Fraction(0)))
     assert float(norm) == pytest.approx(exact, rel=1e-15, abs=0.0)
 
@@ -159,6 +144,6 @@ def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
 
 
 def test_summed_columns_come_first() -> None:
-    """gradstat/_reduction.py takes them as a view."""
+    """gradstat/_sharded.py takes them as a view."""
     merges = [field.merge for field in _fields.FIELDS]
     assert "sum" not in merges[merges.count("sum") :]

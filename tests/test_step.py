@@ -645,7 +645,7 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
     loss_scale = None if scale is None else torch.tensor(scale, device=device)
     counters = [torch.tensor([5, 2, 1], device=device) for _ in range(2)]
     table, norm, numbers, verdict = torch.ops.gradstat.measure(gradients, max_norm, 2.0, loss_scale, counters[0])
-    expected = _norms.decide(table, max_norm, loss_scale, counters[1])
+    expected = _norms.decide(table, _norms.StepRequest(max_norm, loss_scale, counters[1]))
     torch.testing.assert_close(verdict, expected.verdict, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(numbers, expected.numbers, rtol=1e-15, atol=0, equal_nan=True)
     torch.testing.assert_close(norm, expected.norm.float(), rtol=0, atol=0, equal_nan=True)
@@ -657,7 +657,7 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
 def test_the_short_way_decides_as_the_operator(device: str) -> None:
     gradients = [torch.randn(300, device=device), torch.randn(5, 5, device=device).bfloat16()]
     scale, counters = torch.tensor(64.0, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    from gradstat.stats import direct_for
+    from gradstat._measure import direct_for
 
     direct = direct_for(gradients[0], str, None)
     assert direct is not None

@@ -15,13 +15,12 @@ from gradstat import _norms
 from gradstat._arguments import collect, listed_parameters, refuse_distributed
 from gradstat._backends import Kernels
 from gradstat._compiling import outside_of_the_graph
-from gradstat._parts import assemble
+from gradstat._measure import measure
 from gradstat._tensors import NameOf, check_writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_gradients_
-from gradstat.stats import direct_for, measure_parts
 
 DEFAULT_WINDOW = 1000
 
@@ -177,7 +176,7 @@ class NormClip(AdaptiveClip):
         """
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        norm = _norms.total_norm(measure(gradients, name_of, backend), 2.0)
+        norm = _norms.total_norm(table_of(gradients, name_of, backend), 2.0)
         coefficient = self.coefficient(norm)
         scale_gradients_(gradients, coefficient, name_of, backend)
         return norm
@@ -212,16 +211,14 @@ class TensorClip(AdaptiveClip):
         """
 
 
-def measure(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+def table_of(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
     """The table of gradients, on the first one's device. What cannot be clipped raises, before anything changes."""
-    direct = direct_for(gradients[0], name_of, backend)
-    measured = direct.check(gradients) if direct is not None else None
-    if measured is not None:
-        return measured[0]
-    refuse_distributed(gradients, name_of)
-    check_writable(gradients, name_of)
-    parts = measure_parts(gradients, name_of, backend)
-    return assemble(parts)
+
+    def prepare() -> None:
+        refuse_distributed(gradients, name_of)
+        check_writable(gradients, name_of)
+
+    return measure(gradients, name_of, backend, over_ranks=False, prepare=prepare).table()
 
 
 def limited(norm: Tensor, limit: Tensor | float) -> Tensor:

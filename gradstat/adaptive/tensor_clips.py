@@ -11,10 +11,10 @@ from torch import Tensor
 from gradstat import _norms
 from gradstat._arguments import refuse_distributed
 from gradstat._backends import Kernels
+from gradstat._measure import by_device, resolve_for
 from gradstat._tensors import NameOf, changeable, check_writable, is_dense, moved, readable
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, measure, number, whole_number
-from gradstat.stats import by_device, resolve_for
+from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, number, table_of, whole_number
 
 
 class AdaGC(TensorClip):
@@ -77,7 +77,7 @@ class AdaGC(TensorClip):
         self._scale_(parameters, gradients, table, kernels, inverse_scale, _name)
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        table = measure(gradients, name_of, backend)
+        table = table_of(gradients, name_of, backend)
         kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
         return self._scale_(parameters, gradients, table, kernels, None, name_of)
 

@@ -302,8 +302,8 @@ class Collector:
     def _rows_of_activations(self) -> list[Numbers]:
         if self._activations is None:
             return []
-        segment, parts = self._activations.take()
-        return [Numbers([segment], parts)] if parts else []
+        segment, measured = self._activations.take()
+        return [Numbers([segment], measured)] if measured.tables else []
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:

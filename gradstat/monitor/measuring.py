@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._arrival import Arrival
-from gradstat._parts import Part
+from gradstat._measure import measure, measure_directly
+from gradstat._measurement import HostRows, Measurement
 from gradstat._tensors import TensorInfo, is_distributed, moved
 from gradstat.monitor.rows import Floats
-from gradstat.stats import measure_directly, measure_generally, measure_parts
 
 _WIDTH = len(_fields.FIELDS)
 
@@ -59,50 +57,32 @@ class Arrived(NamedTuple):
 class Numbers:
     """Rows of some segments on their way to the host."""
 
-    __slots__ = ("_arrivals", "_parts", "_total", "flag", "segments")
+    __slots__ = ("_rows", "flag", "segments")
 
-    def __init__(
-        self, segments: list[Segment], parts: list[Part], total: Tensor | None = None, flagged: bool = False
-    ) -> None:
+    def __init__(self, segments: list[Segment], measured: Measurement, flagged: bool = False) -> None:
         """With ``flagged`` they have a ``flag``: 1 if a tensor of the first segment is not finite, on the device."""
         self.segments = segments
-        self.flag = _nonfinite_flag(segments[0].measured, parts, total) if flagged and parts else None
-        # Of the parts only what keeps no table on a device.
-        self._parts = [(part.positions, part.infos) for part in parts]
-        self._arrivals = [Arrival(part.table) for part in parts]
-        self._total = None if total is None else Arrival(total)
+        self.flag = _nonfinite_flag(segments[0].measured, measured) if flagged and measured.tables else None
+        self._rows = HostRows(measured)
 
     @property
     def travels(self) -> bool:
-        """Whether there is a way to go."""
-        return any(arrival.travels for arrival in self._arrivals)
+        """Whether they have to be copied: not from the CPU."""
+        return self._rows.travels
 
     def table(self) -> Floats:
         """The rows of all segments, one behind the other; waits for them, once per device."""
-        if len(self._arrivals) == 1 and self._total is None:
-            only: Floats = self._arrivals[0].wait()
-            return only
-        tables = [arrival.wait() for arrival in self._arrivals]
-        if not tables:
-            return np.empty((0, _WIDTH))
-        if len(tables) == 1:
-            return tables[0][:, :_WIDTH]  # type: ignore[no-any-return]  # distributed tensors have a column more
-        joined: Floats = np.concatenate(tables)[self._order()]
-        return joined
+        table: Floats = self._rows.table()
+        return table[:, :_WIDTH]  # distributed tensors have a column more
 
     def total(self) -> Floats | None:
         """The row of all tensors of all ranks, if they are distributed; waits for it."""
-        return None if self._total is None else self._total.wait()[0]
+        total: Floats | None = self._rows.total()
+        return total
 
     def infos(self) -> Sequence[TensorInfo]:
         """Of the tensors of all rows; the same object as long as they stay alike."""
-        if len(self._parts) == 1:
-            return self._parts[0][1]
-        every = [info for _, some in self._parts for info in some]
-        return [every[i] for i in self._order()] if every else ()
-
-    def _order(self) -> Any:
-        return np.argsort([position for positions, _ in self._parts for position in positions or ()])
+        return self._rows.infos
 
     def split(self, table: Floats) -> list[Arrived]:
         """The rows of each segment."""
@@ -114,17 +94,16 @@ class Numbers:
         return arrived
 
 
-def _nonfinite_flag(count: int, parts: list[Part], total: Tensor | None) -> Tensor:
+def _nonfinite_flag(count: int, measured: Measurement) -> Tensor:
     """1 if an element of the first ``count`` tensors is not finite, else 0: 0-d float32 where the first one lies."""
-    if total is not None:
-        return (total[0, _fields.NONFINITE].sum() > 0).to(torch.float32)
-    flags = []
-    for part in parts:
-        rows = part.table
-        if part.positions is None:
-            rows = rows[:count]
-        else:
-            rows = rows[[i for i, position in enumerate(part.positions) if position < count]]
+    if measured.total is not None:
+        return (measured.total[0, _fields.NONFINITE].sum() > 0).to(torch.float32)
+    flags, start = [], 0
+    for table in measured.tables:
+        rows = table[:count]
+        if measured.order is not None:
+            here = measured.order[start : start + len(table)]
+            rows, start = table[[i for i, position in enumerate(here) if position < count]], start + len(table)
         flags.append((rows[:, _fields.NONFINITE].sum() > 0).to(torch.float32))
     home = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([moved(flag, home) for flag in flags]).amax()
@@ -154,39 +133,15 @@ def measured(
         As `gradstat.check`.
     """
     name_of = _namer(segments)
-    if not tensors:
-        return [Numbers(segments, [])]
-    parts = measure_directly(tensors, name_of, backend)
-    if parts is None and is_distributed(tensors):
-        return [
-            _measured_over_ranks(segment, some, owners if i == 0 else None, backend, flagged and i == 0)
-            for i, (segment, some) in enumerate(_split(segments, tensors))
-        ]
-    if parts is None:
-        parts = measure_generally(tensors, name_of, backend)
-    return [Numbers(segments, parts, flagged=flagged)]
-
-
-def _measured_over_ranks(
-    segment: Segment, tensors: list[Tensor], owners: list[Tensor] | None, backend: str | None, flagged: bool
-) -> Numbers:
-    name_of = _namer([segment])
-
-    def measure(local: list[Tensor]) -> list[Part]:
-        return measure_parts(local, name_of, backend)
-
-    if not is_distributed(tensors):
-        return Numbers([segment], measure(tensors), flagged=flagged)
-    from gradstat._spread import Spread
-
-    spread = Spread(tensors, tensors) if owners is None else Spread.of_gradients(owners)
-    with torch.no_grad():
-        rows = spread.rows(measure)
+    measured = measure_directly(tensors, name_of, backend)
+    if measured is not None or not is_distributed(tensors):
+        return [Numbers(segments, measured or measure(tensors, name_of, backend), flagged)]
+    numbers = []
+    for i, (segment, some) in enumerate(_split(segments, tensors)):
+        rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
         # If another rank could not measure its part, nothing is known here either.
-        failed = rows.failed > 0
-        total = torch.where(failed, torch.nan, rows.total)
-        part = rows.part._replace(table=torch.where(failed, torch.nan, rows.part.table))
-    return Numbers([segment], [part], total, flagged)
+        numbers.append(Numbers([segment], rows.nan_if_failed(), flagged and i == 0))
+    return numbers
 
 
 def _split(segments: list[Segment], tensors: list[Tensor]) -> list[tuple[Segment, list[Tensor]]]:

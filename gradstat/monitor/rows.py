@@ -127,7 +127,7 @@ class Rows:
         """Norm."""
         if not np.any(self.raw[:, :, _EXTREMES]):
             return np.sqrt(self.field("sq_sum"))  # the other two are for elements at the ends of float64
-        return l2_norm_of(np.moveaxis(self.raw, 2, 0))
+        return l2_norm_of(self.raw)
 
     @functools.cached_property
     def rms(self) -> Floats:
@@ -144,9 +144,9 @@ class Rows:
     @functools.cached_property
     def std(self) -> Floats:
         """Population standard deviation; how good it is says `gradstat.TensorStats.std`."""
-        mean = np.abs(self.mean)
         with np.errstate(invalid="ignore"):
-            return np.sqrt(np.maximum(self.rms - mean, 0.0)) * np.sqrt(self.rms + mean)
+            deviation: Floats = _fields.std(np, self.rms, self.mean)
+        return deviation
 
     @functools.cached_property
     def max_abs(self) -> Floats:
@@ -193,8 +193,7 @@ def expanded(kept: npt.NDArray[np.float32], numel: npt.NDArray[np.int64]) -> npt
     by_name = {name: column.astype(np.float64) for name, column in zip(KEPT, kept, strict=True)}
     with np.errstate(invalid="ignore", divide="ignore"):
         rms = by_name["l2_norm"] / np.sqrt(numel - by_name["nan_count"] - by_name["inf_count"])
-        mean = np.abs(by_name["mean"])
-        by_name["std"] = np.sqrt(np.maximum(rms - mean, 0.0)) * np.sqrt(rms + mean)
+        by_name["std"] = _fields.std(np, rms, by_name["mean"])
     for i, name in enumerate(COLUMNS):
         out[:, :, i] = by_name[name]
     return out

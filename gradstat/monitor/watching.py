@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat import _fields
+from gradstat._measurement import Measurement
 from gradstat._nested import tensors_in
-from gradstat._parts import Part
 from gradstat._tensors import TensorInfo
 from gradstat.monitor._hooks import Hook, removed_with
 from gradstat.monitor.measuring import Segment
@@ -189,38 +189,22 @@ class Activations:
             merged = row if earlier is None else _merged(torch.cat([earlier[0], row]))
             self._seen[name] = merged, TensorInfo.of(found[0])
 
-    def take(self) -> tuple[Segment, list[Part]]:
+    def take(self) -> tuple[Segment, Measurement]:
         """What was seen since the last call."""
         seen, self._seen = self._seen, {}
         names = sorted(seen, key=self._order.__getitem__)
         by_device: dict[torch.device, list[int]] = {}
         for i, name in enumerate(names):
             by_device.setdefault(seen[name][0].device, []).append(i)
-        parts = [
-            Part(
-                torch.cat([seen[names[i]][0] for i in positions]),
-                positions if len(by_device) > 1 else None,
-                [seen[names[i]][1] for i in positions],
-            )
-            for positions in by_device.values()
-        ]
-        return Segment("activation", tuple(names), None, len(names)), parts
-
-
-_SUMS = [i for i, f in enumerate(_fields.FIELDS) if f.merge == "sum"]
-_MINIMA = [i for i, f in enumerate(_fields.FIELDS) if f.merge == "min"]
-_MAXIMA = [i for i, f in enumerate(_fields.FIELDS) if f.merge == "max"]
+        tables = [torch.cat([seen[names[i]][0] for i in positions]) for positions in by_device.values()]
+        order = [i for positions in by_device.values() for i in positions] if len(tables) > 1 else None
+        infos = [seen[name][1] for name in names]
+        return Segment("activation", tuple(names), None, len(names)), Measurement(tables, order, infos)
 
 
 def _merged(rows: Tensor) -> Tensor:
     """``[1, len(FIELDS)]``: one row of several."""
-    if len(rows) == 1:
-        return rows
-    out = torch.empty_like(rows[:1])
-    out[0, _SUMS] = rows[:, _SUMS].sum(0)
-    out[0, _MINIMA] = rows[:, _MINIMA].amin(0)
-    out[0, _MAXIMA] = rows[:, _MAXIMA].amax(0)
-    return out
+    return rows if len(rows) == 1 else _fields.merge(torch, rows)[None]
 
 
 class Outputs:

@@ -1,0 +1,165 @@
+"""`measure`: the one way from a list of tensors to their rows, whatever they are and wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from gradstat import _backends, _norms
+from gradstat._backends import Kernels
+from gradstat._measurement import Measurement
+from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError
+from gradstat._norms import Decision, StepRequest
+from gradstat._tensors import NameOf, TensorInfo, is_distributed, readable
+
+if TYPE_CHECKING:
+    from gradstat._sharded import ExtraGroups
+
+# The types of device for which there are compiled kernels.
+COMPILED_FOR = frozenset({"cpu", "cuda"})
+_INFO_CACHE_SIZE = 64
+_infos_by_signature: dict[tuple[int, int], tuple[TensorInfo, ...]] = {}
+
+
+def measure(
+    tensors: list[Any],
+    name_of: NameOf,
+    backend: str | None,
+    *,
+    step: StepRequest | None = None,
+    owners: list[Tensor] | None = None,
+    extra_groups: ExtraGroups | None = None,
+    over_ranks: bool = True,
+    prepare: Callable[[], object] | None = None,
+    wants: Literal["rows", "total", "sums"] = "rows",
+) -> Measurement:
+    """The rows of ``tensors``, without waiting for a device: one launch for each.
+
+    Ordinary tensors on one device go directly to the compiled kernels. Others, and other backends, are sorted out in
+    Python first, by `readable`. Distributed ones are measured where they lie and merged over their groups of ranks,
+    which all have to call this.
+
+    Args:
+        tensors: What was passed in, of any type.
+        name_of: The name of the i-th, for errors.
+        backend: What was asked for; None chooses.
+        step: Also decide about a step of an optimizer; `Measurement.decision`.
+        owners: The parameters, if ``tensors`` are their gradients: ranks without some of these then take part as well.
+        extra_groups: As in `gradstat.check`.
+        over_ranks: Whether rows of distributed tensors are merged over the ranks, or are those of this rank's shards.
+        prepare: Called before anything but ordinary tensors is measured, so that a caller can refuse; on several
+            ranks the others then learn of it.
+        wants: ``"total"`` leaves `Measurement.total` alone of distributed tensors, for smaller reductions, and
+            ``"sums"`` of that the summed fields, for half as many. No difference for others.
+
+    Raises:
+        TypeError, ValueError: A tensor cannot be measured.
+        BackendUnavailableError: ``backend`` cannot run here.
+        Whatever ``prepare`` raises.
+    """
+    if extra_groups is None:
+        measured = measure_directly(tensors, name_of, backend, step)
+        if measured is not None:
+            return measured
+    with torch.no_grad():
+        if extra_groups is not None or (over_ranks and is_distributed(tensors)):
+            from gradstat._sharded import Sharded
+
+            sharded = Sharded(tensors, owners, extra_groups)
+
+            def measure_local(local: list[Tensor]) -> Measurement:
+                # What the kernels read as it is they can write as it is, if it is the tensors' own memory.
+                direct = measure_directly(local, name_of, backend)
+                if prepare is not None and (direct is None or sharded.has_partial):
+                    prepare()
+                return direct if direct is not None else _measure_any(local, name_of, backend)
+
+            measured = (
+                sharded.rows(measure_local) if wants == "rows" else sharded.total(measure_local, wants == "total")
+            )
+        else:
+            if prepare is not None:
+                prepare()
+            measured = _measure_any(tensors, name_of, backend)
+        if step is not None:
+            decision = _norms.decide(measured.summands(), step)
+            dtype = _norms.norm_dtype(tensors) if tensors else torch.float32
+            measured = measured._replace(decision=decision._replace(norm=decision.norm.to(dtype)))
+        return measured
+
+
+def measure_directly(
+    tensors: list[Any], name_of: NameOf, backend: str | None, step: StepRequest | None = None
+) -> Measurement | None:
+    """`measure` for ordinary tensors on one device, or none at all; None, and nothing done, if they are not."""
+    if not tensors:
+        return Measurement([], None, ())
+    direct = direct_for(tensors[0], name_of, backend)
+    if direct is None:
+        return None
+    if step is None:
+        checked = direct.check(tensors)
+        return None if checked is None else Measurement([checked[0]], None, infos_of(tensors, checked[1]))
+    decided = direct.measure_step(tensors, step.max_norm, 2.0, step.loss_scale, step.counters)
+    if decided is None:
+        return None
+    table, signature, *decision = decided
+    return Measurement([table], None, infos_of(tensors, signature), decision=Decision(*decision))
+
+
+def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None) -> Measurement:
+    """The rows of whatever can be measured, on any devices; of distributed tensors those of the shards."""
+    plain = readable(tensors, name_of)
+    groups = by_device(plain)
+    tables, known = [], None
+    for device, positions in groups.items():
+        kernels = resolve_for(backend, device.type, name_of, positions[0])
+        table, known = kernels.check([plain[i] for i in positions])
+        tables.append(table)
+    if len(groups) == 1:
+        return Measurement(tables, None, infos_of(plain, known))
+    order = [position for positions in groups.values() for position in positions]
+    return Measurement(tables, order, infos_of(plain, None))
+
+
+def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule | None:
+    """The functions of the compiled kernels for a list of ordinary tensors that begins with ``first``, if any."""
+    if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
+        return None
+    return resolve_for(backend, first.device.type, name_of, 0).direct
+
+
+def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """Positions of the tensors on each device, devices in order of appearance."""
+    groups: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(i)
+    return groups
+
+
+def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:
+    """`_backends.resolve`, with the name of the i-th tensor, on that type of device, in the error."""
+    try:
+        return _backends.resolve(backend, device_type)
+    except StaleExtensionError:
+        raise
+    except BackendUnavailableError as error:
+        raise BackendUnavailableError(f"{error} ({name_of(i)!r} is on a device of type {device_type!r})") from error
+
+
+def infos_of(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:
+    """What reports need to know about ``tensors``, remembered by the signature that `Kernels.check` gave."""
+    # Equal signatures mean equal sizes, strides, dtypes and devices, so nothing is asked of the tensors.
+    if signature is None:
+        return [TensorInfo.of(tensor) for tensor in tensors]
+    key = (len(tensors), signature)
+    infos = _infos_by_signature.get(key)
+    if infos is None:
+        infos = tuple(TensorInfo.of(tensor) for tensor in tensors)
+        if len(_infos_by_signature) >= _INFO_CACHE_SIZE:
+            _infos_by_signature.clear()
+        _infos_by_signature[key] = infos
+    return infos

@@ -1,0 +1,109 @@
+"""`Measurement`: the rows of a list of tensors, as kernels and reductions leave them, and on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradstat import _fields
+from gradstat._arrival import Arrival
+from gradstat._norms import Decision
+from gradstat._tensors import TensorInfo, moved
+
+
+class Measurement(NamedTuple):
+    """The rows of a list of tensors. Keeps none of them alive.
+
+    Attributes:
+        tables: One for each device, ``[n, len(FIELDS)]`` float64 there. Those of distributed tensors have a column
+            more (`gradstat._sharded.Sharded`).
+        order: To which tensor each row of the tables, one behind the other, belongs; None if they are in order.
+        infos: What reports need to know about each tensor, in order.
+        total: ``[1, len(FIELDS)]`` float64: all tensors of all ranks, if some are distributed. Every rank that could
+            not measure its part counts as one NaN.
+        failed: 0-d float64: other ranks that could not measure their part, if some tensors are distributed.
+        decision: What follows for a step, if that was asked for.
+    """
+
+    tables: list[Tensor]
+    order: list[int] | None
+    infos: Sequence[TensorInfo]
+    total: Tensor | None = None
+    failed: Tensor | None = None
+    decision: Decision | None = None
+
+    def table(self) -> Tensor:
+        """One table in the order of the tensors, on the first one's device."""
+        if len(self.tables) == 1:
+            return self.tables[0]
+        joined = self.summands()
+        if self.order is None:
+            return joined
+        return joined[torch.tensor(self.order, device="cpu").argsort().to(joined.device, non_blocking=True)]
+
+    def summands(self) -> Tensor:
+        """Rows that merge into the row of everything, on the first tensor's device."""
+        if self.total is not None:
+            return self.total
+        if not self.tables:
+            return torch.empty(0, len(_fields.NAMES), dtype=torch.float64, device="cpu")
+        if len(self.tables) == 1:
+            return self.tables[0]
+        return torch.cat([moved(table, self.tables[0].device) for table in self.tables])
+
+    def nan_if_failed(self) -> Measurement:
+        """The same, with NaN in every column if another rank could not measure its part."""
+        if self.failed is None or self.total is None:
+            return self
+        failed = self.failed > 0
+        tables = [torch.where(failed, torch.nan, table) for table in self.tables]
+        return self._replace(tables=tables, total=torch.where(failed, torch.nan, self.total))
+
+
+class HostRows:
+    """A `Measurement` on its way to the host: one copy for each device. Holds no memory of a device."""
+
+    __slots__ = ("_copies", "_failed", "_order", "_total", "infos")
+
+    def __init__(self, measurement: Measurement) -> None:
+        self._copies = [Arrival(table) for table in measurement.tables]
+        self._order = measurement.order
+        self._total = None if measurement.total is None else Arrival(measurement.total)
+        self._failed = None if measurement.failed is None else Arrival(measurement.failed)
+        self.infos = measurement.infos
+
+    @property
+    def travels(self) -> bool:
+        """Whether anything has to be copied: not from the CPU."""
+        return any(copy.travels for copy in self._copies)
+
+    def done(self) -> bool:
+        """Whether everything has arrived. Never waits."""
+        others = (copy for copy in (self._total, self._failed) if copy is not None)
+        return all(copy.done() for copy in (*self._copies, *others))
+
+    def table(self) -> Any:
+        """The rows in the order of the tensors; waits for them, once for each device."""
+        if len(self._copies) == 1:
+            return self._copies[0].wait()
+        if not self._copies:
+            return np.empty((0, len(_fields.NAMES)))
+        joined = np.concatenate([copy.wait() for copy in self._copies])
+        return joined if self._order is None else joined[np.argsort(self._order)]
+
+    def total(self) -> Any:
+        """The row of all tensors of all ranks, if some are distributed, else None; waits for it."""
+        return None if self._total is None else self._total.wait()[0]
+
+    def raise_if_others_failed(self) -> None:
+        """Waits, and raises RuntimeError if another rank could not measure its part."""
+        failed = 0 if self._failed is None else int(self._failed.wait())
+        if failed:
+            raise RuntimeError(
+                f"{failed} other rank{'s' * (failed != 1)} could not measure what they hold, so nothing is known "
+                "about the whole; their own errors say why"
+            )

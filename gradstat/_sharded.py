@@ -1,0 +1,302 @@
+"""Statistics of tensors that lie on several ranks: each rank measures its shards, then rows are merged over ranks.
+
+What a mesh dimension does to a tensor is told by its placement: replicated, nothing has to be merged; sharded, rows
+are merged over that dimension's group; partial, the pending sum is done first, since parts of a sum have no
+statistics. Tensors that are not distributed count once. Whatever the number of tensors there is one SUM and one MAX
+for each group, and their size does not grow with the ranks. A rank that cannot measure its shards takes part all the
+same, so that it leaves no other waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from gradstat import _fields
+from gradstat._collectives import device_of, explained
+from gradstat._measurement import Measurement
+from gradstat._placements import ExtraGroups, Layout, extra_masks, index_bits
+from gradstat._plan import gradients_of
+from gradstat._tensors import TensorInfo
+
+__all__ = ["ExtraGroups", "Sharded", "without_ranks"]
+
+_FIELDS = len(_fields.FIELDS)
+_SUMMED = _fields.SUMMED
+# The others, by number. What the lowest of is taken travels negated, so that one MAX serves all.
+_EXTREMES = tuple(enumerate(_fields.FIELDS))[_SUMMED.stop :]
+_INDICES = [column for column, field in _EXTREMES if field.is_index]
+_NAN_COUNT = _fields.INDEX["nan_count"]
+# Groups of shards, and a bit for each extra group.
+_Kind: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
+MeasureLocal = Callable[[list[Tensor]], Measurement]
+
+
+class Sharded:
+    """A list of tensors, some of which are shards of larger ones, and the groups over which their rows are merged.
+
+    Every rank of a mesh has a row for every owner, so that all ranks reduce the same number of them, whether there
+    is a gradient on each or not.
+
+    Args:
+        tensors: Those of this rank; those of a mesh in the same order on every rank of it.
+        owners: The parameters, if they are gradients: those that take part in training have a row. None: themselves.
+        extra: Groups over which tensors lie besides what they tell themselves: pipeline stages, experts. A process
+            group or one-dimensional mesh, or several, for all tensors; or pairs of one and the owners it is for.
+
+    Raises:
+        TypeError, ValueError: Something in ``extra`` is no group.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], owners: list[Tensor] | None = None, extra: ExtraGroups | None = None
+    ) -> None:
+        self._tensors = list(tensors)
+        # The rows of `tensors` among those of all owners.
+        self._here: Sequence[int] = range(len(self._tensors))
+        self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
+        stand_ins: Sequence[Tensor] = self._tensors
+        if owners is not None and gradients_of(owners).positions is not None:
+            self._owners = [p for p in owners if p.requires_grad or p.grad is not None]
+            self._here = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
+            stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
+        masks, self._extra = extra_masks(self._owners, extra)
+        self._layouts: list[Layout | None] = []
+        # Rows that belong to the same groups.
+        self._kinds: dict[_Kind, list[int]] = {}
+        # Neighbours mostly are alike, and to compare is cheaper than to hash.
+        mesh: DeviceMesh | None = None
+        placements: tuple[Any, ...] = ()
+        layout: Layout | None = None
+        kind: list[int] | None = None
+        for row, tensor in enumerate(stand_ins):
+            if isinstance(tensor, DTensor):
+                spec = tensor._spec
+                if spec.mesh is not mesh or spec.placements != placements:
+                    mesh, placements = spec.mesh, spec.placements
+                    layout, kind = Layout.of(mesh, placements), None
+            elif mesh is not None:
+                mesh, layout, kind = None, None, None
+            self._layouts.append(layout)
+            if kind is None or masks:
+                groups = () if layout is None else layout.groups
+                kind = self._kinds.setdefault((groups, masks[row] if masks else 0), [])
+            kind.append(row)
+        self._groups = list(dict.fromkeys(group for groups, _ in self._kinds for group in groups))
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a tensor is a pending sum, so that what is measured is not its own memory."""
+        return any(layout is not None and layout.resolved is not None for layout in self._layouts)
+
+    def rows(self, measure_local: MeasureLocal) -> Measurement:
+        """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks.
+
+        Two reductions of one row for each tensor for every group of shards, and two of a few rows for every extra
+        group. No host sync with NCCL. The tables have a column more than there are fields: on how many ranks there
+        is a NaN or Inf. ``first_nonfinite`` of a sharded tensor holds the lowest such rank, above the bits of the
+        index in its shard (`Shards.index_bits`).
+
+        Raises:
+            What ``measure_local`` raised, after the reductions: other ranks find it in ``failed``.
+        """
+        table, infos, error = self._measured(measure_local)
+        packed = _pack(
+            table, error is not None, [layout is not None and bool(layout.groups) for layout in self._layouts]
+        )
+        for group in self._groups:
+            rows = [row for (groups, _), members in self._kinds.items() if group in groups for row in members]
+            packed = _reduced(packed, group, None if len(rows) == len(table) else rows)
+        merged = _stacked([_merged(packed, rows) for rows in self._kinds.values()], table)
+        total, failed = self._over_extra_groups(merged, table, error is not None)
+        if error is not None:
+            raise error
+        whole = _unpack(packed)
+        if len(self._here) < len(self._owners):
+            whole = whole[list(self._here)]
+        return Measurement([whole], None, self._infos(infos), _counting(total, failed), failed)
+
+    def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
+        """`rows` without the rows: what travels is a row for each kind of tensor.
+
+        Without ``extremes`` minima, maxima and first indices stay those of this rank, and there is one reduction
+        for a group instead of two.
+        """
+        table, _, error = self._measured(measure_local)
+        if not extremes and not self._extra and len(self._kinds) == 1 and len(table):
+            total, failed = self._total_of_sums(table, error is not None)
+        else:
+            packed = _pack(table, error is not None)
+            kinds = _stacked([_merged(packed, rows) for rows in self._kinds.values()], table)
+            every = list(self._kinds)
+            for group in self._groups:
+                rows = [row for row, (groups, _) in enumerate(every) if group in groups]
+                kinds = _reduced(kinds, group, None if len(rows) == len(every) else rows, extremes)
+            total, failed = self._over_extra_groups(kinds, table, error is not None, extremes)
+        if error is not None:
+            raise error
+        return Measurement([], None, (), _counting(total, failed), failed)
+
+    def _total_of_sums(self, table: Tensor, failed: bool) -> tuple[Tensor, Tensor]:
+        """The usual case, all tensors spread alike, in as few operations as it takes."""
+        sums = table.new_full((_SUMMED.stop + 1,), float(failed))
+        torch.sum(table[:, _SUMMED], 0, out=sums[_SUMMED])
+        for group in self._groups:
+            with explained("gradstat", group):
+                dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+        total = identity_rows(1, table)
+        total[0, _SUMMED] = sums[_SUMMED]
+        return total, sums[-1]
+
+    def _over_extra_groups(
+        self, kinds: _Packed, table: Tensor, failed: bool, extremes: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """All kinds together, over the extra groups too, and how many ranks failed."""
+        nothing = _pack(identity_rows(1, table), failed)
+        if self._extra:
+            # A place for every set of extra groups, on every rank, whatever rows it has.
+            places: list[list[int]] = [[] for _ in range(1 << len(self._extra))]
+            for row, (_, mask) in enumerate(self._kinds):
+                places[mask].append(row)
+            kinds = _stacked([_merged(kinds, rows) if rows else nothing for rows in places], table)
+            for bit, group in enumerate(self._extra):
+                kinds = _reduced(kinds, group, [m for m in range(len(places)) if m >> bit & 1], extremes)
+        everything = _merged(_stacked([kinds, nothing], table), None)
+        return _unpack(everything)[:, :_FIELDS], everything.sums[0, -1]
+
+    def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo], Exception | None]:
+        """A row for every owner, those of tensors that are not here the identity."""
+        if self._tensors:
+            try:
+                local = measure_local(self._local())
+            except Exception as error:
+                return self._identities(), [], error
+            if len(self._here) == len(self._owners):
+                return local.table(), local.infos, None
+            table = self._identities()
+            table[self._here] = local.table()
+            return table, local.infos, None
+        return self._identities(), [], None
+
+    def _local(self) -> list[Tensor]:
+        """What this rank holds of the tensors. Partial ones are summed up first, a collective for each."""
+        found = []
+        for tensor, row in zip(self._tensors, self._here, strict=True):
+            layout = self._layouts[row]
+            if layout is None:
+                found.append(tensor)
+            elif layout.resolved is None:
+                found.append(tensor._local_tensor)  # type: ignore[attr-defined]
+            else:
+                whole = tensor.redistribute(placements=layout.resolved)  # type: ignore[attr-defined]
+                found.append(wait_tensor(whole._local_tensor))
+        return found
+
+    def _infos(self, local: Sequence[TensorInfo]) -> list[TensorInfo]:
+        """What reports need to know about the whole tensors, given the same about their shards."""
+        found = []
+        for tensor, row, info in zip(self._tensors, self._here, local, strict=True):
+            layout = self._layouts[row]
+            if layout is not None and layout.groups:
+                info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards)
+            found.append(info)
+        return found
+
+    def _identities(self) -> Tensor:
+        tensors = (tensor for tensor in (*self._tensors, *self._owners) if not tensor.is_meta)
+        first = next(tensors, None)
+        device = device_of(dist.group.WORLD) if first is None else first.device  # type: ignore[arg-type]
+        return identity_rows(len(self._owners), torch.empty(0, device=device))
+
+
+class _Packed(NamedTuple):
+    """Rows as they travel: what is added up, and what the highest of is taken.
+
+    Attributes:
+        sums: ``[n, summed fields + 2]``: these, on how many ranks there is NaN or Inf, how many ranks failed.
+        highs: ``[n, other fields]``, those with merge "min" negated.
+    """
+
+    sums: Tensor
+    highs: Tensor
+
+
+def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Packed:
+    """A table's rows, as they travel; above the indices in those of ``sharded`` tensors stands the rank."""
+    bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
+    sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
+    columns = {column: table[:, column] for column, _ in _EXTREMES}
+    if sharded is not None:
+        rank = dist.get_rank() * 2.0 ** index_bits()
+        offset = rank if all(sharded) else rank * torch.tensor(sharded, device=table.device)
+        columns.update({column: columns[column] + offset for column in _INDICES})
+    highs = [-columns[column] if field.merge == "min" else columns[column] for column, field in _EXTREMES]
+    return _Packed(sums, torch.stack(highs, 1))
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    """The columns in the order of the fields, and on how many ranks there is NaN or Inf."""
+    rows = packed.sums.new_empty(len(packed.sums), _FIELDS + 1)
+    rows[:, _SUMMED] = packed.sums[:, :-2]
+    for place, (column, field) in enumerate(_EXTREMES):
+        rows[:, column] = -packed.highs[:, place] if field.merge == "min" else packed.highs[:, place]
+    rows[:, -1] = packed.sums[:, -2]
+    return rows
+
+
+def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
+    """Some rows, at least one, as one; all for None."""
+    sums, highs = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
+    return _Packed(sums.sum(0, keepdim=True), highs.amax(0, keepdim=True))
+
+
+def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
+    if not parts:
+        return _pack(table[:0], False)
+    return _Packed(torch.cat([part.sums for part in parts]), torch.cat([part.highs for part in parts]))
+
+
+def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Packed:
+    """The rows merged over the ranks of a group; the others as they were."""
+    sums, highs = (part.contiguous() if rows is None else part[rows] for part in packed)
+    with explained("gradstat", group):
+        works = [dist.all_reduce(sums, dist.ReduceOp.SUM, group=group, async_op=True)]
+        if extremes:
+            works.append(dist.all_reduce(highs, dist.ReduceOp.MAX, group=group, async_op=True))
+        for work in works:
+            work.wait()  # with NCCL the stream waits, not the host
+    if rows is None:
+        return _Packed(sums, highs)
+    packed.sums[rows], packed.highs[rows] = sums, highs
+    return packed
+
+
+def identity_rows(count: int, like: Tensor) -> Tensor:
+    """Rows of tensors without elements: ``[count, len(FIELDS)]`` float64 on the device of ``like``."""
+    rows = torch.zeros(count, _FIELDS, dtype=torch.float64, device=like.device)
+    for column, field in _EXTREMES:
+        rows[:, column] = field.identity
+    return rows
+
+
+def _counting(total: Tensor, failed: Tensor) -> Tensor:
+    """The row of everything, in which each rank that failed counts as a NaN: no norm is known then."""
+    total[:, _NAN_COUNT] += failed
+    return total
+
+
+def without_ranks(table: Tensor) -> Tensor:
+    """The fields of `Sharded.rows`, indices without the rank that stands above them."""
+    table = table[:, :_FIELDS].clone()
+    for column in _INDICES:
+        index = table[:, column]
+        table[:, column] = torch.where(index.isfinite(), index % 2.0 ** index_bits(), index)
+    return table
