@@ -82,7 +82,7 @@ Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list)
   constexpr bool kIsDouble = std::is_same_v<Number, double>, kIsFloat = std::is_same_v<Number, float>;
   static_assert(kIsDouble || kIsFloat || std::is_same_v<Number, int64_t>, "a type that is asked for");
   int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(numbers.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(numbers.get(), &dtype));
   STD_TORCH_CHECK(dtype == (kIsDouble  ? aoti_torch_dtype_float64()
                             : kIsFloat ? aoti_torch_dtype_float32()
                                        : aoti_torch_dtype_int64()),

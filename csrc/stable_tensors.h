@@ -57,9 +57,9 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
   static const int32_t strided = aoti_torch_layout_strided();
   AtenTensorHandle handle = tensor.get();
   int32_t layout = 0, type = 0, scalar = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &scalar));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &scalar));
   if (layout != strided) list.reject("is not strided");
   if (type != device_type) list.reject("is on another type of device than the first");
   const KnownType* known = known_type(scalar);
@@ -68,15 +68,15 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
   TensorView view{};
   view.element = known->element;
   int64_t *sizes = nullptr, *strides = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.dims));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.dims));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
   if (view.numel > 0) {
     int64_t stored = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &stored));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &stored));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
     if (stored == 0 || view.data == nullptr) list.reject("has no memory");
   }
   view.sizes = sizes;
@@ -97,9 +97,8 @@ inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t torch_dty
   int64_t strides[2] = {1, 1};
   if (sizes.size() == 2) strides[0] = *(sizes.begin() + 1);
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
-                                                         strides, torch_dtype, device_type, device_index,
-                                                         &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
+                                                  torch_dtype, device_type, device_index, &handle));
   return Tensor(handle);
 }
 
