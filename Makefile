@@ -10,22 +10,26 @@ BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
 CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
+# What this machine can run: CUDA code only where there is a GPU. Tests compile it wherever there is nvcc.
+BUILT := $(VENV)/.built$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,-cpu)
+
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL: # all install into one environment
 .PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
 
-demo: $(VENV)/.built ## Train a small GPT with every step checked, then break it and see who is named
+demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
 
 # Processes that run tests side by side; several of them share a core badly, and a dozen share memory badly.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
-test: $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after another)
+test: $(VENV)/.for-test $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after another)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: coverage
-coverage: $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
+coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
 	mkdir -p build/coverage && rm -f build/coverage/data*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile
 	$(BIN)/python -m coverage combine --quiet
@@ -33,89 +37,93 @@ coverage: $(VENV)/.built ## Run the tests and report the lines of Python they re
 	$(BIN)/python -m coverage report
 
 .PHONY: mutate
-mutate: $(VENV)/.built ## Change the core in one place at a time and see whether the tests notice (hours; remembers)
+mutate: $(VENV)/.for-test $(BUILT) ## Change the core in one place at a time and see whether the tests notice (hours; remembers)
 	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray
 	$(BIN)/python tests/mutation.py
 
-lint: $(VENV)/.installed ## Check style, types and formatting
+lint: $(VENV)/.for-lint ## Check style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
-format: $(VENV)/.installed ## Rewrite the sources in the enforced style
+format: $(VENV)/.for-lint ## Rewrite the sources in the enforced style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 # RECORD=--record appends what they saw to benchmarks/results, from which docs/testing.md is rendered.
-fuzz: $(VENV)/.built ## A million random tensors through every operation, and 500 random programs under a monitor
+fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, and 500 random programs under a monitor
 	$(BIN)/python tests/monitored_programs.py 500
 	$(BIN)/python tests/fuzz.py $(RECORD)
 
-sanitize: $(VENV)/.installed ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
+sanitize: $(VENV)/.for-test ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
 	$(BIN)/python tests/sanitize.py
 
 .PHONY: coverage-cxx
-coverage-cxx: $(VENV)/.installed ## Run the tests that reach C++ and report the lines they reach; fails under 90 %
+coverage-cxx: $(VENV)/.for-dev ## Run the tests that reach C++ and report the lines they reach; fails under 90 %
 	$(BIN)/python tests/coverage_cxx.py
 
-bench: $(VENV)/.built ## Time checks, clips and training steps against torch on this machine, in under three minutes
+bench: $(VENV)/.for-bench $(BUILT) ## Time checks, clips and training steps against torch on this machine, in under three minutes
 	$(BIN)/python benchmarks/suite.py
 
-bench-full: $(VENV)/.built ## Measure everything, record it, redraw the charts and rewrite the tables
+bench-full: $(VENV)/.for-test $(BUILT) ## Measure everything, record it, redraw the charts and rewrite the tables
 	$(BIN)/python benchmarks/suite.py --full --record
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
 
-bench-ranks: $(VENV)/.built ## Time distributed clips and what a DDP step costs, on two ranks of this machine
+bench-ranks: $(VENV)/.for-test $(BUILT) ## Time distributed clips and what a DDP step costs, on two ranks of this machine
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/dtensor_clip.py
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/ddp_step.py
 
-bench-frameworks: $(VENV)/.built ## Time the integrations beside what the frameworks offer themselves
+bench-frameworks: $(VENV)/.for-test $(BUILT) ## Time the integrations beside what the frameworks offer themselves
 	$(BIN)/python benchmarks/lightning_step.py
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/wandb_watch.py
 
-numerics: $(VENV)/.built ## Hold norms of 100,000 vectors of every dtype against exact ones, beside torch and numpy
+numerics: $(VENV)/.for-test $(BUILT) ## Hold norms of 100,000 vectors of every dtype against exact ones, beside torch and numpy
 	$(BIN)/python -W ignore benchmarks/numerics.py --record
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
 
-wheel: $(VENV)/.installed ## Build the sdist and the wheel (one for every Python >= 3.10 and torch >= 2.10) into dist/
+wheel: $(VENV)/.for-test ## Build the sdist and the wheel (one for every Python >= 3.10 and torch >= 2.10) into dist/
 	rm -rf dist
 	$(BIN)/python .ci/distribution.py dist
 
 .PHONY: matrix
-matrix: wheel ## Try the wheel with every Python and torch this machine can install; an hour, gigabytes
+matrix: wheel $(VENV)/.for-dev ## Try the wheel with every Python and torch this machine can install; an hour, gigabytes
 	$(BIN)/python tests/matrix.py dist/*.whl --write
 
 .PHONY: tour
-tour: $(VENV)/.built $(VENV)/.documenting ## Run docs/tour.ipynb and save it with its outputs
+tour: $(VENV)/.for-docs $(BUILT) ## Run docs/tour.ipynb and save it with its outputs
 	$(BIN)/python docs/run_tour.py
 
 .PHONY: docs
-docs: $(VENV)/.built $(VENV)/.documenting ## Build the site, searchable and without any network, into build/site, and check it
+docs: $(VENV)/.for-docs $(BUILT) ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	$(BIN)/python tests/check_site.py build/site
 	$(BIN)/python tests/browse_site.py build/site
 	@echo "open build/site/index.html"
 
-gpu-code: $(VENV)/.installed ## Compile all GPU code without a GPU and hold it against its gates
+gpu-code: $(VENV)/.for-bench ## Compile all GPU code without a GPU and hold it against its gates
 	$(BIN)/python tests/gpu_gates/check_cuda.py
 	$(BIN)/python tests/gpu_gates/check_triton.py
 
 gpu: ## On a machine with a GPU: build with the system's Python and torch, test, sanitize, count, measure
 	$(PYTHON) benchmarks/gpu_session.py
 
-leaks: $(VENV)/.built ## Take ten thousand steps of every kind and hold memory flat
+.PHONY: gpu-bundle
+gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that)
+	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu_bundle.py
+
+leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and hold memory flat
 	$(BIN)/python tests/leaks.py $(RECORD)
 
 fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) gradstat/_fields.py --write
 
 clean: ## Remove everything that was built, the virtual environment included
-	rm -rf $(VENV) build dist demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,17 +131,20 @@ help: ## Show this list
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.torch: $(VENV)/bin/python constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+# What a purpose needs: an extra of pyproject.toml. Installing compiles for the CPU only; CUDA code is left to .built.
+$(VENV)/.for-%: $(VENV)/.torch pyproject.toml
+	GRADSTAT_CUDA=0 $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
 	touch $@
 
 # Incremental: does nothing unless a source is newer than the compiled library.
-$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+$(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-# What builds the site, apart from what builds and tests gradstat.
-$(VENV)/.documenting: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[docs]"
+$(VENV)/.built-cpu: $(VENV)/.torch $(SOURCES)
+	GRADSTAT_CUDA=0 $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

@@ -5,6 +5,7 @@ machine has a GPU is never asked. Everything else about the package stands in py
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,19 @@ def cuda_home():
     return None
 
 
+def cuda_architectures():
+    """What to compile CUDA code for: those of GRADSTAT_CUDA_ARCHITECTURES, such as "80 90", or all."""
+    wanted = os.environ.get("GRADSTAT_CUDA_ARCHITECTURES", "").split()
+    if not all(re.fullmatch(r"\d+[af]?", architecture) for architecture in wanted):
+        sys.exit(f'GRADSTAT_CUDA_ARCHITECTURES: expected numbers such as "80 90", got "{" ".join(wanted)}".')
+    return wanted or CUDA_ARCHITECTURES
+
+
+def architectures_text():
+    """As the library keeps and reports it."""
+    return " ".join(f"sm_{a}" for a in cuda_architectures())
+
+
 def torch_extension(name, sources, **kwargs):
     """An extension against torch's headers and libraries; nothing in it depends on the torch version."""
     from torch.utils.cpp_extension import include_paths, library_paths
@@ -101,8 +115,8 @@ class BuildExtension(build_ext):
             if not source.endswith(".cu"):
                 compile_one(obj, source, extension, cc_args, extra, pp_opts)
                 return
-            targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
-            last = CUDA_ARCHITECTURES[-1]
+            targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_architectures()]
+            last = cuda_architectures()[-1]
             command = [os.path.join(cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", *targets]
             command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", "0"]
             command += ["-Werror", "all-warnings"] if STRICT else []
@@ -126,6 +140,13 @@ class BuildExtension(build_ext):
         self.compiler.compile = compile_all
         super().build_extensions()
 
+    def build_extension(self, extension):
+        library = Path(self.get_ext_fullpath(extension.name))
+        if extension.name == "gradstat._C_cuda" and library.exists():
+            # Compiled for other architectures, it is not up to date however new it is.
+            self.force = self.force or f"\0{architectures_text()}\0".encode() not in library.read_bytes()
+        super().build_extension(extension)
+
 
 def extensions():
     has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
@@ -136,7 +157,6 @@ def extensions():
     found = [torch_extension("gradstat._C", ["csrc/ops.cpp", "csrc/stats_cpu.cpp"])]
     home = cuda_home()
     if home is not None:
-        architectures = " ".join(f"sm_{a}" for a in CUDA_ARCHITECTURES)
         found.append(
             torch_extension(
                 "gradstat._C_cuda",
@@ -144,7 +164,7 @@ def extensions():
                 compile_args=[
                     "-isystem",
                     os.path.join(home, "include"),
-                    f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures}"',
+                    f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures_text()}"',
                 ],
                 library_dirs=[os.path.join(home, "lib64"), os.path.join(home, "lib")],
                 link_args=["-lcudart_static", "-ldl", "-lrt", "-lpthread"],

@@ -123,13 +123,13 @@ def load_cpu() -> CpuModule:
 def load_cuda() -> CudaModule:
     """Loads the CUDA kernels. Raises as `load_cpu`."""
     load_cpu()
+    if not torch.cuda.is_available():
+        raise BackendUnavailableError("torch sees no CUDA device (torch.cuda.is_available() is False)")
     if library_path("_C_cuda") is None:
         raise BackendUnavailableError(
             "gradstat was built without its CUDA kernels, as nvcc was not found or GRADSTAT_CUDA=0 was "
             f"set. Install the CUDA toolkit. {_REBUILD}"
         )
-    if not torch.cuda.is_available():
-        raise BackendUnavailableError("torch sees no CUDA device (torch.cuda.is_available() is False)")
     module: CudaModule = _load("_C_cuda")
     return module
 
