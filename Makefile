@@ -135,9 +135,9 @@ $(VENV)/.torch: $(VENV)/bin/python constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
 	touch $@
 
-# What a purpose needs: an extra of pyproject.toml. Installing compiles for the CPU only; CUDA code is left to .built.
+# What a purpose needs: an extra of pyproject.toml. Compiling is left to .built and .built-cpu.
 $(VENV)/.for-%: $(VENV)/.torch pyproject.toml
-	GRADSTAT_CUDA=0 $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
+	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
 	touch $@
 
 # Incremental: does nothing unless a source is newer than the compiled library.
