@@ -131,13 +131,14 @@ help: ## Show this list
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# --no-compile: the first import of a module translates it, which for most of them never comes.
 $(VENV)/.torch: $(VENV)/bin/python constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
+	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
 	touch $@
 
 # What a purpose needs: an extra of pyproject.toml. Compiling is left to .built and .built-cpu.
 $(VENV)/.for-%: $(VENV)/.torch pyproject.toml
-	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
+	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --no-compile --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
 	touch $@
 
 # Incremental: does nothing unless a source is newer than the compiled library.

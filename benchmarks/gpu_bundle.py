@@ -1,7 +1,7 @@
-"""`make gpu-bundle`: compiled libraries for a machine with a GPU, made where there is none, so that it need not compile.
+"""`make gpu-bundle`: libraries for a machine with a GPU, compiled where there is none, so that it need not compile.
 
 ``python benchmarks/gpu_bundle.py`` compiles into ``gpu-bundle/``, for every architecture or those named in
-GRADSTAT_CUDA_ARCHITECTURES, and writes down what from; `install` takes them from there, unless the sources have changed.
+GRADSTAT_CUDA_ARCHITECTURES, and writes down what from; `install` takes them from there, unless the sources changed.
 Python and torch may be others than those they were compiled with, for their interfaces are the stable ones.
 """
 
@@ -32,7 +32,7 @@ def install(root: Path = ROOT) -> bool:
         return False
     made = json.loads(manifest.read_text())
     remedy = "Make it again (`make gpu-bundle`), or delete gpu-bundle/ to compile here."
-    if made["sources"] != _hash_of_sources(root):
+    if made["sources"] != hash_of_sources(root):
         raise RuntimeError(
             "gpu-bundle/ is stale: expected libraries compiled from csrc/, setup.py and gradstat/_fields.py as they "
             f"are here, got some compiled from others. {remedy}"
@@ -50,7 +50,7 @@ def install(root: Path = ROOT) -> bool:
 
 def make(root: Path = ROOT) -> None:
     """Compiles the libraries into the bundle."""
-    bundle, sources = root / "gpu-bundle", _hash_of_sources(root)
+    bundle, sources = root / "gpu-bundle", hash_of_sources(root)
     shutil.rmtree(bundle, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", folder, "--build-temp", folder]
@@ -78,7 +78,7 @@ def describe(bundle: Path, sources: str) -> None:
         print(f"{path.relative_to(bundle.parent)}: {path.stat().st_size / 1e6:.1f} MB")
 
 
-def _hash_of_sources(root: Path) -> str:
+def hash_of_sources(root: Path) -> str:
     files = [*sorted((root / "csrc").glob("*.*")), root / "setup.py", root / "gradstat" / "_fields.py"]
     return hashlib.sha256("".join(f"{path.name} {_hash(path)}\n" for path in files).encode()).hexdigest()
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TypedDict
 
 ROWS = Path(__file__).with_suffix(".jsonl")
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "compatibility.md"
 MARKED = re.compile(r"(<!-- cells -->\n).*?(<!-- end of cells -->)", re.DOTALL)
+OLDEST_TORCH = (2, 10)
 SPECIAL = {
     "numpy-1": "numpy 1",
     "no-triton": "Triton not installed",
-    "source": "built from the source distribution, with a C++ compiler and no nvcc",
+    "source": "compiled from the source distribution with this torch's headers, CPU and CUDA code",
     "too-old": "a torch that is too old, installed after gradstat",
 }
 
@@ -26,7 +28,8 @@ class Row(TypedDict, total=False):
         special: What is special about the cell; empty, or "tests" if the main tests ran, if nothing is.
         date: When it was run.
         wheel: The wheel's name.
-        found: What the first use printed, or the closing line of tests, or what was said.
+        found: What the first use printed, or the closing line of tests, or what was said; `torch_names` if they were
+            compiled with the oldest torch.
         outcome: "passed", "failed: …" or "not run: …".
     """
 
@@ -56,6 +59,18 @@ def record(row: Row) -> None:
 def rendered(document: str) -> str:
     """``document`` with its tables brought up to date."""
     return MARKED.sub(lambda match: match[1] + tables(recorded()) + match[2], document)
+
+
+def is_oldest(torch: str) -> bool:
+    """Whether it is a release of the oldest torch that gradstat claims."""
+    return tuple(_version(torch)[:2]) == OLDEST_TORCH
+
+
+def torch_names() -> list[str]:
+    """The headers, macros, functions and types of torch that csrc uses."""
+    code = "\n".join(path.read_text() for path in sorted((ROOT / "csrc").glob("*.*")))
+    used = re.findall(r"<(torch/[^>]+)>|\b((?:STABLE_|STD_)?TORCH_\w+|aoti_torch_\w+|(?:torch|c10)::[\w:]+)", code)
+    return sorted({header or name for header, name in used})
 
 
 def tables(rows: list[Row]) -> str:
@@ -93,7 +108,11 @@ def _outcome(rows: list[Row]) -> str:
 def _special_outcome(row: Row) -> str:
     if row["outcome"] != "passed":
         return row["outcome"].splitlines()[0]
-    return f"`{row['found']['says']}`" if "says" in row["found"] else f"first use, {row['found']['cpu']}"
+    found = row["found"]
+    cuda = f", CUDA library for {found['cuda']} loads" if "cuda" in found else ""
+    if row["special"] == "source" and not cuda:  # GRADSTAT_CUDA=1 fails without one
+        cuda = ", CUDA library compiles and this torch cannot load it"
+    return f"`{found['says']}`" if "says" in found else f"first use, {found['cpu']}{cuda}"
 
 
 def _key(row: Row) -> tuple[str, str, str]:

@@ -25,7 +25,6 @@ import compatibility
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-OLDEST_TORCH = (2, 10)
 TOO_OLD = "2.9.1"
 NO_TORCH = "there is no"
 UV = (sys.executable, "-m", "uv", "pip")
@@ -162,13 +161,23 @@ def without_triton(environment: Environment, cell: Cell, wheel: Path) -> dict[st
 
 
 def from_source(environment: Environment, cell: Cell, wheel: Path) -> dict[str, str]:
-    """The source distribution that lies beside the wheel, with a C++ compiler and no nvcc."""
+    """The source distribution that lies beside the wheel, compiled with this torch's headers, for CPU and CUDA.
+
+    For one architecture, since what is compiled for each of them has no headers of torch in it.
+    """
     source = next(wheel.parent.glob("gradstat-*.tar.gz"), None)
     if source is None:
         raise NotRunError(f"no source distribution lies beside {wheel.name}")
     environment.install_torch(f"torch=={cell.torch}", "numpy", "setuptools>=77")
-    environment.install("--no-build-isolation", source, GRADSTAT_CUDA="0")
-    return environment.first_use()
+    variables = {"GRADSTAT_CUDA": "1", "GRADSTAT_CUDA_ARCHITECTURES": "90"}
+    try:
+        environment.install("--no-build-isolation", "--no-cache", source, **variables)
+    except CellError as error:
+        if "no nvcc was found" in str(error):
+            raise NotRunError("no nvcc on this machine") from error
+        raise
+    names = {"names": " ".join(compatibility.torch_names())} if compatibility.is_oldest(cell.torch) else {}
+    return environment.first_use() | environment.cuda_library() | names
 
 
 def torch_too_old(environment: Environment, cell: Cell, wheel: Path) -> dict[str, str]:
@@ -196,10 +205,10 @@ def torch_releases() -> list[str]:
     versions = re.findall(r"(\d+)\.(\d+)\.(\d+)", listed.partition("Available versions:")[2].partition("\n")[0])
     newest: dict[tuple[int, int], int] = {}
     for major, minor, patch in ((int(a), int(b), int(c)) for a, b, c in versions):
-        if (major, minor) >= OLDEST_TORCH:
+        if (major, minor) >= compatibility.OLDEST_TORCH:
             newest[major, minor] = max(patch, newest.get((major, minor), 0))
     if not newest:
-        raise SystemExit(f"pip offers no torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}:\n{listed}")
+        raise SystemExit(f"pip offers no torch >= {'.'.join(map(str, compatibility.OLDEST_TORCH))}:\n{listed}")
     return [f"{major}.{minor}.{patch}" for (major, minor), patch in sorted(newest.items())]
 
 
@@ -223,7 +232,8 @@ def planned(releases: list[str]) -> Iterator[Cell]:
     for torch in reversed(releases[1:-1]):
         yield Cell(own, torch)
     yield Cell(own, ends[0], "no-triton")
-    yield Cell(own, ends[0], "source")
+    for torch in reversed(releases):
+        yield Cell(own, torch, "source")
     yield Cell(own, ends[0], "numpy-1")
     yield Cell(own, TOO_OLD, "too-old")
     for python in PYTHONS:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -83,6 +84,17 @@ def demands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Demands:
         return demands_of(Path(archive.extract("gradstat/_C.abi3.so", tmp_path_factory.mktemp("library"))))
 
 
+@pytest.fixture(scope="module", params=["_C", "_C_cuda"])
+def library(request: pytest.FixtureRequest) -> tuple[str, Demands]:
+    """Each of both with its name; that of CUDA, which no test's wheel holds, as it was compiled in place."""
+    if request.param == "_C":
+        return "_C", request.getfixturevalue("demands")
+    path = ROOT / "gradstat" / "_C_cuda.abi3.so"
+    if not path.exists() and (shutil.which("nvcc") is None or os.environ.get("GRADSTAT_CUDA") == "0"):
+        pytest.skip("there is no nvcc on PATH to compile CUDA code with, or GRADSTAT_CUDA=0")
+    return "_C_cuda", demands_of(path)
+
+
 def installed(wheel: Path, folder: Path) -> Path:
     """The Python of a new environment in ``folder`` that holds the wheel, and sees torch and the rest of this one."""
     venv.create(folder, with_pip=False, symlinks=True)
@@ -153,17 +165,19 @@ def test_the_library_tells_nothing_about_the_machine_that_built_it(demands: Dema
     assert [path for path in demands.paths if path.startswith(homes)] == []
 
 
-def test_the_library_loads_with_every_python_that_the_tag_promises(demands: Demands) -> None:
+def test_the_library_loads_with_every_python_that_the_tag_promises(library: tuple[str, Demands]) -> None:
+    name, demands = library
     asked = {name for name in demands.symbols if name.startswith(("Py", "_Py"))}
     assert asked
-    for name in asked:
-        entry = FUNCTIONS.get(Symbol(name)) or DATAS.get(Symbol(name))
-        assert entry is not None, f"{name} is not in Python's limited API"
-        assert entry.added <= PyVersion(3, 10), f"{name} came with Python {entry.added}"
-    assert demands.exported == {"PyInit__C"}
+    for symbol in asked:
+        entry = FUNCTIONS.get(Symbol(symbol)) or DATAS.get(Symbol(symbol))
+        assert entry is not None, f"{symbol} is not in Python's limited API"
+        assert entry.added <= PyVersion(3, 10), f"{symbol} came with Python {entry.added}"
+    assert demands.exported == {f"PyInit_{name}"}
 
 
-def test_the_library_takes_from_torch_only_its_stable_interface(demands: Demands) -> None:
+def test_the_library_takes_from_torch_only_its_stable_interface(library: tuple[str, Demands]) -> None:
+    demands = library[1]
     include = Path(torch.__file__).parent / "include" / "torch" / "csrc"
     headers = [include / "stable" / "c" / "shim.h", *(include / "inductor" / "aoti_torch" / "c").glob("*.h")]
     declared = "\n".join(path.read_text() for path in headers)
@@ -176,9 +190,38 @@ def test_the_library_takes_from_torch_only_its_stable_interface(demands: Demands
     assert unversioned == set()
     assert {version.split("_")[0] for version in others.values() if version} <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
     system = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
+    system.add("ld-linux-x86-64.so.2")  # of CUDA's runtime, which is linked in
     # By libtorch a CUDA build of torch brings libtorch_cuda.
     assert {"libtorch.so", "libtorch_cpu.so", "libc10.so"} <= demands.libraries
     assert demands.libraries <= system | {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
+
+
+def test_csrc_uses_nothing_of_torch_that_the_oldest_did_not_compile() -> None:
+    rows = [row for row in compatibility.recorded() if row["special"] == "source" and row["outcome"] == "passed"]
+    names = next(row["found"]["names"].split() for row in rows if compatibility.is_oldest(row["torch"]))
+    assert set(compatibility.torch_names()) - set(names) == set(), (
+        "compile them with it: `make wheel`, `python tests/matrix.py dist/*.whl --cell 3.11/2.10.0/source --write`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "gpus", "compiles_cuda"),
+    [
+        ("demo", "No devices were found", False),
+        ("demo", "GPU 0: a card", True),
+        ("test", "No devices were found", True),
+    ],
+)
+def test_make_compiles_cuda_code_for_tests_and_for_a_gpu(
+    target: str, gpus: str, compiles_cuda: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    printed = run("make", "-n", f"VENV={tmp_path}", target, cwd=ROOT, PATH=path)
+    (build,) = [line for line in printed.splitlines() if "build_ext" in line]
+    assert build.startswith("GRADSTAT_CUDA=0 ") != compiles_cuda
+    assert f'-e ".[{target}]"' in printed
 
 
 def test_first_use_of_the_wheel_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
