@@ -115,7 +115,7 @@ class Published(NamedTuple):
     case: str
     milliseconds: float
     device: str = "H100"
-    source: str = "https://github.com/NVIDIA-NeMo/Automodel/pull/3685"
+    source: str = "pull request 3685 of NeMo Automodel"
 
 
 PUBLISHED = (

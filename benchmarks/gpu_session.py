@@ -151,8 +151,11 @@ def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
     import tables
 
     lines = [[outcome.part, outcome.how, f"{outcome.seconds:.0f} s"] for outcome in outcomes]
-    parts = [f"\n== {name}: what came of it\n", tables.grid(["part", "outcome", "time"], lines, 2)]
-    for device in rows.devices(session.results):
+    parts, devices = [], rows.devices(session.results)
+    if any(outcome.how == "STOPPED" for outcome in outcomes):  # else programs have shown their rows themselves
+        parts += [tables.everything(device) for device in devices]
+    parts += [f"\n== {name}: what came of it\n", tables.grid(["part", "outcome", "time"], lines, 2)]
+    for device in devices:
         parts += [goals.table(device), tables.where(device), ""]
     return "\n".join(parts)
 
@@ -192,9 +195,9 @@ def _merge_and_render(folder: Path) -> int:
 
 def plan(results: str) -> Iterator[str]:
     """What to type, line by line."""
-    yield "On a machine with a GPU, from the root of the checkout, each in under eight minutes, all in about half an"
-    yield "hour. `make gpu-bundle` before makes libraries that are taken along, so that nothing is compiled there. Bring"
-    yield "back what is in the folder of results, and merge it: `make gpu-merge FOLDER=...`."
+    yield "On a machine with a GPU, from the root of the checkout; all together take half an hour at most. What"
+    yield "`make gpu-bundle` leaves in gpu-bundle/ is taken along, so that nothing is compiled there. What is in the"
+    yield "folder of results afterwards is brought back and merged: `make gpu-merge FOLDER=...`."
     for number, (name, command) in enumerate(COMMANDS.items(), 1):
         most = sum(part.seconds for part in command.parts) / 60
         yield f"\n{number}. {command.what} ({most:.0f} min at most):"

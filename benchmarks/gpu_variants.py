@@ -186,8 +186,12 @@ def timed(
     append(made, "gpu_variants", results)
 
 
-def measure_triton(rounds: int, results: Path) -> None:
-    """Other warps and chunks, as source with other numbers: Triton reads constants when it compiles."""
+def measure_triton(rounds: int, results: Path) -> int:
+    """Other warps and chunks, as source with other numbers: Triton reads constants when it compiles.
+
+    Returns how many of them failed.
+    """
+    failed = 0
     for warps, chunk in ((4, 4096), (2, 2048), (8, 4096), (4, 2048), (4, 8192)):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder)
@@ -204,6 +208,8 @@ def measure_triton(rounds: int, results: Path) -> None:
             run = subprocess.run(command, env=environment, check=False)
             if run.returncode != 0:
                 print(f"Triton with {warps} warps and chunks of {chunk} vectors failed")
+                failed += 1
+    return failed
 
 
 def measure_triton_here(name: str, rounds: int, results: Path) -> None:
@@ -228,8 +234,7 @@ def main() -> int:
         measure_triton_here(arguments.triton, arguments.rounds, arguments.results)
         return 0
     if arguments.only == "triton":
-        measure_triton(arguments.rounds, arguments.results)
-        return 0
+        return int(measure_triton(arguments.rounds, arguments.results) > 0)
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     architecture = arguments.compile
     if architecture is None:
@@ -246,9 +251,7 @@ def main() -> int:
             return 0
         sys.path.insert(0, str(ROOT))
         measure_cuda(libraries, arguments.rounds, arguments.results)
-    if arguments.only is None:
-        measure_triton(arguments.rounds, arguments.results)
-    return 0
+    return 0 if arguments.only == "cuda" else int(measure_triton(arguments.rounds, arguments.results) > 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from gradstat.bench.memory import quiet
+
 # torch.cuda.synchronize(), which ends the profile, is cudaDeviceSynchronize and not among them.
 _WAITS = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
@@ -30,7 +32,7 @@ def count(call: Callable[[], object]) -> Counts:
         call()
     if on_gpu:
         torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with quiet(), profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         call()
         if on_gpu:
             torch.cuda.synchronize()

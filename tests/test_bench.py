@@ -301,8 +301,11 @@ def test_peak_memory_is_exact() -> None:
 def test_the_cache_is_known_and_flushed() -> None:
     assert 1 << 18 <= machine.cache_bytes(CPU) < 1 << 34
     flush = machine.Flush(CPU)
+    before = flush._buffer._version
     flush()
     assert flush._buffer.numel() * 4 >= 2 * machine.cache_bytes(CPU) - 4
+    assert flush._buffer._version == before  # read, not written
+    assert flush._buffer.all()  # zeros may be one page that is seen everywhere
 
 
 def tiny(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
