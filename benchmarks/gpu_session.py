@@ -54,8 +54,11 @@ def installed(session: Session) -> Part | None:
     """Makes the compiled libraries available: None if prebuilt ones are, else the part that compiles them in place."""
     import gpu_bundle
 
-    if gpu_bundle.install():
-        return None
+    try:
+        if gpu_bundle.install():
+            return None
+    except RuntimeError as error:  # it is stale or damaged, and says so
+        sys.exit(str(error))
     words = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     return Part("build", 240, lambda session: words, {"GRADSTAT_CUDA": "1" if session.on_gpu else "0"})
 

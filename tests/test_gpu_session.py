@@ -110,6 +110,15 @@ def test_libraries_are_taken_from_the_bundle_or_compiled(
     assert outcomes(recorded, "passed") == {"build": 0}
 
 
+def test_a_stale_bundle_stops_with_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def install() -> bool:
+        raise RuntimeError("gpu-bundle/ is stale")
+
+    monkeypatch.setitem(sys.modules, "gpu_bundle", SimpleNamespace(install=install))  # type: ignore[arg-type]
+    with pytest.raises(SystemExit, match="gpu-bundle/ is stale"):
+        gpu_session.installed(Session(Path()))
+
+
 def test_every_part_is_a_program_that_is_there_and_the_limits_are_half_an_hour() -> None:
     total = 0.0
     for command in COMMANDS.values():
