@@ -159,7 +159,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "correctness": Command(
         "the tests that reach a device, and random tensors held against an exact account",
-        (Part("tests", 300, _tests), Part("random tensors", 50, _fuzz)),
+        (Part("tests", 280, _tests), Part("random tensors", 40, _fuzz)),
     ),
     "costs": Command(
         "what must cost nothing, launches and syncs counted, compute-sanitizer",
@@ -170,13 +170,13 @@ COMMANDS = {
             _sanitized("racecheck", 60),
             _sanitized("synccheck", 45),
             _sanitized("initcheck", 60),
-            _sanitized("memcheck", 60, RANDOM_TENSORS),
+            _sanitized("memcheck", 50, RANDOM_TENSORS),
         ),
     ),
     "bandwidth": Command(
         "every list of gradients in every dtype, growth in bytes and in tensors",
         (
-            Part("lists", 180, _suite("lists", seconds=1.0)),
+            Part("lists", 170, _suite("lists", seconds=1.0)),
             Part("growth in tensors", 50, _suite("growth in tensors", seconds=0.5)),
             Part("growth in tensors, warm", 50, _suite("growth in tensors, warm", seconds=0.5)),
             Part("growth in bytes", 60, _suite("growth in bytes", seconds=0.5)),
@@ -195,10 +195,10 @@ COMMANDS = {
     ),
     "variants": Command(
         "the kernels compiled with other constants, in turn",
-        (Part("CUDA", 220, _variants("cuda")), Part("Triton", 100, _variants("triton"))),
+        (Part("CUDA", 190, _variants("cuda")), Part("Triton", 100, _variants("triton"))),
     ),
     "numerics": Command(
         "norms of 6,000 vectors of each dtype against exact ones",
-        (Part("numerics", 180, _numerics),),
+        (Part("numerics", 150, _numerics),),
     ),
 }

@@ -131,7 +131,7 @@ def test_every_part_is_a_program_that_is_there_and_the_limits_are_half_an_hour()
                 files = [word for word in words if word.endswith(".py")]
                 assert files or "tests" in words
                 assert all((ROOT / file).exists() for file in files)
-    assert total <= 32 * 60
+    assert total <= 30 * 60
 
 
 def test_modules_with_tests_on_a_device_are_known() -> None:
