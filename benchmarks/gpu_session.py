@@ -198,10 +198,10 @@ def _merge_and_render(folder: Path) -> int:
 
 def plan(results: str) -> Iterator[str]:
     """What to type, line by line."""
-    yield "On a machine with a GPU, from the root of the checkout; all together take half an hour at most. They need torch,"
-    yield "Triton, numpy, pytest and hypothesis there (pytest-xdist to be quick), and no network. What `make gpu-bundle`"
-    yield "leaves in gpu-bundle/ is taken along, so that nothing is compiled there. What is in the folder of results"
-    yield "afterwards is brought back and merged: `make gpu-merge FOLDER=...`."
+    yield "On a machine with a GPU, from the root of the checkout; all together take half an hour at most."
+    yield "Needed there: torch, Triton, numpy, pytest and hypothesis (pytest-xdist to be quick), and no network."
+    yield "What `make gpu-bundle` leaves in gpu-bundle/ is taken along, so that nothing is compiled there; what is in"
+    yield "the folder of results afterwards is brought back and merged: `make gpu-merge FOLDER=...`."
     for number, (name, command) in enumerate(COMMANDS.items(), 1):
         most = sum(part.seconds for part in command.parts) / 60
         yield f"\n{number}. {command.what} ({most:.0f} min at most):"
