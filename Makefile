@@ -109,8 +109,18 @@ gpu-code: $(VENV)/.for-bench ## Compile all GPU code without a GPU and hold it a
 	$(BIN)/python tests/gpu_gates/check_cuda.py
 	$(BIN)/python tests/gpu_gates/check_triton.py
 
-gpu: ## On a machine with a GPU: build with the system's Python and torch, test, sanitize, count, measure
-	$(PYTHON) benchmarks/gpu_session.py
+# Rows and a log of what runs on a GPU go there, until they are merged.
+RESULTS ?= gpu-results
+
+.PHONY: gpu-plan gpu-merge
+gpu-plan: ## Print the commands for a GPU that is rented by the half hour, each of under eight minutes
+	@$(PYTHON) benchmarks/gpu_session.py plan --results $(RESULTS)
+
+gpu: ## Run them all here, with the system's Python and torch: test, sanitize, count, measure
+	$(PYTHON) benchmarks/gpu_session.py all --results $(RESULTS)
+
+gpu-merge: $(VENV)/.built ## Take rows that came back (FOLDER=gpu-results) into benchmarks/results, redraw and rewrite
+	$(BIN)/python benchmarks/gpu_session.py merge $(or $(FOLDER),$(RESULTS))
 
 .PHONY: gpu-bundle
 gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that)

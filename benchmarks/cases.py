@@ -5,11 +5,11 @@ Everything that measures lists of gradients runs over `PROVIDERS` x `CASES` x th
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,9 @@ from gradstat.bench.steps import WrongAnswerError, naive_loop
 
 Shape = tuple[int, ...]
 
-FLOAT8 = torch.float8_e4m3fn
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, FLOAT8)
+Dtypes = torch.dtype | tuple[torch.dtype, ...]  # of a list: one, or several in turn
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
 COMMON = (torch.float32, torch.bfloat16)
 ANYWHERE = frozenset({"cpu", "cuda"})
 
@@ -42,7 +43,7 @@ class Case:
 
     name: str
     shapes: Callable[[], list[Shape]]
-    dtypes: tuple[torch.dtype, ...] = COMMON
+    dtypes: tuple[Dtypes, ...] = COMMON
     devices: frozenset[str] = ANYWHERE
     quick: bool = False
     full: bool = True
@@ -69,14 +70,24 @@ def experts_shapes() -> list[Shape]:
 
 
 def mixed_shapes() -> list[Shape]:
-    """500 tensors of 225 M elements in all, from 100 elements to 8.9 M, some of odd sizes, in random order."""
-    sizes = [100] * 354 + [1_001] * 24 + [9_999] * 24 + [100_000] * 49 + [120_000] * 24 + [8_868_900] * 24
-    sizes.append(225_000_000 - sum(sizes))
-    random.Random(0).shuffle(sizes)
-    return [(size,) for size in sizes]
+    """500 matrices of 225 M elements in all, from 10 x 10 to 2,978 x 2,978, some of odd sizes, in random order.
+
+    The mix behind the published figure is not known; number, elements and dtypes are what was published of it.
+    """
+    sides = [10] * 354 + [31] * 24 + [99] * 24 + [316] * 49 + [346] * 24 + [2_978] * 24
+    shapes: list[Shape] = [(side, side) for side in sides]
+    shapes.append(((225_000_000 - sum(side * side for side in sides)) // 8, 8))
+    random.Random(0).shuffle(shapes)
+    return shapes
 
 
+MIXED, LARGEST = "500 mixed matrices of 225 M", "one tensor of 1.536 G"
+# Those for a GPU alone first: time there may run out.
 CASES = (
+    Case("one tensor of 256 M", lambda: [(1 << 28,)], (*DTYPES, torch.float8_e5m2), frozenset({"cuda"})),
+    Case(LARGEST, lambda: [(1_536_000_000,)], (torch.bfloat16,), frozenset({"cuda"})),
+    Case(MIXED, mixed_shapes, (COMMON, *COMMON), frozenset({"cuda"})),
+    Case("Llama 7B, 291 tensors", lambda: llama_shapes(1), (torch.bfloat16,), frozenset({"cuda"})),
     Case("300 tensors of 8x8", lambda: [(8, 8)] * 300, quick=True),
     Case("10,000 tensors of 64", lambda: [(64,)] * 10_000, quick=True),
     Case("5,000 tensors of small experts", experts_shapes),
@@ -84,12 +95,34 @@ CASES = (
     Case("ResNet-50, 161 tensors", lambda: [tuple(p.shape) for p in resnet(50, "meta").parameters()], quick=True),
     Case("GPT-2 small, 148 tensors", lambda: transformer_shapes(12, 768, 50257, context=1024)),
     Case("Llama 7B's list, width / 8", lambda: llama_shapes(8), devices=frozenset({"cpu"})),
-    Case("Llama 7B, 291 tensors", lambda: llama_shapes(1), (torch.bfloat16,), frozenset({"cuda"})),
-    Case("500 mixed tensors of 225 M", mixed_shapes, devices=frozenset({"cuda"})),
     Case("one tensor of 16 M", lambda: [(1 << 24,)], DTYPES, quick=True, full=False),
     Case("one tensor of 64 M", lambda: [(1 << 26,)], DTYPES, frozenset({"cpu"})),
-    Case("one tensor of 256 M", lambda: [(1 << 28,)], DTYPES, frozenset({"cuda"})),
-    Case("one tensor of 1.536 G", lambda: [(1_536_000_000,)], (torch.bfloat16,), frozenset({"cuda"})),
+)
+
+
+class Published(NamedTuple):
+    """What others say a clip takes them, norm and multiplication in place. Never a measurement of ours.
+
+    Attributes:
+        who: Whose clip.
+        case: The list it is about, as far as it is described.
+        milliseconds: As published.
+        device: Theirs.
+        source: Where.
+    """
+
+    who: str
+    case: str
+    milliseconds: float
+    device: str = "H100"
+    source: str = "pull request 3685 of NeMo Automodel"
+
+
+PUBLISHED = (
+    Published("NeMo Automodel", MIXED, 3.73),
+    Published("Transformer Engine", MIXED, 3.93),
+    Published("NeMo Automodel", LARGEST, 7.32),
+    Published("Transformer Engine", LARGEST, 7.89),
 )
 
 
@@ -136,8 +169,16 @@ class Input:
         return sum(g.numel() * g.element_size() for g in self.gradients)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.gradients[0].dtype
+    def dtype(self) -> Dtypes:
+        """Of all gradients; several where they take turns."""
+        found = tuple(dict.fromkeys(gradient.dtype for gradient in self.gradients))
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def widest(self) -> torch.dtype:
+        """What torch promotes them to."""
+        found = self.dtype
+        return found if isinstance(found, torch.dtype) else functools.reduce(torch.promote_types, found)
 
     @property
     def device(self) -> torch.device:
@@ -157,17 +198,28 @@ def parameter_of(gradient: Tensor) -> nn.Parameter:
     return parameter
 
 
-def input_of(shapes: list[Shape], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Input:
-    """Random gradients of these shapes, every one in memory of its own."""
-    block = (_SPREAD * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))).to(device).to(dtype)
-    gradients = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    _fill(gradients, block)
+def input_of(shapes: list[Shape], dtype: Dtypes = torch.float32, device: str = "cpu") -> Input:
+    """Random gradients of these shapes, every one in memory of its own; of several dtypes in turn."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    block = (_SPREAD * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))).to(device)
+    blocks = {each: block.to(each) for each in dtypes}
+    gradients = [torch.empty(shape, dtype=dtypes[i % len(dtypes)], device=device) for i, shape in enumerate(shapes)]
+
+    def restore() -> None:
+        for each, filling in blocks.items():
+            _fill([gradient for gradient in gradients if gradient.dtype == each], filling)
+
+    restore()
     size = sum(g.numel() * g.element_size() for g in gradients)
     one_piece = len(gradients) == 1 and size % 4 == 0
     words = gradients[0].view(-1).view(torch.float32) if one_piece else torch.ones(size // 4, device=device)
-    facts = facts_of(gradients)
-    parameters = [parameter_of(g) for g in gradients]
-    return Input(parameters, gradients, facts, words, partial(_fill, gradients, block))
+    return Input([parameter_of(g) for g in gradients], gradients, facts_of(gradients), words, restore)
+
+
+def bytes_of(shapes: list[Shape], dtype: Dtypes) -> int:
+    """Of gradients as `input_of` makes them."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    return sum(torch.Size(shape).numel() * dtypes[i % len(dtypes)].itemsize for i, shape in enumerate(shapes))
 
 
 def _fill(gradients: list[Tensor], block: Tensor) -> None:
@@ -228,7 +280,7 @@ class Provider:
 
 LIMIT = "plain read"
 CHECK, CHECK_TRITON = "gradstat.check", "gradstat.check, triton"
-STATS = "gradstat.stats"
+STATS, STATS_TRITON = "gradstat.stats", "gradstat.stats, triton"
 CLIP, CLIPPED = "gradstat clip, unclipped", "gradstat clip, clipped"
 TORCH_CLIP, TORCH_CLIPPED = "torch clip, unclipped", "torch clip, clipped"
 CLIP_LIMIT = "limit: read, then multiply"
@@ -268,7 +320,12 @@ def _check(given: Input, backend: str | None = None) -> gradstat.Report:
 
 
 def _not_float8(given: Input) -> bool:
-    return given.dtype != FLOAT8
+    return given.widest.itemsize > 1
+
+
+def _naive_serves(given: Input) -> bool:
+    # On a GPU it waits five times for every gradient: of thousands it would take the time of everybody else.
+    return _not_float8(given) and (given.device.type == "cpu" or len(given.gradients) <= 1000)
 
 
 def _gradstat_clip(name: str, share: float) -> Provider:
@@ -310,6 +367,12 @@ PROVIDERS = (
     ),
     Provider(STATS, lambda given: gradstat.stats(given.gradients), _read_table),
     Provider(
+        STATS_TRITON,
+        lambda given: gradstat.stats(given.gradients, backend="triton"),
+        _read_table,
+        serves=lambda given: given.device.type == "cuda",
+    ),
+    Provider(
         FOREACH_NORM,
         lambda given: torch._foreach_norm(given.gradients),
         _read_norms,
@@ -321,7 +384,7 @@ PROVIDERS = (
         lambda given: naive_loop(given.gradients),
         lambda result: dict(zip(("nonfinite", "norm", "low", "high"), result, strict=True)),
         TORCH_ERROR,
-        serves=_not_float8,
+        serves=_naive_serves,
     ),
     _gradstat_clip(CLIP, 2.0),
     _torch_clip(TORCH_CLIP, 2.0),
@@ -332,7 +395,7 @@ PROVIDERS = (
     Provider(CLIP_LIMIT, lambda given: (given.words.amax(), given.words.mul_(1.0)), serves=_not_float8),
     # The least anyone can do: read every byte once. Which way is fastest differs by machine, so that the limit is
     # the fastest of them. What they compute is no statistic of other dtypes, and is not looked at.
-    Provider(f"{LIMIT} (sum)", lambda given: given.words.view(given.dtype).sum(), serves=_not_float8),
+    Provider(f"{LIMIT} (sum)", lambda given: given.words.view(given.widest).sum(), serves=_not_float8),
     Provider(f"{LIMIT} (sum as float32)", lambda given: given.words.sum()),
     Provider(f"{LIMIT} (max as float32)", lambda given: given.words.amax()),
 )
@@ -358,13 +421,13 @@ def verify(provider: Provider, given: Input) -> float | None:
     Raises:
         WrongAnswerError: It is not so.
     """
-    rounding = torch.finfo(given.dtype).eps
-    tolerance = provider.tolerance + rounding * provider.rounded
+    tolerance = provider.tolerance + torch.finfo(given.widest).eps * provider.rounded
     if provider.factor is not None and given.bytes <= _COPIED_AT_MOST:
         copies = [gradient.clone() for gradient in given.gradients]
         provider.run(Input([parameter_of(g) for g in copies], copies, given.facts, given.words))
         for before, after in zip(given.gradients, copies, strict=True):
             wanted = before * provider.factor if provider.factor != 1 else before
+            rounding = torch.finfo(before.dtype).eps
             if not torch.allclose(after, wanted, rtol=provider.tolerance + 2 * rounding, atol=1e-6):
                 raise WrongAnswerError(f"{provider.name} did not multiply the gradients by {provider.factor}")
     said = provider.answer(provider.run(given))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from launched import process_group, show
-from rows import row
+from rows import add_arguments, row
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time added to a DDP step, on rank 0.")
     parser.add_argument("--model", choices=list(_SIZES), default="gpt-0.9m")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    add_arguments(parser)
     options = parser.parse_args()
     with process_group() as device:
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ def main() -> None:
             micro = Quartiles(*(1e6 * s for s in quartiles(sample.wall)))
             made.append(row(GROUP, case, name, "wall time", "us", micro, device))
             made.append(row(GROUP, case, name, "time ratio", "", ratios(sample.wall, plain), device))
-        show(made, options.record)
+        show(made, options)
 
 
 def _calls(size: Size, device: torch.device) -> dict[str, Callable[[], object]]:

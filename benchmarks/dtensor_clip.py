@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from launched import process_group, show
-from rows import Row, row
+from rows import Row, add_arguments, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -32,10 +32,10 @@ COUNTS = (300, 3000)
 def main() -> None:
     parser = argparse.ArgumentParser(description="Clips and checks of distributed gradients, on rank 0.")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    add_arguments(parser)
     options = parser.parse_args()
     with process_group() as device:
-        show([made for count in COUNTS for made in _measured(count, device, options.rounds)], options.record)
+        show([made for count in COUNTS for made in _measured(count, device, options.rounds)], options)
 
 
 def _measured(count: int, device: torch.device, rounds: int) -> list[Row]:

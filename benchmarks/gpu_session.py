@@ -1,230 +1,242 @@
-"""`make gpu`: everything that needs a GPU, in one command, without the network.
+"""What needs a GPU, as commands of under eight minutes each, for a machine that is rented by the half hour.
 
-Builds in place with this Python and its torch, runs the tests, less those that touch no device, `compute-sanitizer` on
-a short set, measures everything `suite.py` knows against torch, counts launches and syncs, and appends what it saw as
-rows under ``benchmarks/results/<device>/``. Ends with tables; exits non-zero if a step failed. ``plots.py`` and
-``render.py --write`` then bring charts and documents up to date.
+    python3 benchmarks/gpu_session.py plan                               # the commands, for `make gpu-plan`
+    python3 benchmarks/gpu_session.py bandwidth --results gpu-results    # one of them
+    python3 benchmarks/gpu_session.py all --results gpu-results          # one after the other, for `make gpu`
+    python3 benchmarks/gpu_session.py merge gpu-results                  # `make gpu-merge`: into benchmarks/results
+
+A command needs no network and nothing but the system's Python with torch, Triton, numpy and pytest (hypothesis too, and
+pytest-xdist to be quick). Rows and a log go to the folder of results as they are made, so that what is killed keeps
+what it had; every part has a time limit of its own. With ``--device cpu`` the same parts run small, as a rehearsal,
+whose rows `merge` refuses.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
-import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, NamedTuple
 
-if TYPE_CHECKING:
-    from rows import Row
-    from suite import Plan
+from gpu_plan import COMMAND_SECONDS, COMMANDS, Part, Session
 
-MEASURE_SECONDS = 540.0  # no further group is begun after that
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+GRACE_SECONDS = 10.0  # from being asked to end to being ended
+LEAST_SECONDS = 5.0  # a part is not begun with less
+LOG_BYTES = 8 << 20
 # The system's compiler and packages are not the pinned ones, so what they warn about is no error here.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "GRADSTAT_CUDA": "1", "GRADSTAT_WERROR": "0"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+    "PYTHONUNBUFFERED": "1",
+    "GRADSTAT_WERROR": "0",
+}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--skip", nargs="*", default=[], choices=list(STEPS), help="steps to leave out")
-    parser.add_argument("--only", nargs="*", choices=list(STEPS), help="steps to run, all if not given")
-    options = parser.parse_args()
-    if importlib.util.find_spec("torch") is None:
-        sys.exit(f"{sys.executable} has no torch; set PYTHON= to one that has, as in `make gpu PYTHON=python3.12`")
-    import torch
+class Outcome(NamedTuple):
+    """How a part ended: ``"passed"``, ``"FAILED"``, ``"STOPPED"`` at its limit or ``"not begun"`` for lack of time."""
 
-    if not torch.cuda.is_available():
-        sys.exit("torch sees no CUDA device here; `make gpu-code` proves what can be proven without one")
-    outcomes: dict[str, tuple[bool, float]] = {}
-    for name, step in STEPS.items():
-        if name in options.skip or (options.only and name not in options.only):
-            continue
-        print(f"\n== {name}: {step.__doc__}", flush=True)
-        start = time.monotonic()
-        try:
-            passed = step()
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-            passed = False
-        outcomes[name] = (passed, time.monotonic() - start)
-    print("\n== summary")
-    for name, (passed, seconds) in outcomes.items():
-        print(f"{name:<12} {'passed' if passed else 'FAILED':<8} {seconds:7.1f} s")
-    _record_outcomes(outcomes)
-    return 0 if all(passed for passed, _ in outcomes.values()) else 1
+    part: str
+    how: str
+    seconds: float
 
 
-def _run(*command: str, **environment: str) -> bool:
-    return subprocess.run(command, cwd=ROOT, env={**ENVIRONMENT, **environment}, check=False).returncode == 0
+def installed(session: Session) -> Part | None:
+    """Makes the compiled libraries available: None if prebuilt ones are, else the part that compiles them in place."""
+    import gpu_bundle
+
+    try:
+        if gpu_bundle.install():
+            return None
+    except RuntimeError as error:  # it is stale or damaged, and says so
+        sys.exit(str(error))
+    words = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return Part("build", 240, lambda session: words, {"GRADSTAT_CUDA": "1" if session.on_gpu else "0"})
 
 
-def build() -> bool:
-    """Compile the extension in place"""
-    return _run(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
+def run_command(name: str, session: Session) -> bool:
+    """Runs the parts of a command, ends with tables; whether all passed."""
+    end = time.monotonic() + COMMAND_SECONDS
+    session.results.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    with (session.results / "log.txt").open("a") as log:
+        build = installed(session)
+        for part in (*([build] if build else []), *COMMANDS[name].parts):
+            outcomes.append(run_part(part, session, log, end))
+            record(name, outcomes[-1], session)
+            if part is build and outcomes[-1].how != "passed":
+                break
+        _say(_summary(name, outcomes, session), log)
+    return all(outcome.how == "passed" for outcome in outcomes)
 
 
-# They touch no device, so they say the same as without a GPU, and some need packages that are not here.
-WITHOUT_A_DEVICE = (
-    "accelerate", "automatic", "crash_safety", "cuda_launchers", "cuda_on_host", "demo", "diagnosis", "diff",
-    "distributed", "documents", "faults", "gpu_session", "healthy", "life_leaks", "life_processes", "lightning",
-    "lightning_ranks", "loggers", "monitor_ranks", "numerics", "origin", "packaging", "pages", "recorder", "reference",
-    "replicas", "rules", "schedule", "tour", "transformers", "view",
-)  # fmt: skip
+def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
+    """Runs a part, at most until ``end``, with what it prints on the terminal and in the log."""
+    left = end - time.monotonic() - GRACE_SECONDS
+    seconds = min(part.seconds, session.most, left)
+    if left < LEAST_SECONDS:
+        return Outcome(part.name, "not begun", 0.0)
+    _say(f"\n== {part.name}, {seconds:.0f} s at most\n", log)
+    start = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            part.words(session),
+            cwd=ROOT,
+            env={**ENVIRONMENT, **part.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that it ends with all it has started
+        )
+    except OSError as error:
+        _say(f"{error}\n", log)
+        return Outcome(part.name, "FAILED", 0.0)
+    assert process.stdout is not None
+    reader = threading.Thread(target=_copy, args=(process.stdout, log), daemon=True)
+    reader.start()
+    try:
+        how = "passed" if process.wait(seconds) == 0 else "FAILED"
+    except subprocess.TimeoutExpired:
+        how = "STOPPED"
+    finally:
+        _end(process)
+        reader.join(GRACE_SECONDS)  # longer only if something left the group and still holds the pipe
+    return Outcome(part.name, how, time.monotonic() - start)
 
 
-def test() -> bool:
-    """The tests, less those that touch no device"""
-    left_out = [f"--ignore=tests/test_{name}.py" for name in WITHOUT_A_DEVICE]
-    options = ["-q", "-W", "default", "-p", "no:cacheprovider", "--durations=5"]
-    return _run(sys.executable, "-m", "pytest", *options, *left_out)
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends what is left of a part: at once if it has ended itself."""
+    for number, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
 
 
-# What compute-sanitizer looks for, and in what: random tensors are for memory errors, as they are slow under its eyes.
-SHORT_SET = ("tests/gpu_gates/short_set.py",)
-RANDOM_TENSORS = ("tests/fuzz.py", "--device", "cuda", "--seed", "1", "--tensors", "400", "--apart")
-WATCHED = (
-    ("memcheck", SHORT_SET),
-    ("racecheck", SHORT_SET),
-    ("initcheck", SHORT_SET),
-    ("synccheck", SHORT_SET),
-    ("memcheck", RANDOM_TENSORS),
-)
+def _copy(stream: IO[str], log: IO[str]) -> None:
+    with stream:
+        for line in stream:
+            _say(line, log)
 
 
-def sanitize() -> bool:
-    """Compute-sanitizer: memory errors, races, memory read before it was written, barriers"""
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not os.path.exists(sanitizer):
-        print("compute-sanitizer not found: memory errors and races were not looked for")
-        return False
-    passed = True
-    for tool, program in WATCHED:
-        command = (sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, *program)
-        # Torch's caching allocator would hide overruns between blocks of one allocation.
-        found_nothing = _run(*command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        print(f"{tool} of {program[0]}: {'nothing found' if found_nothing else 'FAILED'}", flush=True)
-        passed = passed and found_nothing
-    return passed
+def _say(text: str, log: IO[str]) -> None:
+    print(text, end="", flush=True)
+    if log.tell() < LOG_BYTES:
+        log.write(text)
+        log.flush()
 
 
-def measure() -> bool:
-    """Times against torch, memory, launches and syncs, in ten minutes at most"""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import suite
-    import tables
-    import torch
-    from rows import append
-
-    plan = suite.Plan(torch.device("cuda"), full=True, seconds=1.0)
-    started = time.monotonic()
-    rows: list[Row] = []
-    for made in suite.measure(plan, suite.GROUPS):
-        rows += made
-        if time.monotonic() - started > MEASURE_SECONDS:
-            print(f"time is over after the group {made[0].group!r}; `python benchmarks/suite.py --full` does the rest")
-            break
-    rows += _counts(plan)
-    print(tables.everything(rows))
-    print(f"rows appended to {append(rows, 'full').relative_to(ROOT)}")
-    return True
-
-
-def _counts(plan: Plan) -> list[Row]:
-    """Launches and syncs of stats, check and clip, by backend, and of steps of optimizers."""
-    import torch
-    from cases import CASES, input_of
-    from gpu_counts import count
-    from rows import row
-
-    import gradstat
-
-    rows: list[Row] = []
-    for case in CASES:
-        if not case.quick:
-            continue
-        given = input_of(case.shapes(), torch.float32, "cuda")
-        for backend in ("native", "triton"):
-            for name, call in (
-                ("stats", partial(gradstat.stats, given.gradients, backend=backend)),
-                ("check", partial(gradstat.check, given.parameters, backend=backend)),
-                ("clip", partial(gradstat.clip_grad_norm_, given.parameters, 2 * given.max_norm, backend=backend)),
-            ):
-                for metric, value in count(call)._asdict().items():
-                    rows.append(row("counts", case.name, f"gradstat {backend} {name}", metric, "", value, plan.device))
-    return rows + _counts_of_optimizer_steps(plan)
-
-
-def _counts_of_optimizer_steps(plan: Plan) -> list[Row]:
-    """Launches and syncs from gradients to parameters; what the gradients are does not matter."""
-    import optimizer_steps
-    from gpu_counts import count
-    from rows import row
-    from step_providers import providers_for
-
-    rows: list[Row] = []
-    shapes = next(case.shapes() for case in optimizer_steps.STEP_CASES if case.name == optimizer_steps.QUICK_CASE)
-    for choice in optimizer_steps.OPTIMIZERS:
-        for circumstance in optimizer_steps.CIRCUMSTANCES:
-            setting = optimizer_steps.Setting(shapes, choice, circumstance, "cuda")
-            case_name = optimizer_steps.case_name(optimizer_steps.QUICK_CASE, choice, circumstance)
-            for provider in providers_for(setting):
-                for metric, value in count(partial(provider.run, setting))._asdict().items():
-                    rows.append(row("counts", case_name, provider.name, metric, "", value, plan.device))
-    return rows
-
-
-def _record_outcomes(outcomes: dict[str, tuple[bool, float]]) -> None:
-    sys.path.insert(0, str(ROOT))
+def record(command: str, outcome: Outcome, session: Session) -> None:
+    """Outcomes are rows too."""
     import torch
     from rows import append, row
 
-    device = torch.device("cuda")
-    append(
-        (
-            row("make gpu", name, "make gpu", "passed", "", float(passed), device)
-            for name, (passed, _) in outcomes.items()
-        ),
-        "gpu_session",
-    )
+    of = {"device": torch.device(session.device)}
+    about = (f"gpu session, {command}", outcome.part, "make gpu")
+    passed = row(*about, "passed", "", float(outcome.how == "passed"), **of)
+    stopped = row(*about, "stopped", "", float(outcome.how in ("STOPPED", "not begun")), **of)
+    append([passed, stopped, row(*about, "time", "s", outcome.seconds, **of)], "gpu_session", session.results)
 
 
-def numerics() -> bool:
-    """Errors of norms against exact ones, 100,000 vectors for each dtype and backend"""
-    return _run(sys.executable, "-W", "ignore", "benchmarks/numerics.py", "--record")
+def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
+    import goals
+    import rows
+    import tables
+
+    lines = [[outcome.part, outcome.how, f"{outcome.seconds:.0f} s"] for outcome in outcomes]
+    parts, devices = [], rows.devices(session.results)
+    if any(outcome.how == "STOPPED" for outcome in outcomes):  # else programs have shown their rows themselves
+        parts += [tables.everything(device) for device in devices]
+    parts += [f"\n== {name}: what came of it\n", tables.grid(["part", "outcome", "time"], lines, 2)]
+    for device in devices:
+        parts += [goals.table(device), tables.where(device), ""]
+    return "\n".join(parts)
 
 
-def ranks() -> bool:
-    """Distributed gradients over NCCL, with as many ranks as there are GPUs"""
+def merge(folder: Path, results: Path = RESULTS) -> list[Path]:
+    """Appends the rows below ``folder`` that are not yet there to ``results``; returns the files that grew.
+
+    Raises:
+        SystemExit: There are no rows, or some are of a CPU. Nothing is appended then.
+    """
+    import rows
+
+    found = [(path, rows.read(path)) for path in sorted(folder.rglob("*.jsonl"))]
+    if not any(listed for _, listed in found):
+        sys.exit(f"expected rows (*.jsonl) below {folder}, got none; give the folder that --results named")
+    for path, listed in found:
+        rehearsed = [row.device for row in listed if not row.driver]
+        if rehearsed:
+            sys.exit(f"{path} holds rows of {rehearsed[0]}, which is no GPU; those of a rehearsal are no results")
+    grown = []
+    for path, listed in found:
+        target = results / rows.slug(listed[0].device) / path.name
+        known = set(rows.read(target)) if target.exists() else set()
+        new = [row for row in listed if row not in known]
+        if new:
+            grown.append(rows.append(new, path.stem, results))
+    return grown
+
+
+def _merge_and_render(folder: Path) -> int:
+    for path in dict.fromkeys(merge(folder)):
+        print(f"appended to {path.relative_to(ROOT)}")
+    for words in (["benchmarks/plots.py"], ["benchmarks/render.py", "--write"]):
+        subprocess.run([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, check=True)
+    return 0
+
+
+def plan(results: str) -> Iterator[str]:
+    """What to type, line by line."""
+    yield "On a machine with a GPU, from the root of the checkout; all together take half an hour at most."
+    yield "Needed there: torch, Triton, numpy, pytest and hypothesis (pytest-xdist to be quick), and no network."
+    yield "What `make gpu-bundle` leaves in gpu-bundle/ is taken along, so that nothing is compiled there; what is in"
+    yield "the folder of results afterwards is brought back and merged: `make gpu-merge FOLDER=...`."
+    for number, (name, command) in enumerate(COMMANDS.items(), 1):
+        most = sum(part.seconds for part in command.parts) / 60
+        yield f"\n{number}. {command.what} ({most:.0f} min at most):"
+        yield f"   python3 benchmarks/gpu_session.py {name} --results {results}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["plan", *COMMANDS, "all", "merge"])
+    parser.add_argument("folder", nargs="?", type=Path, help="what to merge")
+    parser.add_argument("--results", type=Path, default=Path("gpu-results"), help="the folder for rows and the log")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
+    parser.add_argument("--most", type=float, default=COMMAND_SECONDS, help="seconds for each part at most")
+    options = parser.parse_args(arguments)
+    if options.command == "plan":
+        print("\n".join(plan(str(options.results))))
+        return 0
+    if importlib.util.find_spec("torch") is None:
+        parser.error(f"{sys.executable} has no torch; use the Python that has, as in `make gpu PYTHON=python3.12`")
+    sys.path.insert(0, str(ROOT))
+    if options.command == "merge":
+        if options.folder is None:
+            parser.error("merge needs the folder to merge, as in `make gpu-merge FOLDER=gpu-results`")
+        return _merge_and_render(options.folder)
+    session = Session(options.results.resolve(), options.device, options.most)
+    if session.results.is_relative_to(RESULTS):
+        parser.error(f"--results must not lie in {RESULTS}: rows get there by `merge` alone")
     import torch
 
-    count = str(torch.cuda.device_count())
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    scripts = ("benchmarks/dtensor_clip.py", "benchmarks/ddp_step.py")
-    passed = [_run(*launcher, script, "--record", PYTHONPATH=path) for script in scripts]
-    return all(passed)
+    if session.on_gpu and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here; `make gpu-code` proves what can be proven without one")
+    chosen = list(COMMANDS) if options.command == "all" else [options.command]
+    passed = [run_command(name, session) for name in chosen]
+    return 0 if all(passed) else 1
 
-
-def variants() -> bool:
-    """The ladder of kernel variants"""
-    return _run(sys.executable, "benchmarks/gpu_variants.py")
-
-
-STEPS: dict[str, Callable[[], bool]] = {
-    "build": build,
-    "test": test,
-    "sanitize": sanitize,
-    "measure": measure,
-    "numerics": numerics,
-    "ranks": ranks,
-    "variants": variants,
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 Each variant is the launchers and kernels alone, compiled for this device with other constants (needs nvcc), loaded
 beside the others and called with the same tensors, so that differences are the kernels' own. Triton's variants are
 other constants in its modules. Takes about three minutes on a GPU; ``--compile`` only compiles, on any machine, and
-prints registers and spills. Rows go to ``benchmarks/results/<device>/gpu_variants.jsonl``.
+prints registers and spills. Rows go to ``benchmarks/results/<device>/gpu_variants.jsonl`` as they are made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rows import Row
     from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,10 +138,9 @@ def cases() -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-def measure_cuda(libraries: dict[str, Path], rounds: int) -> list[Row]:
+def measure_cuda(libraries: dict[str, Path], rounds: int, results: Path) -> None:
     import torch
 
-    rows = []
     for case, make in cases().items():
         tensors = make()
         kernels = {name: Kernels(ctypes.CDLL(str(path)), tensors) for name, path in libraries.items()}
@@ -163,17 +161,16 @@ def measure_cuda(libraries: dict[str, Path], rounds: int) -> list[Row]:
                 for name, kernel in kernels.items()
                 if not (kind == "clip, clipped" and "wrong" in name)
             }
-            rows += timed("cuda variants", f"{kind}: {case}", tensors, calls, rounds)
+            timed("cuda variants", f"{kind}: {case}", tensors, calls, rounds, results)
         del tensors, kernels, first
-    return rows
 
 
 def timed(
-    group: str, case: str, tensors: list[Tensor], calls: dict[str, Callable[[], object]], rounds: int
-) -> list[Row]:
-    """Rows of device time, printed as they come."""
+    group: str, case: str, tensors: list[Tensor], calls: dict[str, Callable[[], object]], rounds: int, results: Path
+) -> None:
+    """Rows of device time, printed and appended."""
     import torch
-    from rows import row
+    from rows import append, row
 
     from gradstat.bench.timing import Quartiles, interleaved, quartiles
 
@@ -181,14 +178,20 @@ def timed(
     device = torch.device("cuda")
     made = []
     for name, sample in interleaved(calls, rounds, 5, device=device).items():
+        if not sample.device:
+            raise RuntimeError(f"{name}: the host did not get ahead of the device, so there is no device time")
         time = Quartiles(*(1e6 * seconds for seconds in quartiles(sample.device)))
         made.append(row(group, case, name, "device time", "us", time, device, bytes=size, tensors=len(tensors)))
         print(f"{case:<46} {name:<32} {time.median:10.1f} us {size / time.median / 1e3:8.0f} GB/s", flush=True)
-    return made
+    append(made, "gpu_variants", results)
 
 
-def measure_triton(rounds: int) -> None:
-    """Other warps and chunks, as source with other numbers: Triton reads constants when it compiles."""
+def measure_triton(rounds: int, results: Path) -> int:
+    """Other warps and chunks, as source with other numbers: Triton reads constants when it compiles.
+
+    Returns how many of them failed.
+    """
+    failed = 0
     for warps, chunk in ((4, 4096), (2, 2048), (8, 4096), (4, 2048), (4, 8192)):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder)
@@ -201,33 +204,37 @@ def measure_triton(rounds: int) -> None:
                 (kernels / file).write_text(text)
             environment = {**os.environ, "PYTHONPATH": f"{copy}:{ROOT / 'benchmarks'}"}
             command = [sys.executable, __file__, "--triton", f"{warps} warps, chunks of {chunk // 64} KB"]
-            run = subprocess.run([*command, "--rounds", str(rounds)], env=environment, check=False)
+            command += ["--rounds", str(rounds), "--results", str(results)]
+            run = subprocess.run(command, env=environment, check=False)
             if run.returncode != 0:
                 print(f"Triton with {warps} warps and chunks of {chunk} vectors failed")
+                failed += 1
+    return failed
 
 
-def measure_triton_here(name: str, rounds: int) -> list[Row]:
+def measure_triton_here(name: str, rounds: int, results: Path) -> None:
     import gradstat
 
-    rows = []
     for case, make in cases().items():
         tensors = make()
         calls: dict[str, Callable[[], object]] = {name: partial(gradstat.stats, tensors, backend="triton")}
-        rows += timed("triton variants", f"statistics: {case}", tensors, calls, rounds)
-    return rows
+        # A group of its own: this is another process, and of a group the rows of the newest one count.
+        timed(f"triton variants, {name}", f"statistics: {case}", tensors, calls, rounds, results)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile, for instance for 90")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=["cuda", "triton"], help="these kernels")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder of rows")
     parser.add_argument("--triton", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.triton:
-        from rows import append
-
-        append(measure_triton_here(arguments.triton, arguments.rounds), "gpu_variants")
+        measure_triton_here(arguments.triton, arguments.rounds, arguments.results)
         return 0
+    if arguments.only == "triton":
+        return int(measure_triton(arguments.rounds, arguments.results) > 0)
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     architecture = arguments.compile
     if architecture is None:
@@ -243,11 +250,8 @@ def main() -> int:
         if arguments.compile:
             return 0
         sys.path.insert(0, str(ROOT))
-        from rows import append
-
-        print(f"rows appended to {append(measure_cuda(libraries, arguments.rounds), 'gpu_variants')}")
-    measure_triton(arguments.rounds)
-    return 0
+        measure_cuda(libraries, arguments.rounds, arguments.results)
+    return 0 if arguments.only == "cuda" else int(measure_triton(arguments.rounds, arguments.results) > 0)
 
 
 if __name__ == "__main__":

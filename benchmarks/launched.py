@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,11 +30,11 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def show(made: Sequence[Row], record: bool) -> None:
-    """On rank 0 a table and, if wished, rows; their threads are those of all ranks."""
+def show(made: Sequence[Row], options: argparse.Namespace) -> None:
+    """On rank 0 a table and, if wished (`rows.add_arguments`), rows; their threads are those of all ranks."""
     if dist.get_rank() != 0:
         return
     print(tables.plainly(made))
-    if record:
+    if options.record:
         everywhere = [replace(row, threads=row.threads * dist.get_world_size()) for row in made]
-        print(f"recorded in {append(everywhere, 'full')}")
+        print(f"recorded in {append(everywhere, 'full', options.results)}")

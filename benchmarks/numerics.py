@@ -385,19 +385,22 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="another seed, other vectors")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
+    rows_module.add_arguments(parser)
     options = parser.parse_args()
     families = sum(map(len, KINDS.values()))
     steps = families * len(_lengths(-(-options.vectors // families), np.random.default_rng()))
     with tempfile.TemporaryDirectory() as folder, Progress(steps * len(options.dtypes), "measuring") as progress:
         known = providers(options.device, _built_on_host(Path(folder)) if options.device.type == "cpu" else None)
-        errors = measure(options.dtypes, options.vectors, options.seed, known, progress)
-    made = as_rows(errors, options.device)
+        made: list[Row] = []
+        for dtype in options.dtypes:
+            errors = measure([dtype], options.vectors, options.seed, known, progress)
+            of_dtype = as_rows(errors, options.device)
+            made += of_dtype
+            if options.record:
+                rows_module.append(of_dtype, GROUP, options.results)
+            for (_, kind, name), each in errors.items():
+                print(f"{dtype}, {kind}, {name}: the worst among {each.family!r}", flush=True)
     print(tables.norm_errors(made))
-    for (dtype, kind, name), each in errors.items():
-        print(f"{dtype}, {kind}, {name}: the worst among {each.family!r}")
-    if options.record:
-        print(f"rows appended to {rows_module.append(made, GROUP).relative_to(ROOT)}")
     return 0
 
 

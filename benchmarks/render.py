@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import goals
 import optimizer_steps
 import plots
 import rows
@@ -48,6 +49,13 @@ def steps_of_optimizers(folder: Path) -> str:
     """For docs/performance.md: the tables about steps of optimizers of every device that has them."""
     members = [[row for row in device if row.group == optimizer_steps.GROUP] for device in rows.devices()]
     return "".join(tables.everything(each) for each in members if each)
+
+
+def judged_goals(folder: Path) -> str:
+    """For docs/performance.md: the goals on a GPU, by the rows of every GPU there is; without one, what they are."""
+    gpus = [device for device in rows.devices() if device[-1].driver]
+    parts = [goals.table(device) + "\n" + tables.where(device) for device in gpus] or [goals.table([])]
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
 def numerics(folder: Path) -> str:
@@ -91,6 +99,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "everything": everything,
     "optimizer_steps": steps_of_optimizers,
+    "goals": judged_goals,
     "numerics": numerics,
     "fuzz": fuzzed,
     "leaks": leaks,

@@ -5,6 +5,7 @@ Plots and tables read rows and nothing else, so that no figure is ever typed by 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -82,7 +83,7 @@ def row(
     *,
     bytes: int = 0,
     tensors: int = 0,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
 ) -> Row:
     """A row about ``device``, its circumstances filled in."""
     low, median, high = value if isinstance(value, Quartiles) else (None, value, None)
@@ -101,10 +102,16 @@ def row(
         threads=torch.get_num_threads(),
         time=_now(),
         group=group,
-        dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
+        dtype=dtype_name(dtype),
         tensors=tensors,
         run=_run(),
     )
+
+
+def dtype_name(dtype: torch.dtype | tuple[torch.dtype, ...] | None) -> str:
+    """As rows have it, such as ``"float32"``, or ``"float32 and bfloat16"`` of a list with both."""
+    several = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
+    return " and ".join(str(each).removeprefix("torch.") for each in several)
 
 
 def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
@@ -115,6 +122,12 @@ def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
     with replacing(path) as file:
         file.write(earlier + "".join(json.dumps(asdict(each)) + "\n" for each in listed).encode())
     return path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a program that records rows."""
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="record them below this folder instead")
 
 
 def slug(device: str) -> str:

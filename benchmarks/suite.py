@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
+import counts
 import optimizer_steps
 import step_providers
 import tables
@@ -28,9 +28,11 @@ from cases import (
     NAIVE,
     TORCH_CLIP,
     Case,
+    Dtypes,
     Input,
     Provider,
     Shape,
+    bytes_of,
     input_of,
     providers_for,
     small_transformer,
@@ -38,7 +40,7 @@ from cases import (
 )
 from models import TRAININGS, Training
 from optimizer_steps import CIRCUMSTANCES, Circumstance, OptimizerChoice, Setting
-from rows import RESULTS, Row, append, row
+from rows import Row, add_arguments, append, dtype_name, row
 
 import gradstat
 from gradstat._plan import gradients_of, source_of
@@ -83,7 +85,7 @@ def compare(
     group: str,
     case: str,
     shapes: list[Shape],
-    dtype: torch.dtype,
+    dtype: Dtypes,
     choose: Callable[[Input], list[Provider]],
 ) -> list[Row]:
     """Every chosen provider held against the truth, then timed, interleaved, ``before`` ahead of each call.
@@ -147,11 +149,10 @@ def lists(plan: Plan) -> Work:
             continue
         shapes = case.shapes()
         single = len(shapes) == 1
-        elements = sum(torch.Size(shape).numel() for shape in shapes)
         for dtype in case.dtypes if plan.full or single else case.dtypes[:1]:
-            if not _fits(plan, elements * dtype.itemsize):
+            if not _fits(plan, bytes_of(shapes, dtype)):
                 continue
-            what = f"{case.name}, {str(dtype).removeprefix('torch.')}"
+            what = f"{case.name}, {dtype_name(dtype)}"
             yield what, partial(compare, plan, flush, "lists", case.name, shapes, dtype, providers_for)
 
 
@@ -341,21 +342,19 @@ GROUPS: dict[str, Callable[[Plan], Work]] = {
     "growth in tensors": growth_in_tensors,
     "growth in tensors, warm": warm_growth_in_tensors,
     "memory": memory,
+    counts.GROUP: lambda plan: counts.counts(plan.device, [case for case in CASES if case.quick]),
 }
 QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
 
 
 def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
-    """Runs groups, with a progress bar over all of them; yields the rows of each when it is done."""
-    work = {group: list(GROUPS[group](plan)) for group in groups}
-    with Progress(sum(map(len, work.values())), "measuring") as progress:
-        for items in work.values():
-            made: list[Row] = []
-            for what, call in items:
-                progress.describe(what)
-                made += call()
-                progress.advance()
-            yield made
+    """Runs groups, with a progress bar over all of them; yields the rows of every piece of work when it is done."""
+    work = [item for group in groups for item in GROUPS[group](plan)]
+    with Progress(len(work), "measuring") as progress:
+        for what, call in work:
+            progress.describe(what)
+            yield call()
+            progress.advance()
 
 
 def main() -> int:
@@ -364,17 +363,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="for the rounds of one comparison (default 3, full 4)")
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="record them below this folder instead")
+    add_arguments(parser)
     options = parser.parse_args()
     plan = Plan(torch.device(options.device), options.full, options.seconds or (4.0 if options.full else 3.0))
     groups = options.only or (GROUPS if options.full else QUICK)
+    if plan.device.type == "cpu" and not options.only:
+        groups = [group for group in groups if group != counts.GROUP]  # there are none
     print(f"{machine.description(plan.device)}; {machine.versions()}", flush=True)
     rows: list[Row] = []
     recorded = None
     for made in measure(plan, groups):
         rows += made
-        if options.record:
+        if options.record and made:
             recorded = append(made, "full" if options.full else "quick", options.results)
     print(tables.everything(rows))
     if recorded is not None:

@@ -14,6 +14,9 @@ from cases import (
     FOREACH_NORM,
     LIMIT,
     NAIVE,
+    PUBLISHED,
+    STATS,
+    STATS_TRITON,
     TORCH_CLIP,
     TORCH_CLIPPED,
     TORCH_LOOP_CLIP,
@@ -26,6 +29,7 @@ from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
 
 _MEASURING = [CHECK, CHECK_TRITON, FOREACH_NORM, NAIVE]
+_ON_DEVICE = [STATS, STATS_TRITON, FOREACH_NORM]  # what waits for the device has no time there
 _CLIPPING = [
     CLIP,
     TORCH_CLIP,
@@ -97,9 +101,12 @@ def _relative(row: Row | None, base: Row | None) -> str:
 def measuring(rows: Sequence[Row], metric: str = "wall time") -> str:
     """Statistics against the fastest plain read of the same bytes."""
     fastest, cases = limits(rows, metric), _by_case(rows, metric)
-    columns = [name for name in _MEASURING if any(name in found for found in cases.values())]
+    known = _ON_DEVICE if metric == "device time" else _MEASURING
+    columns = [name for name in known if any(name in found for found in cases.values())]
     lines = []
     for key, found in cases.items():
+        if key not in fastest:
+            continue
         limit = fastest[key]
         rate = f" ({limit.bytes / limit.value / 1e3:.1f} GB/s)"
         lines.append([*key, in_time(limit.value) + rate, *(_relative(found.get(name), limit) for name in columns)])
@@ -110,11 +117,26 @@ def clipping(rows: Sequence[Row], metric: str = "wall time") -> str:
     """Clips, torch's with their ratio to gradstat's."""
     lines = []
     for key, found in _by_case(rows, metric).items():
-        if _CLIPPING[0] in found:
-            unclipped, clipped = found[_CLIPPING[0]], found[_CLIPPING[3]]
+        if {CLIP, CLIPPED} <= found.keys():
+            unclipped, clipped = found[CLIP], found[CLIPPED]
             base = [None, unclipped, unclipped, None, clipped, clipped]
             lines.append([*key, *(_relative(found.get(n), b) for n, b in zip(_CLIPPING, base, strict=True))])
     return grid(["gradients", "dtype", *_CLIPPING], lines, 2)
+
+
+def published(rows: Sequence[Row]) -> str:
+    """What others published about a clip that clips, beside what was measured here: not on the same machine."""
+    lines = []
+    for (case, dtype), found in _by_case(rows, "wall time").items():
+        theirs = [each for each in PUBLISHED if each.case == case]
+        if theirs and CLIPPED in found:
+            said = [f"{each.who}: {each.milliseconds} ms ({each.device})" for each in theirs]
+            lines.append([case, dtype, in_time(found[CLIPPED].value), "; ".join(said)])
+    if not lines:
+        return ""
+    sources = ", ".join(dict.fromkeys(each.source for each in PUBLISHED))
+    title = f"Beside figures published by others, which nobody measured here ({sources}):\n\n"
+    return title + grid(["gradients", "dtype", CLIPPED, "published"], lines, 2)
 
 
 def accuracy(rows: Sequence[Row]) -> str:
@@ -220,7 +242,7 @@ def optimizer_steps(rows: Sequence[Row], metric: str = "wall time") -> str:
     """From gradients to parameters, each way with its ratio to a guarded step."""
     lines = []
     for (case, _), found in _by_case(rows, metric).items():
-        base = found[GUARDED]
+        base = found.get(GUARDED)
         cells = [_relative(found.get(name), None if name == GUARDED else base) for name in _STEPPING]
         lines.append([*case.split(SEPARATOR), *cells])
     return grid([*_SETTING, *_STEPPING], lines, len(_SETTING))
@@ -348,6 +370,8 @@ def _section(name: str, rows: list[Row]) -> list[str]:
         parts += ["Clips, caches flushed (in brackets: times gradstat's):\n", clipping(rows)]
         if on_device:
             parts += ["The same on the device alone:\n", clipping(rows, "device time")]
+        beside = published(rows)
+        parts += [beside] if beside else []
         return [*parts, "Relative error of the norm (clips return it in the gradients' dtype):\n", accuracy(rows)]
     if name == GROUP:
         return _optimizer_steps(rows)

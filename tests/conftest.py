@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +48,23 @@ def where(request: pytest.FixtureRequest) -> tuple[str, str]:
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def skip_unless_fused() -> Callable[[Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], str], None]:
+    """Skips what torch itself refuses to fuse on a device, as torch 2.11 does Adagrad on a GPU."""
+
+    def skip(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(2, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            make([parameter]).step()
+        except RuntimeError as error:
+            if "`fused=True` requires all the params" not in str(error):
+                raise
+            pytest.skip(f"torch: {error}")
+
+    return skip
 
 
 @pytest.fixture

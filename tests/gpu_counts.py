@@ -1,11 +1,13 @@
 """Counts the kernels a call runs on the GPU and how often it makes the host wait, with torch's profiler."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from gradstat.bench.memory import quiet
 
 # torch.cuda.synchronize(), which ends the profile, is cudaDeviceSynchronize and not among them.
 _WAITS = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
@@ -18,14 +20,33 @@ class Counts(NamedTuple):
     syncs: int
 
 
+def busy_device() -> None:
+    """Makes the device sleep some 25 ms, one launch: what is asked of it then has not arrived when the host looks."""
+    torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+
+
 def count(call: Callable[[], object]) -> Counts:
-    """Counts one call after three that warm up."""
+    """Counts one call after three that warm up. Without a GPU there is nothing to count."""
+    on_gpu = torch.cuda.is_available()
     for _ in range(3):
         call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        call()
+    if on_gpu:
         torch.cuda.synchronize()
-    events = list(profiler.events())
-    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith(("Memcpy", "Memset"))]
-    return Counts(len(kernels), sum(e.name in _WAITS for e in events))
+    with quiet(), profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return counts_of(profiler.events())
+
+
+def counts_of(events: Iterable[Any]) -> Counts:
+    """Of what the profiler recorded. Ranges that annotate (``Optimizer.step`` opens one) show up on the device too."""
+    listed = list(events)
+    kernels = [
+        event
+        for event in listed
+        if event.device_type == DeviceType.CUDA
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    return Counts(len(kernels), sum(event.name in _WAITS for event in listed))

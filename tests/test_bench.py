@@ -301,8 +301,11 @@ def test_peak_memory_is_exact() -> None:
 def test_the_cache_is_known_and_flushed() -> None:
     assert 1 << 18 <= machine.cache_bytes(CPU) < 1 << 34
     flush = machine.Flush(CPU)
+    before = flush._buffer._version
     flush()
     assert flush._buffer.numel() * 4 >= 2 * machine.cache_bytes(CPU) - 4
+    assert flush._buffer._version == before  # read, not written
+    assert flush._buffer.all()  # zeros may be one page that is seen everywhere
 
 
 def tiny(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -324,7 +327,7 @@ def test_every_axis_runs(case: Case, plan: suite.Plan) -> None:
         made = suite.compare(plan, lambda: None, "lists", case.name, tiny(case.shapes()), dtype, cases.providers_for)
         timed = [row.provider for row in made if row.metric == "wall time"]
         assert sorted(timed) == sorted(provider.name for provider in serving)
-        assert {row.dtype for row in made} == {str(dtype)[6:]}
+        assert {row.dtype for row in made} == {rows.dtype_name(dtype)}
 
 
 def test_shapes_are_those_of_the_models() -> None:
@@ -411,7 +414,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_what_is_recorded_is_what_is_shown(recorded: tuple[Path, str], tmp_path: Path) -> None:
     (device,) = rows.devices(recorded[0])
-    assert {row.group for row in device} == set(suite.GROUPS)
+    assert {row.group for row in device} == set(suite.GROUPS) - {"counts"}
     assert all(row.device and row.versions and row.threads and row.time and row.run for row in device)
     assert tables.everything(device) in recorded[1]
     for shown in (tables.everything(device), tables.summary(device)):

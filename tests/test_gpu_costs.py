@@ -1,4 +1,4 @@
-"""What checks and clips must not cost on a GPU: memory, compilations, the caller's order of work.
+"""What checks and clips must not cost on a GPU: memory, compilations, the order of work. Alone: it reads free memory.
 
 Without a GPU the same promises are held against a runtime that stands in for CUDA's, in test_cuda_launchers.py.
 """

@@ -55,7 +55,7 @@ def _on_cpu(call: Callable[[], object], prepare: Callable[[], object]) -> int:
 
 
 def _torch_peak(call: Callable[[], object]) -> int:
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     held = peak = 0
     for event in profiler.profiler.kineto_results.events():
@@ -76,7 +76,7 @@ def _python_peak(call: Callable[[], object], prepare: Callable[[], object]) -> i
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps what the profiler's C++ part says about itself off the terminal."""
     sys.stderr.flush()
     kept = os.dup(2)

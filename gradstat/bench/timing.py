@@ -7,14 +7,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from gradstat.bench.machine import synchronize
 
-# About a tenth of a millisecond on the GPU, in which the host gets ahead of it.
-_HEAD_START_CYCLES = 200_000
+_HOST_TIMES = 2.0  # that the GPU sleeps for while the host queues a call
+_LEAST_HEAD_START, _LONGEST_HEAD_START = 1e-4, 0.5  # seconds
+_CALIBRATING_CYCLES = 20_000_000
+_TRIES = 2  # at a call that the host does not get ahead with
 
 
 class Quartiles(NamedTuple):
@@ -32,8 +35,9 @@ class Samples:
     Attributes:
         wall: From the call to the end of all its work, a final sync included.
         host: Until the call returned. On a CPU the same as ``wall``.
-        device: On a GPU, between events around the call on a busy queue: kernels, and waits the call itself
-            makes, but no launch latency. Empty on a CPU.
+        device: On a GPU, between events around the call: its kernels and copies, but no time of the host, which
+            queued all of it while the GPU slept. Rounds in which it did not are left out, so this is empty for a
+            call that waits for the GPU or launches more than the queue holds (1,024), and on a CPU.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -76,6 +80,7 @@ def interleaved(
     """
     device = device or torch.device("cpu")
     samples = {name: Samples() for name in calls}
+    tries = dict.fromkeys(calls, _TRIES if device.type == "cuda" and device_time else 0)
     order, shuffle = list(calls), random.Random(0).shuffle
     for number in range(warmup + rounds):
         shuffle(order)
@@ -89,10 +94,11 @@ def interleaved(
             synchronize(device)
             end = time.perf_counter()
             on_device = None
-            if device.type == "cuda" and device_time:
+            if tries[name]:
                 if before is not None:
                     before(name)
-                on_device = _device_seconds(calls[name])
+                on_device = _device_seconds(calls[name], returned - start)
+                tries[name] = _TRIES if on_device is not None else tries[name] - 1
             if number >= warmup:
                 samples[name].wall.append(end - start)
                 samples[name].host.append(returned - start)
@@ -103,12 +109,30 @@ def interleaved(
     return samples
 
 
-def _device_seconds(call: Callable[[], object]) -> float:
+def _device_seconds(call: Callable[[], object], host: float) -> float | None:
+    """Seconds on the device of a call that takes ``host`` seconds to queue; None if the device was awake before."""
+    asleep = max(_LEAST_HEAD_START, _HOST_TIMES * host)
+    if asleep > _LONGEST_HEAD_START:
+        return None
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    torch.cuda._sleep(int(asleep * _cycles_per_second()))
     start.record()
     call()
     end.record()
+    was_asleep = not start.query()
     end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1e3
+    return start.elapsed_time(end) / 1e3 if was_asleep else None
+
+
+@cache
+def _cycles_per_second() -> float:
+    """The fastest the GPU's clock was seen to run: a slower one sleeps longer, which does no harm."""
+    fastest = 0.0
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(_CALIBRATING_CYCLES)
+        end.record()
+        end.synchronize()
+        fastest = max(fastest, _CALIBRATING_CYCLES / (start.elapsed_time(end) / 1e3))
+    return fastest

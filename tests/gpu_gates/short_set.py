@@ -1,4 +1,4 @@
-"""A short set of calls that reaches every path of the CUDA kernels, for compute-sanitizer to watch.
+"""A short set of calls that reaches every path of the CUDA and Triton kernels, for compute-sanitizer to watch.
 
 Needs a GPU; run by `make gpu`. Results are held against the reference, so it also fails on wrong numbers.
 """
@@ -38,6 +38,7 @@ def main() -> None:
         native = gradstat.stats(group, backend="native")
         reference = gradstat.stats(group, backend="reference")
         assert torch.equal(native[:, FIELDS], reference[:, FIELDS])
+        assert torch.equal(gradstat.stats(group, backend="triton")[:, FIELDS], reference[:, FIELDS])
     for group in groups[:4]:
         clones = [tensor.clone() for tensor in group if bool(tensor.isfinite().all())]
         parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in clones]
@@ -45,8 +46,10 @@ def main() -> None:
             parameter.grad = clone
         norm = gradstat.clip_grad_norm_(parameters, 1e9)
         assert torch.equal(norm, gradstat.clip_grad_norm_(parameters, 0.5))
-    native, reference = (_backends.resolve(name, "cuda") for name in ("native", "reference"))
+    native, triton, reference = (_backends.resolve(name, "cuda") for name in ("native", "triton", "reference"))
     for group in groups:
+        if all(tensor.element_size() > 1 for tensor in group):
+            triton.scale_each_([tensor.clone() for tensor in group], torch.arange(len(group), device="cuda").double())
         scaled = [tensor.clone() for tensor in group]
         assert torch.equal(native.unscale_(scaled, torch.tensor(0.3, device="cuda")), native.check(scaled)[0])
         native.scale_each_(scaled, torch.arange(len(group), device="cuda").double() / 2)

@@ -1,0 +1,60 @@
+"""Launches and host syncs of statistics, checks and clips, by backend, and of steps of optimizers, on a GPU.
+
+Counted by torch's profiler; a CPU, where there are none, runs the same calls and counts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import optimizer_steps
+import torch
+from cases import Case, input_of
+from rows import Row, row
+from step_providers import providers_for
+
+import gradstat
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from gpu_counts import count
+
+GROUP = "counts"
+
+
+def counts(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    """What to count, by name."""
+    for case in cases:
+        yield f"counts, {case.name}", partial(_of_calls, device, case)
+    for choice in optimizer_steps.OPTIMIZERS:
+        yield f"counts, {choice.name}", partial(_of_steps, device, choice)
+
+
+def _counted(device: torch.device, case: str, provider: str, call: Callable[[], object]) -> list[Row]:
+    return [row(GROUP, case, provider, metric, "", value, device) for metric, value in count(call)._asdict().items()]
+
+
+def _of_calls(device: torch.device, case: Case) -> list[Row]:
+    given = input_of(case.shapes(), torch.float32, str(device))
+    made = []
+    for backend in ("native", "triton") if device.type == "cuda" else ("native",):
+        for name, call in (
+            ("stats", partial(gradstat.stats, given.gradients, backend=backend)),
+            ("check", partial(gradstat.check, given.parameters, backend=backend)),
+            ("clip", partial(gradstat.clip_grad_norm_, given.parameters, 2 * given.max_norm, backend=backend)),
+        ):
+            made += _counted(device, case.name, f"gradstat {backend} {name}", call)
+    return made
+
+
+def _of_steps(device: torch.device, choice: optimizer_steps.OptimizerChoice) -> list[Row]:
+    """From gradients to parameters, of one list: which it is does not matter."""
+    case, made = optimizer_steps.STEP_CASES[0], []
+    for circumstance in optimizer_steps.CIRCUMSTANCES:
+        setting = optimizer_steps.Setting(case.shapes(), choice, circumstance, str(device))
+        name = optimizer_steps.case_name(case.name, choice, circumstance)
+        for provider in providers_for(setting):
+            made += _counted(device, name, provider.name, partial(provider.run, setting))
+    return made

@@ -1,0 +1,204 @@
+"""What `gpu_session` runs on a machine with a GPU: commands, each of parts, each of a program and a time limit.
+
+The limits of all parts together are half an hour; within a command and a part, what matters most comes first. In a
+rehearsal (device ``"cpu"``) the same programs run small.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+COMMAND_SECONDS = 470.0  # of all parts of a command together
+
+
+class Session(NamedTuple):
+    """What every part is told.
+
+    Attributes:
+        results: The folder for rows and the log.
+        device: ``"cuda"``, or ``"cpu"`` for a rehearsal.
+        most: Seconds for a part at most, whatever its own limit.
+    """
+
+    results: Path
+    device: str = "cuda"
+    most: float = COMMAND_SECONDS
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program that is run as part of a command.
+
+    Attributes:
+        name: As outcomes have it.
+        seconds: It is stopped after so many.
+        words: The program and its arguments, on a GPU and in a rehearsal.
+        environment: What it finds besides what all parts do.
+    """
+
+    name: str
+    seconds: float
+    words: Callable[[Session], list[str]]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+# Test modules with tests on a device; test_gpu_costs looks at free memory and runs alone.
+ON_A_DEVICE = (
+    "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "fuzz", "host_path",
+    "life_threads", "multiply", "ops", "replay_state", "step", "total_norm", "triton",
+)  # fmt: skip
+WORKERS = min(8, os.cpu_count() or 1)
+
+
+def _pytest(*arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        "--durations=5",
+        *arguments,
+    ]
+
+
+def _tests(session: Session) -> list[str]:
+    """Of those modules what runs on a GPU: by its marker, by a parameter's id, or as Triton's own tests do."""
+    if not session.on_gpu:
+        return _pytest("tests/test_accumulation.py")
+    side_by_side = ["-n", str(WORKERS), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+    return _pytest("-k", "cuda or triton", *side_by_side, *(f"tests/test_{name}.py" for name in ON_A_DEVICE))
+
+
+def _fuzz(session: Session) -> list[str]:
+    tensors = "50000" if session.on_gpu else "300"
+    return [sys.executable, "tests/fuzz.py", "--device", session.device, "--seed", "1", "--tensors", tensors]
+
+
+def _suite(*groups: str, seconds: float) -> Callable[[Session], list[str]]:
+    def words(session: Session) -> list[str]:
+        rest = ["--full", "--seconds", str(seconds)] if session.on_gpu else ["--seconds", "0.01"]
+        recorded = ["--device", session.device, "--record", "--results", str(session.results)]
+        return [sys.executable, "benchmarks/suite.py", "--only", *groups, *recorded, *rest]
+
+    return words
+
+
+# Torch's own kernels, by what their mangled names have in them: what is left are gradstat's, of CUDA and of Triton.
+# That way round, a filter that fits nothing costs time and hides nothing.
+OF_TORCH = "kns=at6native,kns=at_cuda_detail"
+SHORT_SET = ("tests/gpu_gates/short_set.py",)
+# Random tensors are for memory errors alone, as they are slow under a sanitizer's eyes.
+RANDOM_TENSORS = ("tests/fuzz.py", "--device", "cuda", "--seed", "1", "--tensors", "400", "--apart")
+
+
+def _sanitized(tool: str, seconds: float, program: tuple[str, ...] = SHORT_SET) -> Part:
+    """A program under one of compute-sanitizer's tools. Initcheck has to see who wrote what ours read."""
+
+    def words(session: Session) -> list[str]:
+        sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+        filtered = [] if tool == "initcheck" else ["--kernel-name-exclude", OF_TORCH]
+        return [sanitizer, "--tool", tool, *filtered, "--error-exitcode", "9", sys.executable, *program]
+
+    # Torch's caching allocator would hide overruns between blocks of one allocation.
+    name = f"{tool} of {Path(program[0]).stem}"
+    return Part(name, seconds, words, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
+def _ranks(script: str) -> Callable[[Session], list[str]]:
+    """On as many ranks as there are GPUs, over NCCL; in a rehearsal on one."""
+
+    def words(session: Session) -> list[str]:
+        processes = "gpu" if session.on_gpu else "1"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes]
+        return [*launcher, f"benchmarks/{script}", "--record", "--results", str(session.results)]
+
+    return words
+
+
+def _variants(kernels: str) -> Callable[[Session], list[str]]:
+    def words(session: Session) -> list[str]:
+        how = ["--results", str(session.results)] if session.on_gpu else ["--compile", "90"]
+        return [sys.executable, "benchmarks/gpu_variants.py", "--only", kernels, *how]
+
+    return words
+
+
+def _numerics(session: Session) -> list[str]:
+    vectors = ["--vectors", "6000"] if session.on_gpu else ["--vectors", "13", "--dtypes", "float32", "bfloat16"]
+    recorded = ["--device", session.device, "--record", "--results", str(session.results)]
+    return [sys.executable, "-W", "ignore", "benchmarks/numerics.py", *vectors, *recorded]
+
+
+class Command(NamedTuple):
+    """One of the commands.
+
+    Attributes:
+        what: For the plan.
+        parts: In order.
+    """
+
+    what: str
+    parts: tuple[Part, ...]
+
+
+COMMANDS = {
+    "correctness": Command(
+        "the tests that reach a device, and random tensors held against an exact account",
+        (Part("tests", 280, _tests), Part("random tensors", 40, _fuzz)),
+    ),
+    "costs": Command(
+        "what must cost nothing, launches and syncs counted, compute-sanitizer",
+        (
+            Part("test_gpu_costs", 50, lambda session: _pytest("tests/test_gpu_costs.py")),
+            Part("counts", 50, _suite("counts", seconds=1.0)),
+            _sanitized("memcheck", 45),
+            _sanitized("racecheck", 60),
+            _sanitized("synccheck", 45),
+            _sanitized("initcheck", 60),
+            _sanitized("memcheck", 50, RANDOM_TENSORS),
+        ),
+    ),
+    "bandwidth": Command(
+        "every list of gradients in every dtype, growth in bytes and in tensors",
+        (
+            Part("lists", 170, _suite("lists", seconds=1.0)),
+            Part("growth in tensors", 50, _suite("growth in tensors", seconds=0.5)),
+            Part("growth in tensors, warm", 50, _suite("growth in tensors, warm", seconds=0.5)),
+            Part("growth in bytes", 60, _suite("growth in bytes", seconds=0.5)),
+        ),
+    ),
+    "steps": Command(
+        "what is added to training steps, steps of optimizers, the host path, memory, ranks",
+        (
+            Part("training steps", 170, _suite("steps", seconds=8.0)),
+            Part("host path", 20, _suite("host path", seconds=1.0)),
+            Part("steps of optimizers", 80, _suite("optimizer steps", seconds=0.3)),
+            Part("memory", 30, _suite("memory", seconds=1.0)),
+            Part("distributed gradients", 25, _ranks("dtensor_clip.py")),
+            Part("DDP steps", 25, _ranks("ddp_step.py")),
+        ),
+    ),
+    "variants": Command(
+        "the kernels compiled with other constants, in turn",
+        (Part("CUDA", 190, _variants("cuda")), Part("Triton", 100, _variants("triton"))),
+    ),
+    "numerics": Command(
+        "norms of 6,000 vectors of each dtype against exact ones",
+        (Part("numerics", 150, _numerics),),
+    ),
+}

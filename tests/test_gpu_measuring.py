@@ -1,0 +1,203 @@
+"""How calls are measured on a GPU, with a clock in its place: device time, launches, goals, figures of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import cases
+import counts
+import goals
+import gpu_counts
+import optimizer_steps
+import pytest
+import rows
+import suite
+import tables
+import torch
+from cases import CASES, Case
+from models import TRAININGS
+from torch.autograd import DeviceType
+
+from gradstat.bench import steps, timing
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A host and a device that do nothing but take time, in the place of torch.cuda."""
+
+    RATE = 1.5e9
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.device = 0.0
+        clock = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.time = clock.device = max(clock.host, clock.device)
+
+            def query(self) -> bool:
+                return self.time <= clock.host
+
+            def synchronize(self) -> None:
+                clock.host = max(clock.host, self.time)
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1e3 * (end.time - self.time)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(cycles / self.RATE))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait())
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.host)
+        timing._cycles_per_second.cache_clear()
+
+    def launch(self, seconds: float) -> None:
+        self.device = max(self.host, self.device) + seconds
+
+    def wait(self) -> None:
+        self.host = max(self.host, self.device)
+
+    def call(self, host: float, device: float, waits: bool = False) -> Callable[[], None]:
+        def run() -> None:
+            self.launch(device / 2)
+            self.host += host
+            self.launch(device / 2)
+            if waits:
+                self.wait()
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    yield Clock(monkeypatch)
+    timing._cycles_per_second.cache_clear()
+
+
+@pytest.mark.parametrize("host", [1e-6, 1e-3, 0.1])
+def test_device_time_has_nothing_of_the_hosts(host: float, clock: Clock) -> None:
+    samples = timing.interleaved({"call": clock.call(host, 2e-5)}, 3, 1, device=torch.device("cuda"))["call"]
+    assert samples.device == pytest.approx([2e-5] * 3)
+    assert samples.host == pytest.approx([host] * 3)
+    assert timing._cycles_per_second() == pytest.approx(clock.RATE)
+
+
+def test_what_the_host_does_not_get_ahead_with_has_no_device_time(clock: Clock) -> None:
+    calls = {"waits": clock.call(1e-4, 1e-5, waits=True), "takes long": clock.call(1.0, 1e-5)}
+    runs: list[str] = []
+    samples = timing.interleaved(calls, 6, 1, device=torch.device("cuda"), before=runs.append)
+    assert not any(sample.device for sample in samples.values())
+    assert all(len(sample.wall) == 6 for sample in samples.values())
+    assert len(runs) == 2 * (7 + timing._TRIES)  # and is not tried in every round
+
+
+def test_kernels_are_counted_and_annotations_are_not() -> None:
+    def event(name: str, on: Any = DeviceType.CUDA, annotates: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=on, is_user_annotation=annotates)
+
+    events = [
+        event("stats_kernel"),
+        event("Memcpy DtoH"),
+        event("Memset"),
+        event("Optimizer.step#AdamW.step", annotates=True),
+        event("cudaLaunchKernel", DeviceType.CPU),
+        event("cudaEventSynchronize", DeviceType.CPU),
+        event("cudaDeviceSynchronize", DeviceType.CPU),
+    ]
+    assert gpu_counts.counts_of(events) == gpu_counts.Counts(launches=1, syncs=1)
+    with torch.profiler.profile() as profiler, torch.profiler.record_function("of a user"):
+        torch.ones(3).sum()
+    annotated = [each.name for each in profiler.events() if each.is_user_annotation]
+    assert "of a user" in annotated
+    assert not any(name.startswith("aten") for name in annotated)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_counting_reaches_every_call_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("small", lambda: [(8, 8)] * 3)
+    monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])
+    made = [row for _, count in counts.counts(CPU, [case]) for row in count()]
+    assert {row.metric for row in made} == {"launches", "syncs"}
+    assert {row.value for row in made} == {0.0}  # of a CPU
+    assert {"gradstat native stats", "gradstat native check", "gradstat native clip"} < {row.provider for row in made}
+    assert {optimizer_steps.OPTIMIZERS[-1].name in row.case for row in made} == {True, False}
+
+
+# What is wanted there -----------------------------------------------------------------------------------------
+
+
+def of_gpu(provider: str, case: str, value: float, metric: str = "wall time", **others: Any) -> rows.Row:
+    about = {"group": "lists", "dtype": "float32", "bytes": 1 << 30, "device": "NVIDIA H100", "driver": "580"}
+    return rows.Row(provider, case, metric, "us", value, **{**about, **others})
+
+
+def judged(*listed: rows.Row) -> dict[str, tuple[str, str]]:
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in goals.table(listed).splitlines()[2:]]
+    assert len(lines) == len(goals.GOALS)
+    return {what: (measured, met) for what, _, measured, met in lines}
+
+
+def test_without_rows_no_goal_is_met_or_missed() -> None:
+    assert set(judged().values()) == {("not yet measured", "")}
+
+
+def test_goals_are_judged_by_the_worst() -> None:
+    large = [
+        of_gpu(f"{cases.LIMIT} (sum)", "one", 100, "device time"),
+        of_gpu(f"{cases.LIMIT} (max)", "one", 95, "device time"),
+        of_gpu(cases.STATS, "one", 100, "device time"),
+        of_gpu(f"{cases.LIMIT} (sum)", "other", 90, "device time"),
+        of_gpu(cases.STATS, "other", 100, "device time"),
+        of_gpu(cases.STATS, "small", 1000, "device time", bytes=1 << 20),
+    ]
+    what = "share of a plain read's bandwidth, 256 MB and more of float32"
+    assert judged(*large[:3])[what] == ("0.95 (one)", "yes")
+    assert judged(*large)[what] == ("0.90 (other)", "no")
+    torchs = [of_gpu(cases.CLIP, "one", 10), of_gpu(cases.TORCH_CLIP, "one", 26)]
+    assert judged(*torchs)[goals.GOALS[-1].what] == ("2.60 (one, float32)", "yes")
+    training = goals.TRAININGS[0]
+    step = of_gpu(steps.CHECK_ASYNC, training, 1.004, "time ratio", group="steps")
+    assert judged(step)[f"gradstat.check_async in a step of {training}"] == ("0.40 %", "yes")
+    clipped = [of_gpu(cases.CLIPPED, cases.MIXED, value, dtype=name) for value, name in ((1400, "a"), (1600, "b"))]
+    assert judged(*clipped)[f"{cases.MIXED}, clipped"] == ("1,600 µs (b)", "no")
+
+
+def test_every_goal_has_a_case_that_is_measured_on_a_gpu() -> None:
+    listed = {case.name: case for case in CASES if "cuda" in case.devices and case.full}
+    assert {goals.RESNET, cases.MIXED, cases.LARGEST} <= set(listed)
+    large = {
+        rows.dtype_name(dtype)
+        for case in listed.values()
+        for dtype in case.dtypes
+        if cases.bytes_of(case.shapes(), dtype) >= goals.LARGE
+    }
+    assert {*goals._WIDE, *goals._FLOAT8} <= large
+    assert goals.TINY in {f"{count:,} tensors" for count in suite.TENSORS}
+    assert any(size >= goals.HUGE for size in suite.BYTES)
+    trainings = {training.name for training in TRAININGS if "cuda" in training.devices}
+    assert set(goals.TRAININGS) <= trainings
+
+
+def test_what_others_published_is_shown_as_theirs() -> None:
+    shown = tables.published([of_gpu(cases.CLIPPED, cases.LARGEST, 3000, dtype="bfloat16")])
+    assert "published by others, which nobody measured here" in shown
+    assert " 3,000 µs | NeMo Automodel: 7.32 ms (H100); Transformer Engine: 7.89 ms (H100) |" in shown
+    assert tables.published([of_gpu(cases.CLIPPED, "other", 1)]) == ""
+    assert {each.case for each in cases.PUBLISHED} <= {case.name for case in CASES}
+
+
+def test_tables_of_a_device_leave_out_what_has_no_time_there() -> None:
+    members = [
+        of_gpu(provider, "one", value, metric)
+        for metric in ("wall time", "device time")
+        for provider, value in ((f"{cases.LIMIT} (sum)", 90.0), (cases.STATS, 100.0), (cases.CLIP, 110.0))
+    ]
+    members += [of_gpu(cases.CHECK, "one", 130.0), of_gpu(cases.CLIP, "two", 5.0, "device time")]
+    shown = tables.everything(members)
+    assert " 130 µs (1.44) |" in shown  # to the report
+    assert " 100 µs (1.11) |" in shown  # on the device
