@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class StepResult:
     """What `guarded_step` did. The tensors are on the device; reading them on the host waits for it.
 
+    On another stream than the step's they are used as those of `gradstat.stats`.
+
     Attributes:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
             gradient's device, of the gradients' promoted real dtype.
