@@ -216,11 +216,11 @@ def _read_float8_tile(address, steps, kind):
         b, d = _halves(((words >> shift) & magnitude) | (words & 0x80008000))
         rows: tl.constexpr = (AT_ONCE * LANES, 2 * WORDS)
         sums = _add_step(tl.reshape(tl.join(a, c), rows), tl.reshape(tl.join(b, d), rows), sums)
-        # The top bit of a byte says whether its magnitude is not zero.
-        nonzero = (words & 0x7F7F7F7F) + 0x7F7F7F7F
-        counts = ((~nonzero >> 7) & 0x01010101).to(tl.int32)
+        # The top bit of a byte says whether its magnitude is zero.
+        zero = ((words & 0x7F7F7F7F) + 0x7F7F7F7F) ^ 0x80808080
+        counts = ((zero >> 7) & 0x01010101).to(tl.int32)
         packed_zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (AT_ONCE, LANES)), axis=0)
-        negative = words & ~nonzero
+        negative = words & zero
         e, f = _neighbours(negative)
         e, f = _neighbours(e | f)
         marks = marks | e | f
