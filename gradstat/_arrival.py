@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # asked in every check: None outside of transforms
+
+
+Streams = tuple[torch.Stream, ...]
+
+
+def streams_of(tensors: Iterable[Tensor]) -> Streams:
+    """The streams that tensors are being filled on, to come back to when their numbers are asked for.
+
+    None for the CPU, and none while a CUDA graph is captured: its work runs on whatever stream replays it.
+    """
+    devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
+    if not devices or torch.cuda.is_current_stream_capturing():
+        return ()
+    return tuple(map(torch.accelerator.current_stream, devices))
+
+
+@contextmanager
+def behind(streams: Streams) -> Iterator[None]:
+    """Makes those streams current, so that what is enqueued comes behind what has been enqueued on them."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))  # type: ignore[arg-type]  # any stream of torch's does
+        yield
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raises RuntimeError while a CUDA graph is captured, whose every replay would reset ``what`` as recorded."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what} would be made inside of a CUDA graph, and made anew by each of its replays; run one step before "
+            "the capture"
+        )
 
 
 class Arrival:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields, _norms
+from gradstat._arrival import Streams, behind, streams_of
 from gradstat._measure import direct_for, infos_of, measure, resolve_for
 from gradstat._measurement import HostRows, Measurement
 from gradstat._norms import StepRequest
@@ -39,6 +40,7 @@ class Measured(NamedTuple):
             clipped and unscaled; the loss scale.
         is_scaled: Whether there is a loss scale.
         backend: What was asked for.
+        streams: On which they were measured.
     """
 
     rows: Measurement
@@ -49,6 +51,7 @@ class Measured(NamedTuple):
     verdict: Tensor
     is_scaled: bool
     backend: str | None
+    streams: Streams = ()
 
     @classmethod
     def nothing(cls) -> Measured:
@@ -84,7 +87,8 @@ class Measured(NamedTuple):
             gradients, lambda i: names()[i], backend, step=step, owners=parameters, extra_groups=extra_groups
         )
         assert rows.decision is not None
-        return cls(rows, names, missing, *rows.decision, loss_scale is not None, backend)
+        streams = streams_of([rows.decision.verdict, *rows.tables])
+        return cls(rows, names, missing, *rows.decision, loss_scale is not None, backend, streams)
 
     def limit_(self, coefficient: Tensor) -> None:
         """Takes up a coefficient of clipping that was decided after measuring, 0-d float64."""
@@ -112,7 +116,8 @@ class Measured(NamedTuple):
                 table, total = without_scale(table, loss_scale), without_scale(total, loss_scale)
             return Report(names, table, rows.infos, missing, loss_scale=loss_scale, total=total)
 
-        return PendingReport(self.rows, make, self.verdict)
+        with behind(self.streams):
+            return PendingReport(self.rows, make, self.verdict)
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
@@ -157,12 +162,14 @@ class Unscaled(NamedTuple):
         rows: Those of the gradients without the scale.
         names, missing: For the report.
         inverse_scale: What they were multiplied by, 0-d float32.
+        streams: On which they were measured.
     """
 
     rows: Measurement
     names: Names
     missing: Names
     inverse_scale: Tensor
+    streams: Streams = ()
 
     @classmethod
     def of_(
@@ -196,7 +203,7 @@ class Unscaled(NamedTuple):
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
             rows = measure(gradients, name_of, None, owners=parameters, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)
-        return cls(rows, names, missing, inverse_scale)
+        return cls(rows, names, missing, inverse_scale, streams_of([inverse_scale, *rows.tables]))
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
@@ -233,7 +240,8 @@ class Unscaled(NamedTuple):
             loss_scale = 1.0 / float(inverse_scale)
             return Report(names, rows.table(), rows.infos, missing, loss_scale=loss_scale, total=rows.total())
 
-        return PendingReport(self.rows, make, self.inverse_scale)
+        with behind(self.streams):
+            return PendingReport(self.rows, make, self.inverse_scale)
 
 
 def without_scale(rows: Any, loss_scale: float) -> Any:

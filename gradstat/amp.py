@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from gradstat import _norms, _optimizers, _scaling
-from gradstat._arrival import Mirror
+from gradstat._arrival import Mirror, Streams, behind, refuse_capture, streams_of
 from gradstat._measured import Measured, Unscaled, refuse_half
 from gradstat._plan import gradients_of, names_of, source_of
 from gradstat._tensors import moved
@@ -93,6 +93,7 @@ class GradScaler(TorchGradScaler):
 
     _counters: Tensor | None = None
     _mirror: Mirror | None = None
+    _streams: Streams = ()
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
@@ -205,6 +206,7 @@ class GradScaler(TorchGradScaler):
 
         Raises:
             AssertionError: Nothing was unscaled or stepped since the last update, as torch's.
+            RuntimeError: It is the first update, and a CUDA graph is being captured.
         """
         if self._enabled and new_scale is None:
             flags = [
@@ -225,7 +227,8 @@ class GradScaler(TorchGradScaler):
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
         if self._mirror is None:
             self._mirror = Mirror(self._numbers)
-        scale, steps, skipped, in_a_row = self._mirror.read(wait).tolist()
+        with behind(self._streams):
+            scale, steps, skipped, in_a_row = self._mirror.read(wait).tolist()
         verdict = "ok"
         if in_a_row >= self.collapse_after:
             verdict = "collapsing"
@@ -262,11 +265,13 @@ class GradScaler(TorchGradScaler):
 
     def _count(self, skipped: Tensor) -> None:
         if self._counters is None or self._counters.device != skipped.device:
+            refuse_capture(skipped.device, "what the loss scaler counts its steps in")
             before = self._counters
             self._counters = torch.zeros(3, dtype=torch.int64, device=skipped.device)
             if before is not None:
                 self._counters.copy_(before)
         _norms.count_step(self._counters, skipped)
+        self._streams = streams_of([self._counters])
 
     def _numbers(self) -> Tensor:
         scale, counters = self._scale, self._counters
@@ -276,6 +281,6 @@ class GradScaler(TorchGradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_reports", "_mirror", "_counters"):
+        for name in ("_reports", "_mirror", "_counters", "_streams"):
             state.pop(name, None)
         return state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradstat._arrival import Mirror
+from gradstat._arrival import Mirror, Streams, behind, refuse_capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,13 @@ class StepCounters:
 
     Attributes:
         tensor: ``[3]`` int64 on the gradients' device: steps, skipped, consecutive skipped ones.
+        streams: Those of the last step, on which they were counted.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(3, dtype=torch.int64, device=device)
         self._mirror = Mirror(lambda: self.tensor)
+        self.streams: Streams = ()
 
     @property
     def steps(self) -> Tensor:
@@ -59,7 +61,8 @@ class StepCounters:
         Without ``wait`` no call but the first waits for the device; on a GPU the counts are then those of the
         call before, or of one step earlier than the last if this is called on every step.
         """
-        return StepCounts(*(int(count) for count in self._mirror.read(wait)))
+        with behind(self.streams):
+            return StepCounts(*(int(count) for count in self._mirror.read(wait)))
 
 
 _counters: weakref.WeakKeyDictionary[Optimizer, StepCounters] = weakref.WeakKeyDictionary()
@@ -78,9 +81,14 @@ def step_counters(optimizer: Optimizer) -> StepCounters:
 
 
 def counters_on(optimizer: Optimizer, device: torch.device) -> StepCounters:
-    """The counters of ``optimizer`` on ``device``: new ones, or those it had, moved if need be."""
+    """The counters of ``optimizer`` on ``device``: new ones, or those it had, moved if need be.
+
+    Raises:
+        RuntimeError: There are none on the device, and a CUDA graph is being captured.
+    """
     counters = _counters.get(optimizer)
     if counters is None or counters.tensor.device != device:
+        refuse_capture(device, "the counters of guarded_step")
         moved = StepCounters(device)
         if counters is not None:
             moved.tensor.copy_(counters.tensor)

@@ -15,6 +15,9 @@ from gradstat._tensors import readable
 def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     """All fields of all tensors in one pass: one kernel launch per device, no host sync.
 
+    On a GPU the tensors that this and gradstat's other functions return do not heed ``record_stream``: if another
+    stream reads one, let the stream that made it wait for that before the last reference goes.
+
     Args:
         tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README
             lists them.

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class StepResult:
     """What `guarded_step` did. The tensors are on the device; reading them on the host waits for it.
 
+    On another stream than the step's they are used as those of `gradstat.stats`.
+
     Attributes:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
             gradient's device, of the gradients' promoted real dtype.
@@ -57,7 +59,8 @@ class StepResult:
     def report(self) -> PendingReport:
         """The report about the gradients as they were, without their loss scale.
 
-        The numbers start on their way to the host when this is first asked for. ``.result()`` waits for them.
+        The numbers start on their way to the host when this is first asked for, behind the step and what its stream
+        was given since, whatever stream is current then. ``.result()`` waits for them.
         """
         if self._report is None:
             self._report = self._measured.report()
@@ -113,8 +116,8 @@ def guarded_step(
         RuntimeError: Other code has set ``grad_scale`` or ``found_inf`` on the optimizer; it has stepped since the
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a gradient
             came after ``scaler.unscale_`` or lost its scale with another optimizer's (by `gradstat.amp`'s scaler or
-            another guarded step); a closure together with a scaler; skipping on the host would be needed while a
-            CUDA graph is captured.
+            another guarded step); a closure together with a scaler; while a CUDA graph is captured, it is this
+            optimizer's first guarded step, or skipping on the host would be needed.
     """
     if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
         return outside_of_the_graph(guarded_step)(
@@ -241,7 +244,9 @@ def _step(request: _Request, loss: Any) -> StepResult:
 def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
     if request.scaling is not None:
         _scaling.record_step(request.scaling.scaler, request.optimizer, measured.verdict[0])
-    return StepResult(measured, counters_on(request.optimizer, measured.verdict.device), request.skips, loss)
+    counters = counters_on(request.optimizer, measured.verdict.device)
+    counters.streams = measured.streams
+    return StepResult(measured, counters, request.skips, loss)
 
 
 class _NotFiniteError(Exception):

@@ -29,7 +29,7 @@ CHUNK_VECTORS = 4096
 """Vectors per chunk, 64 KB: long enough to hide a program's start, short enough to share evenly."""
 
 MAX_CHUNKS = 8192
-"""Chunks per tensor. Beyond it chunks double, because one program merges the rows of a tensor's chunks."""
+"""Chunks per tensor. Beyond it chunks double, because one program merges the rows of all groups of chunks."""
 
 ENTRY_COLUMNS = ("address", "values", "kind", "shift", "first_chunk")
 """The int64 columns of an entry. ``values`` counts reals, so a complex element is two of them."""

@@ -8,8 +8,9 @@ looks for NaN, Inf, overflow or underflow: each of them shows in the tile's sum 
 [SAFE_LOW, SAFE_HIGH], and the tile is read again exactly, every element in float64. What does not fill a
 step, and the partial vectors at a tensor's ends, are always read exactly.
 
-The program that finishes a tensor last merges the rows of its chunks, in an order that does not depend on
-which program that is: equal input gives equal bits.
+The chunks of a tensor form groups. The program that finishes a group last merges the rows of its chunks, and the
+one that finishes the last group the rows of the groups, in an order that does not depend on which program that
+is: equal input gives equal bits.
 """
 
 from __future__ import annotations
@@ -60,8 +61,12 @@ MIN = tl.constexpr(_fields.column("min"))
 MAX = tl.constexpr(_fields.column("max"))
 FIRST_NONFINITE = tl.constexpr(_fields.column("first_nonfinite"))
 
-# Rows of chunks merged at a time.
-MERGED_ROWS = tl.constexpr(512)
+# Chunks in a group. All rows of a group are loaded at once, and so are those of all groups: two waits for
+# memory, however many chunks there are.
+GROUP = tl.constexpr(128)
+MERGED_ROWS = tl.constexpr(128)
+COLUMNS = tl.constexpr(16)
+assert GROUP.value * MERGED_ROWS.value >= _table.MAX_CHUNKS
 
 FLOAT32 = tl.constexpr(_table.FLOAT32)
 BFLOAT16 = tl.constexpr(_table.BFLOAT16)
@@ -119,49 +124,116 @@ def _neighbours(x):
 
 
 @triton.jit
-def _read_tile(pointer, steps, kind, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: tl.constexpr):
+def _add_step(even, odd, sums):
+    """Adds vectors, one in each row, given by their elements at even and odd positions, to the lanes' sums."""
+    sq_sum, total, low, high = sums
+    squares = even * even + odd * odd
+    values = even + odd
+    minima = tl.minimum(even, odd)
+    maxima = tl.maximum(even, odd)
+    # Float32 sums at most three levels deep: the squares of 1- and 2-byte types are exact in float32, so that
+    # three roundings remain for their eight, and for the four of float32, whose squares are rounded.
+    for level in tl.static_range(1, 4):
+        if 2**level <= even.shape[1]:
+            if level == 3:
+                squares = squares.to(tl.float64)
+                values = values.to(tl.float64)
+            a, b = _neighbours(squares)
+            squares = a + b
+            a, b = _neighbours(values)
+            values = a + b
+            a, b = _neighbours(minima)
+            minima = tl.minimum(a, b)
+            a, b = _neighbours(maxima)
+            maxima = tl.maximum(a, b)
+    sq_sum += tl.sum(tl.reshape(squares.to(tl.float64), (even.shape[0] // LANES, LANES)), axis=0)
+    total += tl.sum(tl.reshape(values.to(tl.float64), (even.shape[0] // LANES, LANES)), axis=0)
+    low = tl.minimum(low, tl.min(tl.reshape(minima, (even.shape[0] // LANES, LANES)), axis=0))
+    high = tl.maximum(high, tl.max(tl.reshape(maxima, (even.shape[0] // LANES, LANES)), axis=0))
+    return sq_sum, total, low, high
+
+
+@triton.jit
+def _no_sums(REAL: tl.constexpr):
+    """Sums of squares and values, minima and maxima of no elements, lane by lane."""
+    zero = tl.zeros((LANES,), tl.float64)
+    return zero, zero, tl.full((LANES,), INF, REAL), tl.full((LANES,), -INF, REAL)
+
+
+@triton.jit
+def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: tl.constexpr):
     """Sums of squares and values, minima, maxima and counts of zeros, lane by lane, of whole steps."""
-    sq_sum = tl.zeros((LANES,), tl.float64)
-    total = tl.zeros((LANES,), tl.float64)
-    low = tl.full((LANES,), INF, REAL)
-    high = tl.full((LANES,), -INF, REAL)
+    sums = _no_sums(REAL)
     zeros = tl.zeros((LANES,), tl.int32)
     STEP: tl.constexpr = UNROLL * LANES * VECTOR
     # A vector in each row: the shape that makes adjacent threads load adjacent vectors.
     offsets = tl.arange(0, UNROLL * LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for step in range(steps):
-        even, odd = _neighbours(_widen(tl.load(pointer + step * STEP + offsets), kind))
-        squares = even * even + odd * odd
-        values = even + odd
-        minima = tl.minimum(even, odd)
-        maxima = tl.maximum(even, odd)
+        even, odd = _neighbours(_widen(tl.load(pointer + step * STEP + offsets), 0))
+        sums = _add_step(even, odd, sums)
         if PAIR:
             counts = ((even == 0) & (odd == 0)).to(tl.int32)
         else:
             counts = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
-        # Float32 sums at most three levels deep: the squares of 2-byte types are exact in float32, so that
-        # three roundings remain for their eight, and for the four of float32, whose squares are rounded.
-        for level in tl.static_range(1, 4):
-            if 2**level < VECTOR:
-                if level == 3:
-                    squares = squares.to(tl.float64)
-                    values = values.to(tl.float64)
-                a, b = _neighbours(squares)
-                squares = a + b
-                a, b = _neighbours(values)
-                values = a + b
-                a, b = _neighbours(minima)
-                minima = tl.minimum(a, b)
-                a, b = _neighbours(maxima)
-                maxima = tl.maximum(a, b)
-                a, b = _neighbours(counts)
-                counts = a + b
-        sq_sum += tl.sum(tl.reshape(squares.to(tl.float64), (UNROLL, LANES)), axis=0)
-        total += tl.sum(tl.reshape(values.to(tl.float64), (UNROLL, LANES)), axis=0)
-        low = tl.minimum(low, tl.min(tl.reshape(minima, (UNROLL, LANES)), axis=0))
-        high = tl.maximum(high, tl.max(tl.reshape(maxima, (UNROLL, LANES)), axis=0))
-        zeros += tl.sum(tl.reshape(counts, (UNROLL, LANES)), axis=0)
-    return sq_sum, total, low, high, zeros
+        zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (UNROLL, LANES)), axis=0)
+    return sums[0], sums[1], sums[2], sums[3], zeros
+
+
+@triton.jit
+def _halves(pairs):
+    """The lower and the upper halves of words, as float16 and widened."""
+    low = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _read_float8_tile(address, steps, kind):
+    """_read_tile for float8, in words of four. A code that hides from the sum of squares makes that NaN.
+
+    Sign and magnitude of a code are moved to where float16 has its own, which divides every number by the same
+    power of two.
+    """
+    WORDS: tl.constexpr = 4
+    AT_ONCE: tl.constexpr = 2
+    STEP: tl.constexpr = AT_ONCE * LANES * WORDS
+    four_three = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E4M3FNUZ)
+    ordinary = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E5M2)
+    # 2**(15 - bias), with the biases 7, 15, 8 and 16.
+    scale = tl.where(four_three, 256.0, 1.0) * tl.where(ordinary, 1.0, 0.5)
+    shift = tl.where(four_three, 1, 0)
+    magnitude = tl.where(four_three, 0x3F803F80, 0x7F007F00)
+    sums = _no_sums(tl.float32)
+    # Zeros of the four bytes of a lane's words, one count to a byte; and bytes of 0x80, marked.
+    packed_zeros = tl.zeros((LANES,), tl.int32)
+    marks = tl.zeros((AT_ONCE * LANES, 1), tl.uint32)
+    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+    offsets = tl.arange(0, AT_ONCE * LANES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    for step in range(steps * (UNROLL // AT_ONCE)):
+        words = tl.load(pointer + step * STEP + offsets)
+        upper = words << 8
+        a, c = _halves(((upper >> shift) & magnitude) | (upper & 0x80008000))
+        b, d = _halves(((words >> shift) & magnitude) | (words & 0x80008000))
+        rows: tl.constexpr = (AT_ONCE * LANES, 2 * WORDS)
+        sums = _add_step(tl.reshape(tl.join(a, c), rows), tl.reshape(tl.join(b, d), rows), sums)
+        # The top bit of a byte says whether its magnitude is zero.
+        zero = ((words & 0x7F7F7F7F) + 0x7F7F7F7F) ^ 0x80808080
+        counts = ((zero >> 7) & 0x01010101).to(tl.int32)
+        packed_zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (AT_ONCE, LANES)), axis=0)
+        negative = words & zero
+        e, f = _neighbours(negative)
+        e, f = _neighbours(e | f)
+        marks = marks | e | f
+    zeros = tl.zeros((LANES,), tl.int32)
+    for byte in tl.static_range(4):
+        zeros += (packed_zeros >> (8 * byte)) & 0xFF
+    # The NaN of e4m3fn looks like 480, which nothing else exceeds; that of the fnuz types is the negative zero.
+    limit = tl.where(kind == FLOAT8_E4M3FN, 1.75, INF)
+    sign = tl.where(ordinary, 0, 0x80808080)
+    marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
+    hidden = (sums[3] > limit) | (sums[2] < -limit) | (marked != 0)
+    squares = tl.where(hidden, float("nan"), sums[0] * (scale * scale))
+    return squares, sums[1] * scale, sums[2] * scale, sums[3] * scale, zeros
 
 
 @triton.jit
@@ -300,7 +372,10 @@ def _read_chunk(
         if steps == 0:
             vectors = last_vector - vector
         is_trusted = steps > 0
-        tile = _read_tile(pointer, steps, kind, VECTOR, PAIR, REAL)
+        if tl.uint8 == ELEMENT:
+            tile = _read_float8_tile(aligned + vector * 16, steps, kind)
+        else:
+            tile = _read_tile(pointer, steps, VECTOR, PAIR, REAL)
         if is_trusted:
             squares = tl.sum(tile[0])
             if tl.float64 == REAL:
@@ -354,41 +429,30 @@ def _read_chunk(
 
 
 @triton.jit
-def _merge_column(column, count, MERGE: tl.constexpr):
-    """The merge of count adjacent values, by its code: 0 sum, 1 min, 2 max."""
-    IDENTITY: tl.constexpr = 0.0 if MERGE == 0 else (INF if MERGE == 1 else -INF)
+def _merge_rows(rows, column_stride, row_stride, count, out, out_stride):
+    """Merges at most MERGED_ROWS rows into out; columns and rows are so many numbers apart."""
+    column = tl.arange(0, COLUMNS)
+    merge = tl.full((COLUMNS,), 0, tl.int32)
+    for field in tl.static_range(FIELD_COUNT):
+        merge = tl.where(column == field, MERGES[field], merge)
+    # A maximum is the minimum of the opposites.
+    sign = tl.where(merge == 2, -1.0, 1.0).to(tl.float64)
+    identity = tl.where(merge == 0, 0.0, INF).to(tl.float64) * sign
     index = tl.arange(0, MERGED_ROWS)
-    merged = tl.full((MERGED_ROWS,), IDENTITY, tl.float64)
-    for start in range(0, count, MERGED_ROWS):
-        # Written by other programs: read behind the first-level cache, which is not coherent.
-        part = tl.load(column + start + index, mask=start + index < count, other=IDENTITY, cache_modifier=".cg")
-        if MERGE == 0:
-            merged += part
-        elif MERGE == 1:
-            merged = tl.minimum(merged, part)
-        else:
-            merged = tl.maximum(merged, part)
-    if MERGE == 0:
-        result = tl.sum(merged)
-    elif MERGE == 1:
-        result = tl.min(merged)
-    else:
-        result = tl.max(merged)
-    return result
-
-
-@triton.jit
-def _merge_rows(rows, stride, count, out):
-    """Merges count rows into out; the rows' columns are stride apart."""
-    for column in tl.static_range(FIELD_COUNT):
-        tl.store(out + column, _merge_column(rows + column * stride.to(tl.int64), count, MERGES[column]))
+    at = column[:, None] * column_stride.to(tl.int64) + index[None, :] * row_stride
+    mask = (column[:, None] < FIELD_COUNT) & (index[None, :] < count)
+    # Written by other programs: read behind the first-level cache, which is not coherent.
+    part = tl.load(rows + at, mask=mask, other=0.0, cache_modifier=".cg")
+    part = tl.where(mask, part, identity[:, None])
+    merged = tl.where(merge == 0, tl.sum(part, axis=1), sign * tl.min(part * sign[:, None], axis=1))
+    tl.store(out + column * out_stride, merged, mask=column < FIELD_COUNT)
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def stats_kernel(table, rows, tickets, out, tensors, chunks):
     """One chunk for each program.
 
-    rows holds the chunks' rows, [fields, chunks]; tickets an int32 0 for each tensor, which is 0 again
+    rows holds the chunks' rows, [fields, chunks]; tickets an int32 0 for each chunk, which is 0 again
     afterwards; out the table, [tensors, fields].
     """
     program = tl.program_id(0)
@@ -439,12 +503,26 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.uint8, False)
 
     if count > 1:
+        group = chunk // GROUP
+        first_of_group = first_chunk + group * GROUP
+        in_group = tl.minimum(count - group * GROUP, GROUP).to(tl.int32)
+        groups = (count + GROUP - 1) // GROUP
         # The row's stores come before the ticket, for every thread of this program and then for the others.
         tl.debug_barrier()
-        done = tl.atomic_add(tickets + tensor, 1, sem="acq_rel", scope="gpu")
-        if done == count - 1:
-            _merge_rows(rows + first_chunk, chunks, count, row_of_tensor)
-            tl.store(tickets + tensor, 0)
+        done = tl.atomic_add(tickets + first_of_group, 1, sem="acq_rel", scope="gpu")
+        if done == in_group - 1:
+            tl.store(tickets + first_of_group, 0)
+            if groups == 1:
+                _merge_rows(rows + first_chunk, chunks, 1, count, row_of_tensor, 1)
+            else:
+                # In place of the row of its first chunk, which is read by then.
+                _merge_rows(rows + first_of_group, chunks, 1, in_group, rows + first_of_group, chunks)
+                tl.debug_barrier()
+                # The second chunk's ticket, of which no group makes use, is that of the groups.
+                done = tl.atomic_add(tickets + first_chunk + 1, 1, sem="acq_rel", scope="gpu")
+                if done == groups - 1:
+                    tl.store(tickets + first_chunk + 1, 0)
+                    _merge_rows(rows + first_chunk, chunks, GROUP, groups, row_of_tensor, 1)
 
 
 _launch_stats = Launcher(stats_kernel, WARPS)
@@ -453,7 +531,7 @@ _lock = threading.Lock()
 
 
 def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows for the chunks and zeroed tickets for the tensors of a launch.
+    """Rows and zeroed tickets for the chunks of a launch.
 
     Both are kept per stream, whose order separates the launches that use them; every launch leaves the
     tickets at zero. A captured graph may be replayed on another stream, so it gets its own.
@@ -462,7 +540,7 @@ def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tenso
     key = (device, 0 if captured else _table.stream_of(device))
     # A launch that splits no tensor uses neither, but of other types they would make another kernel.
     length = table.chunks * len(_fields.FIELDS) if table.is_split else 1
-    count = table.tensors if table.is_split else 1
+    count = table.chunks if table.is_split else 1
     with _lock:
         kept = None if captured else _scratch.get(key)
         if kept is not None and kept[0].numel() >= length and kept[1].numel() >= count:

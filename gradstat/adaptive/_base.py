@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradstat import _norms
 from gradstat._arguments import collect, listed_parameters, refuse_distributed
+from gradstat._arrival import refuse_capture
 from gradstat._backends import Kernels
 from gradstat._compiling import outside_of_the_graph
 from gradstat._measure import measure
@@ -136,8 +137,10 @@ class AdaptiveClip(ABC):
 
     def _state_on(self, device: torch.device) -> State:
         if not self._state:
+            refuse_capture(device, f"the state of {type(self).__name__}")
             self._state = self._new_state(device)
         if any(tensor.device != device for tensor in self._state.values()):
+            refuse_capture(device, f"the state of {type(self).__name__}")
             self._state = {name: tensor.to(device) for name, tensor in self._state.items()}
         return self._state
 

@@ -43,15 +43,14 @@ class Gate:
     Attributes:
         kernel: The kernel.
         arguments: Its run-time arguments' types, in order.
-        branches: Element types it has a main loop for.
-        loop: Where the main loop's load, and if it has one its store, stands: (function, text of the line).
+        loops: Where the load of a main loop, and if it has one its store, stands, and how many of them there are for
+            all element types together: (function, text of the line, number).
         warps: Warps per program.
     """
 
     kernel: Any
     arguments: dict[str, str]
-    branches: int
-    loop: tuple[Any, tuple[str, ...]]
+    loops: tuple[tuple[Any, str, int], ...]
     warps: int
 
 
@@ -66,15 +65,18 @@ GATES = (
             "tensors": "i32",
             "chunks": "i32",
         },
-        branches=8,
-        loop=(stats._read_tile, ("tl.load(pointer + step * STEP + offsets)",)),
+        loops=(
+            (stats._read_tile, "tl.load(pointer + step * STEP + offsets)", 7 * stats.UNROLL.value),
+            (stats._read_float8_tile, "tl.load(pointer + step * STEP + offsets)", 2),
+        ),
         warps=stats.WARPS,
     ),
     Gate(
         scale.scale_kernel,
         {"table": "*i64", "coefficients": "*fp64", "tensors": "i32", "chunks": "i32", "stride": "i32"},
-        branches=4,
-        loop=(scale._scale_chunk, ("tl.store(target, _scaled(tl.load(target), coefficient))",)),
+        loops=(
+            (scale._scale_chunk, "tl.store(target, _scaled(tl.load(target), coefficient))", 4 * scale.UNROLL.value),
+        ),
         warps=scale.WARPS,
     ),
 )
@@ -93,13 +95,14 @@ def compiled(gate: Gate, architecture: int) -> Any:
 
 
 def line_numbers(gate: Gate) -> set[int]:
-    """The source lines of the main loop's memory accesses."""
-    function, texts = gate.loop
-    source, start = function.raw_src, function.starting_line_number
-    found = {start + i for i, line in enumerate(source) for text in texts if text in line}
-    if len(found) != len(texts):
-        raise SystemExit(f"{function.__name__} has changed: update the lines this script looks for")
-    return found
+    """The source lines of the main loops' memory accesses."""
+    lines = set()
+    for function, text, _ in gate.loops:
+        found = {function.starting_line_number + i for i, line in enumerate(function.raw_src) if text in line}
+        if len(found) != 1:
+            raise SystemExit(f"{function.__name__} has changed: update the lines this script looks for")
+        lines |= found
+    return lines
 
 
 def accesses(ptx: str, file: str, lines: set[int]) -> list[str]:
@@ -161,16 +164,15 @@ def check(gate: Gate, architecture: int) -> list[str]:
     problems = []
     if used["spills"] or used["STACK"] or used["LOCAL"]:
         problems.append("spills registers")
-    # UNROLL accesses of each lane for each element type.
-    unroll = int(stats.UNROLL.value if gate.kernel is stats.stats_kernel else scale.UNROLL.value)
-    if len(loads) < gate.branches * unroll:
-        problems.append(f"expected {gate.branches * unroll} loads in the main loops, found {len(loads)}")
+    expected = sum(count for _, _, count in gate.loops)
+    if len(loads) < expected:
+        problems.append(f"expected {expected} loads in the main loops, found {len(loads)}")
     narrow = sorted({a for a in loads if not WIDE_LOAD.match(a)} | {a for a in stores if not WIDE_STORE.match(a)})
     if narrow:
         problems.append(f"accesses less than 16 bytes in a main loop: {', '.join(narrow)}")
     if gate.kernel is scale.scale_kernel:
-        if len(stores) < gate.branches * unroll:
-            problems.append(f"expected {gate.branches * unroll} stores in the main loops, found {len(stores)}")
+        if len(stores) < expected:
+            problems.append(f"expected {expected} stores in the main loops, found {len(stores)}")
         if "cvt.rn.bf16" not in ptx:
             problems.append("does not round bfloat16 to nearest")
     return [f"{name}: {problem}" for problem in problems]

@@ -1,0 +1,151 @@
+"""Numbers that are asked for later, on whatever stream: they come behind the step that they are about.
+
+Without a GPU torch's streams are stood in for; what a GPU makes of it is tested at the end.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradstat
+from gradstat import _measured, amp, counters
+from gradstat._arrival import Arrival, streams_of
+
+SEEN: list[str] = []
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Makes a stream of that name current, as ``torch.cuda.stream``. `SEEN` are those on which numbers set out."""
+    stack = ["default"]
+    SEEN.clear()
+
+    @contextmanager
+    def stream(name: str) -> Iterator[None]:
+        stack.append(name)
+        yield
+        stack.pop()
+
+    begin = Arrival.__init__
+
+    def recorded(arrival: Arrival, tensor: torch.Tensor) -> None:
+        SEEN.append(stack[-1])
+        begin(arrival, tensor)
+
+    monkeypatch.setattr(Arrival, "__init__", recorded)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    for module in (_measured, amp):
+        monkeypatch.setattr(module, "streams_of", lambda tensors: (stack[-1],))
+    yield stream
+    assert stack == ["default"]
+
+
+def trained(fused: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+
+
+def test_the_report_of_a_step_and_its_counts_follow_its_stream(current: Callable[[str], Any]) -> None:
+    model, optimizer = trained()
+    with current("of the step"):
+        model(torch.ones(1, 3)).sum().backward()
+        result = gradstat.guarded_step(optimizer, 1.0)
+    assert not SEEN  # nothing has set out
+    with current("of somebody who logs"):
+        assert result.report.result().ok
+        assert result.counters.read(wait=True).steps == 1
+    assert set(SEEN) == {"of the step"}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_a_loss_scaler_tells_follows_its_stream(current: Callable[[str], Any], fused: bool) -> None:
+    model, optimizer = trained(fused)
+    scaler = amp.GradScaler("cpu")
+    with current("of the step"):
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with current("of somebody who logs"):
+        assert scaler.report(optimizer).result().ok
+        assert scaler.status(wait=True).steps == 1
+    assert set(SEEN) == {"of the step"}
+
+
+def test_streams_are_remembered_for_each_device_but_not_those_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors: Any = [SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in (1, 0, 1)]
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: f"stream of {index}")
+    assert sorted(map(str, streams_of(tensors))) == ["stream of 0", "stream of 1"]
+    assert streams_of([torch.ones(1)]) == ()
+    capturing = True
+    assert streams_of(tensors) == ()
+
+
+def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay would zero it again."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    _, optimizer = trained()
+    message = "made anew by each of its replays; run one step before the capture"
+    with pytest.raises(RuntimeError, match=f"the counters of guarded_step .*{message}"):
+        counters.counters_on(optimizer, GPU)
+    with pytest.raises(KeyError):
+        gradstat.step_counters(optimizer)
+    with pytest.raises(RuntimeError, match=message):
+        amp.GradScaler("cpu")._count(SimpleNamespace(device=GPU))  # type: ignore[arg-type]
+    for clip in (gradstat.AutoClip(), gradstat.AdaGC()):
+        with pytest.raises(RuntimeError, match=f"the state of {type(clip).__name__} .*{message}"):
+            clip._state_on(GPU)
+        clip._state_on(torch.device("cpu"))
+        with pytest.raises(RuntimeError, match=message):  # moving it would be repeated, too
+            clip._state_on(GPU)
+
+
+# On a GPU ---------------------------------------------------------------------------------------------------
+
+
+def busy() -> None:
+    torch.cuda._sleep(50_000_000)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_a_report_asked_for_on_another_stream_waits_for_its_step(backend: str) -> None:
+    parameter = nn.Parameter(torch.zeros(1 << 16, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.0, fused=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for step in range(1, 4):
+        with torch.cuda.stream(stream):
+            parameter.grad = torch.full_like(parameter, step)
+            busy()  # so that the kernel has not run when the report is asked for
+            result = gradstat.guarded_step(optimizer, backend=backend)
+        pending = result.report
+        counts = result.counters.read(wait=True)
+        assert pending.result()[0].max == step
+        assert counts.steps == step
+
+
+@pytest.mark.cuda
+def test_the_report_of_a_captured_step_follows_the_stream_of_its_replays() -> None:
+    parameter = nn.Parameter(torch.zeros(1 << 16, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.0, fused=True)
+    parameter.grad = torch.ones_like(parameter)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="run one step before the capture"), torch.cuda.graph(graph):
+        gradstat.guarded_step(optimizer)
+    gradstat.guarded_step(optimizer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = gradstat.guarded_step(optimizer)
+    parameter.grad.fill_(2.0)
+    busy()
+    graph.replay()
+    assert result.report.result()[0].max == 2
+    assert result.counters.read(wait=True).steps == 2
