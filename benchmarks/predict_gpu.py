@@ -105,6 +105,18 @@ def blocks_of(kernel: Kernel, architecture: str) -> int:
     return min(REGISTERS // (registers * THREADS), MOST_THREADS[architecture] // THREADS)
 
 
+def tightest(kernels: dict[str, tuple[Kernel, Kernel]], number: int, dtype: str, gpu: Gpu) -> tuple[float, str]:
+    """What a kernel's loop allows, in shares of memory's bandwidth, and the unit that limits it."""
+    loops = loops_of(kernels[gpu.architecture][number])
+    loop = loops.get(dtype)
+    if loop is None and dtype.startswith("float8"):
+        loop = loops.get("other float8")
+    if loop is None:
+        raise SystemExit(f"no loop for {dtype} on sm_{gpu.architecture}: type_of needs a look")
+    unit, least = min(limits(loop, gpu).items(), key=lambda item: item[1])
+    return least * (1 + number) / gpu.bytes_per_cycle, unit
+
+
 def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
     stats_blocks = {gpu.name: min(blocks_of(k, gpu.architecture) for k in kernels[gpu.architecture]) for gpu in GPUS}
     yield "Devices, from their makers' data sheets; latencies are assumed. Both kernels share one grid.\n"
@@ -115,7 +127,6 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
         "multiprocessors, boost GHz": [f"{g.multiprocessors}, {g.clock / 1e9:.2f}" for g in GPUS],
         "second-level cache, MB": [str(g.l2_megabytes) for g in GPUS],
         "registers, statistics and scale": [", ".join(str(k.registers) for k in kernels[g.architecture]) for g in GPUS],
-        "blocks on a multiprocessor": [str(stats_blocks[g.name]) for g in GPUS],
         "KB in flight on a multiprocessor": [
             f"{stats_blocks[g.name] * THREADS * IN_FLIGHT_BYTES / 1000:.0f}" for g in GPUS
         ],
@@ -123,26 +134,20 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
     }
     for name, values in rows.items():
         yield f"| {name} | " + " | ".join(values) + " |"
-    for number, (name, factor) in enumerate((("statistics", 1.0), ("scale", 2.0))):
-        what = "reads every byte once" if number == 0 else "reads and writes every byte"
-        yield f"\nThe {name} kernel, which {what}: instructions per element; the unit that would be the first to"
-        yield "fall behind memory and the share of memory's bandwidth it allows; predicted TB/s moved.\n"
-        yield "| type | " + " | ".join(gpu.name for gpu in GPUS) + " |"
-        yield "| --- |" + " --- |" * len(GPUS)
-        for dtype in TYPES[number]:
-            cells = []
-            for gpu in GPUS:
-                loops = loops_of(kernels[gpu.architecture][number])
-                loop = loops.get(dtype)
-                if loop is None and dtype.startswith("float8"):
-                    loop = loops.get("other float8")
-                if loop is None:
-                    raise SystemExit(f"no {name} loop for {dtype} on sm_{gpu.architecture}: type_of needs a look")
-                unit, least = min(limits(loop, gpu).items(), key=lambda item: item[1])
-                share = least * factor / gpu.bytes_per_cycle
-                moved = min(READ_SHARE, ISSUE_SHARE * share) * gpu.bandwidth / 1e12
-                cells.append(f"{len(loop) / loop.elements:.1f}; {unit} {share:.1f} x; {moved:.2f}")
-            yield f"| {dtype} | " + " | ".join(cells) + " |"
+    yield "\nThe statistics kernel, which reads every byte once: the unit that would be the first to fall behind memory"
+    yield "and the share of memory's bandwidth it allows; predicted TB/s moved.\n"
+    yield "| type | " + " | ".join(gpu.name for gpu in GPUS) + " |"
+    yield "| --- |" + " --- |" * len(GPUS)
+    for dtype in TYPES[0]:
+        cells = []
+        for gpu in GPUS:
+            share, unit = tightest(kernels, 0, dtype, gpu)
+            moved = min(READ_SHARE, ISSUE_SHARE * share) * gpu.bandwidth / 1e12
+            cells.append(f"{unit} {share:.1f} x; {moved:.2f}")
+        yield f"| {dtype} | " + " | ".join(cells) + " |"
+    least = min((tightest(kernels, 1, dtype, gpu), dtype, gpu.name) for dtype in TYPES[1] for gpu in GPUS)
+    yield "\nThe scale kernel, which reads and writes every byte: the unit first to fall behind memory allows at least"
+    yield f"{least[0][0]:.1f} times memory's bandwidth ({least[1]} on {least[2]})."
     yield from render_clips()
 
 
@@ -150,21 +155,19 @@ def render_clips() -> Iterator[str]:
     """Bytes moved by a clip, and what follows for large gradients."""
     yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more."
     yield "torch's foreach clip reads for the norms, then reads and writes to multiply, clipped or not.\n"
-    yield "| | gradstat | torch | predicted ratio | the issue asks |"
+    yield "| | gradstat | torch | predicted ratio | goal |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     yield "| nothing to clip | 1 | 3 | 3.0 | 2.5 |"
     yield "| clipped, nothing found in the cache | 3 | 3 | 1.0 | 1.2 |"
-    for gpu in GPUS:
-        saved = 0.5 * gpu.l2_megabytes / 1000
-        yield (
-            f"| clipped, 1 GB, half of the {gpu.name}'s cache found again | {3 - saved:.2f} | 3 | {3 / (3 - saved):.2f}"
-            " | 1.2 |"
-        )
+    found = [0.5 * gpu.l2_megabytes / 1000 for gpu in GPUS]
+    moved = [3 - max(found), 3 - min(found)]
+    bytes_moved, ratios = (f"{low:.2f} to {high:.2f}" for low, high in (moved, [3 / each for each in reversed(moved)]))
+    yield f"| clipped, 1 GB, half of the cache found again | {bytes_moved} | 3 | {ratios} | 1.2 |"
     size = 25_557_032 * 4
     times = ", ".join(f"{g.name} {size / (READ_SHARE * g.bandwidth) * 1e6:.0f} µs" for g in GPUS)
     yield "\nResNet-50's gradients (161 tensors, 102.2 MB of float32) take the statistics kernel, at that bandwidth:"
-    yield f"{times}. To it come, assumed,"
-    yield "5 µs for starting a kernel and merging in the last block, 5 µs for the copy of 13 KB and its event, and the"
+    yield f"{times}. Assumed on top:"
+    yield "5 µs to start the kernel and merge in the last block, 5 µs for the copy of 13 KB and its event, and the"
     yield "host's part, which is measured on the CPU (above)."
 
 

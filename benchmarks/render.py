@@ -31,24 +31,23 @@ TITLES = {
 
 
 def summary(folder: Path) -> str:
-    """For the README: two charts and the short tables, of one device, a GPU if there are rows of one."""
-    device = rows.devices()[0]
-    return _charts(device, folder, ["step-overhead", "time-vs-bytes"]) + tables.summary(device)
+    """For the README: one table, of one device, a GPU if there are rows of one."""
+    return tables.summary(rows.devices()[0])
 
 
 def everything(folder: Path) -> str:
-    """For docs/performance.md: all charts and tables of every device, but for those that have a place of their own."""
+    """For docs/performance.md: the charts and tables of every device, but for those that have a place of their own."""
     parts = []
     for device in rows.devices():
         others = [row for row in device if row.group != optimizer_steps.GROUP]
-        parts.append(_charts(device, folder, list(TITLES)) + tables.everything(others))
+        parts.append(_charts(device, folder, list(TITLES)) + tables.everything(others, short=True))
     return "".join(parts)
 
 
 def steps_of_optimizers(folder: Path) -> str:
     """For docs/performance.md: the tables about steps of optimizers of every device that has them."""
     members = [[row for row in device if row.group == optimizer_steps.GROUP] for device in rows.devices()]
-    return "".join(tables.everything(each) for each in members if each)
+    return "".join(tables.everything(each, short=True) for each in members if each)
 
 
 def judged_goals(folder: Path) -> str:
@@ -64,7 +63,7 @@ def numerics(folder: Path) -> str:
     for device in rows.devices(suites=["numerics"]):
         parts += [
             _charts(device, folder, ["norm-errors"]),
-            tables.norm_errors(rows.current(device)),
+            tables.norm_errors(rows.current(device), short=True),
             tables.where(device),
         ]
     return "\n".join(["", *parts, ""])

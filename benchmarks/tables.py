@@ -21,7 +21,7 @@ from cases import (
     TORCH_CLIPPED,
     TORCH_LOOP_CLIP,
 )
-from optimizer_steps import GROUP, OPTIMIZERS, QUICK_CASE, SEPARATOR
+from optimizer_steps import GROUP, OPTIMIZERS, SEPARATOR
 from rows import Row
 from step_providers import ADAPTIVE, ALONE, AMP, GUARDED, TORCH
 
@@ -40,8 +40,6 @@ _CLIPPING = [
 ]
 _STEPPING = [GUARDED, AMP, TORCH, ALONE]
 _SETTING = ["gradients", "optimizer", "circumstance"]
-# An optimizer that is told on the device whether to step, and one that the host decides for.
-_SUMMARIZED = tuple(SEPARATOR.join((QUICK_CASE, choice.name, "")) for choice in (OPTIMIZERS[0], OPTIMIZERS[-1]))
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -113,15 +111,15 @@ def measuring(rows: Sequence[Row], metric: str = "wall time") -> str:
     return grid(["gradients", "dtype", "fastest plain read", *columns], lines, 2)
 
 
-def clipping(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """Clips, torch's with their ratio to gradstat's."""
-    lines = []
+def clipping(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
+    """Clips, torch's with their ratio to gradstat's; without torch's loop over tensors if ``short``."""
+    columns, lines = [name for name in _CLIPPING if not (short and name == TORCH_LOOP_CLIP)], []
     for key, found in _by_case(rows, metric).items():
         if {CLIP, CLIPPED} <= found.keys():
             unclipped, clipped = found[CLIP], found[CLIPPED]
-            base = [None, unclipped, unclipped, None, clipped, clipped]
-            lines.append([*key, *(_relative(found.get(n), b) for n, b in zip(_CLIPPING, base, strict=True))])
-    return grid(["gradients", "dtype", *_CLIPPING], lines, 2)
+            base = dict(zip(_CLIPPING, [None, unclipped, unclipped, None, clipped, clipped], strict=True))
+            lines.append([*key, *(_relative(found.get(name), base[name]) for name in columns)])
+    return grid(["gradients", "dtype", *columns], lines, 2)
 
 
 def published(rows: Sequence[Row]) -> str:
@@ -150,31 +148,35 @@ def accuracy(rows: Sequence[Row]) -> str:
     return grid(["gradients", "dtype", *columns], lines, 2)
 
 
-def norm_errors(rows: Sequence[Row]) -> str:
-    """The worst and the mean relative error of norms, and how many were lost, by kind of vectors and dtype."""
+def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
+    """The worst relative error of norms, and how many were lost.
+
+    Unless ``short`` also the mean, the reference, and the float8 types without negative zeros.
+    """
     parts = []
-    providers = _in_order(row.provider for row in rows)
+    providers = [p for p in _in_order(row.provider for row in rows) if not (short and p == "gradstat reference")]
     for kind in _in_order(row.case for row in rows):
         of_kind = [row for row in rows if row.case == kind]
         metrics = {(r.dtype, r.provider, r.metric): r.value for r in of_kind}
         lines = []
-        for dtype in _in_order(row.dtype for row in of_kind):
-            cells = [_norm_error(metrics, dtype, provider) for provider in providers]
+        for dtype in _in_order(row.dtype for row in of_kind if not (short and row.dtype.endswith("fnuz"))):
+            cells = [_norm_error(metrics, dtype, provider, short) for provider in providers]
             lines.append(
                 [dtype, f"{max(r.value for r in of_kind if r.metric == 'vectors' and r.dtype == dtype):,.0f}", *cells]
             )
-        parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, the worst relative error and (the mean):\n")
+        mean = "" if short else " and (the mean)"
+        parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, the worst relative error{mean}:\n")
         parts.append(grid(["dtype", "vectors", *providers], lines))
     return "\n".join(parts)
 
 
-def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider: str) -> str:
+def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider: str, short: bool) -> str:
     if (dtype, provider, "vectors") not in metrics:
         return "not served"
     worst, mean, lost, count = (
         metrics[dtype, provider, metric] for metric in ("worst error", "mean error", "norms lost", "vectors")
     )
-    text = f"{worst:.1e} ({mean:.1e})" if count > lost else ""
+    text = f"{worst:.1e}" + ("" if short else f" ({mean:.1e})") if count > lost else ""
     return f"{text}, lost {100 * lost / count:.1f} %".lstrip(", ") if lost else text
 
 
@@ -228,6 +230,20 @@ def step_calls(rows: Sequence[Row]) -> str:
     return grid(["training step", "plain", *columns], lines)
 
 
+def step_table(rows: Sequence[Row]) -> str:
+    """`step_calls` and `step_times` in one."""
+    times, inside, ratios = (_by_case(rows, metric) for metric in ("wall time", "time inside", "time ratio"))
+    columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
+    lines = []
+    for key, found in times.items():
+        plain, calls, cells = found[steps.PLAIN].value, inside.get(key, {}), []
+        for name in columns:
+            call = [in_time(calls[name].value), f"{100 * calls[name].value / plain:.1f} %"] if name in calls else []
+            cells.append(", ".join([*call, _added(ratios[key].get(name))]))
+        lines.append([key[0], in_time(plain), *cells])
+    return grid(["training step", "plain", *columns], lines)
+
+
 def step_memory(rows: Sequence[Row]) -> str:
     """What each variant adds to a step's peak memory."""
     columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
@@ -238,14 +254,22 @@ def step_memory(rows: Sequence[Row]) -> str:
     return grid(["training step", *columns], lines)
 
 
-def optimizer_steps(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """From gradients to parameters, each way with its ratio to a guarded step."""
-    lines = []
-    for (case, _), found in _by_case(rows, metric).items():
+def optimizer_steps(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
+    """From gradients to parameters, each way with its ratio to a guarded step.
+
+    If ``short``, with the ratio of their passes, too, and without the name of the gradients.
+    """
+    lines, moved = [], _by_case(rows, "bytes moved") if short else {}
+    for key, found in _by_case(rows, metric).items():
         base = found.get(GUARDED)
         cells = [_relative(found.get(name), None if name == GUARDED else base) for name in _STEPPING]
-        lines.append([*case.split(SEPARATOR), *cells])
-    return grid([*_SETTING, *_STEPPING], lines, len(_SETTING))
+        if GUARDED in moved.get(key, {}) and base is not None:
+            passes = moved[key][GUARDED].value
+            for i, name in enumerate(_STEPPING[1:], 1):
+                if cells[i] and name in moved[key]:
+                    cells[i] = cells[i][:-1] + f"; {moved[key][name].value / passes:.2f})"
+        lines.append([*key[0].split(SEPARATOR)[short:], *cells])
+    return grid([*_SETTING[short:], *_STEPPING], lines, len(_SETTING) - short)
 
 
 def optimizer_passes(rows: Sequence[Row]) -> str:
@@ -264,15 +288,19 @@ def _passes(row: Row | None, base: Row | None) -> str:
     return f"{row.value / row.bytes:.0f}" + (f" ({row.value / base.value:.2f})" if base is not None else "")
 
 
-def adaptive_steps(rows: Sequence[Row]) -> str:
-    """A guarded step with a limit and with each adaptive clip: passes, and time with its ratio to the former."""
+def adaptive_steps(rows: Sequence[Row], short: bool = False) -> str:
+    """A guarded step with a limit and with each adaptive clip: passes, and time with its ratio to the former.
+
+    Of one circumstance and without the name of the gradients if ``short``.
+    """
     moved, lines = _by_case(rows, "bytes moved"), []
-    for key, found in _by_case(rows, "wall time").items():
+    cases = [each for each in _by_case(rows, "wall time").items() if ADAPTIVE[0] in each[1]]
+    for key, found in cases[:1] if short else cases:
         for name in (GUARDED, *ADAPTIVE):
-            if name in found and ADAPTIVE[0] in found:
+            if name in found:
                 time = _relative(found[name], None if name == GUARDED else found[GUARDED])
-                lines.append([*key[0].split(SEPARATOR), name, _passes(moved[key][name], None), time])
-    return grid([*_SETTING, "call", "passes", "median"], lines, len(_SETTING) + 1)
+                lines.append([*key[0].split(SEPARATOR)[short:], name, _passes(moved[key][name], None), time])
+    return grid([*_SETTING[short:], "call", "passes", "median"], lines, len(_SETTING) + 1 - short)
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
@@ -290,10 +318,10 @@ def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
     return grid(["gradients", "fastest plain read", *columns], lines)
 
 
-def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """What one more small tensor costs, between one and each larger count."""
+def slopes(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
+    """What one more small tensor costs, between one and each larger count, or the two largest if ``short``."""
     smallest, *larger = sorted(_by_case(rows, metric).values(), key=lambda found: next(iter(found.values())).tensors)
-    larger = [found for found in larger if next(iter(found.values())).tensors >= 1000]
+    larger = [found for found in larger if next(iter(found.values())).tensors >= 1000][-2 if short else 0 :]
     names = [name for name in smallest if not name.startswith(LIMIT)]
     lines = [
         [name, *(f"{1e3 * (f[name].value - smallest[name].value) / (f[name].tensors - 1):,.0f} ns" for f in larger)]
@@ -304,24 +332,38 @@ def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
 
 
 def plainly(rows: Sequence[Row]) -> str:
-    """Every row: case, call, value, and its ratio to the first call of the case."""
-    lines = []
+    """Every row: a line for each case and call, a column for each metric, times with their ratio to the first call."""
+    metrics, lines = _in_order(row.metric for row in rows), []
     for (case, _), found in _groups(rows).items():
-        first = found[0].value
-        for number, row in enumerate(found):
-            if row.unit == "us":
-                rate = f" ({row.bytes / row.value / 1e3:.1f} GB/s)" if row.bytes > 1e7 else ""
-                lines.append(
-                    [case * (number == 0), row.provider, in_time(row.value) + rate, f"{row.value / first:.2f}"]
-                )
-            elif row.metric == "time ratio":
-                lines.append(
-                    [case * (number == 0), row.provider, f"{100 * (row.value - 1):+.1f} %, round by round", ""]
-                )
-            else:
-                value = in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f} {row.metric}"
-                lines.append([case * (number == 0), row.provider, value, ""])
-    return grid(["case", "call", "median", "times the first"], lines, 2)
+        values = {(row.provider, row.metric): row for row in found}
+        first = {row.metric: row for row in reversed(found)}
+        for number, name in enumerate(_in_order(row.provider for row in found)):
+            # Ratios round by round say more than the ratio of two medians.
+            base = {} if "time ratio" in metrics else first
+            cells = [_plain(values.get((name, metric)), base.get(metric)) for metric in metrics]
+            lines.append([case * (number == 0), name, *cells])
+    return grid(["case", "call", *metrics], lines, 2)
+
+
+def _plain(row: Row | None, first: Row | None) -> str:
+    if row is None or row.metric == "time ratio":
+        return _added(row)
+    if row.unit == "us":
+        return _relative(row, None if row is first else first)
+    return in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f}"
+
+
+def memory(rows: Sequence[Row], short: bool = False) -> str:
+    """What each call takes at most: a line for each call, a column for each case; unclipped clips only if ``short``."""
+    left_out = (TORCH_LOOP_CLIP, CLIPPED, TORCH_CLIPPED, CLIP_LIMIT) if short else ()
+    cases = _groups(rows)
+    found = {(case, row.provider): row for case, members in cases.items() for row in members}
+    lines = [
+        [name, *(in_bytes(found[case, name].value) if (case, name) in found else "" for case in cases)]
+        for name in _in_order(row.provider for row in rows)
+        if name not in left_out
+    ]
+    return grid(["call", *(case for case, _ in cases)], lines)
 
 
 def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -331,13 +373,20 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     return found
 
 
-def everything(rows: Iterable[Row]) -> str:
-    """All tables of one device's rows, those of the newest run of every group."""
+def everything(rows: Iterable[Row], short: bool = False) -> str:
+    """All tables of one device's rows, those of the newest run of every group.
+
+    Args:
+        rows: Of one device.
+        short: As a document shows them: charts stand for how times grow and for memory of training steps,
+            docs/numerics.md for errors of norms, float32 for the other dtypes of most lists, and the largest list and
+            two optimizers for the others.
+    """
     kept = rows_module.current(rows)
     groups: dict[str, list[Row]] = {}
     for row in kept:
         groups.setdefault(row.group, []).append(row)
-    parts = [part for name, members in groups.items() for part in _section(name, members)]
+    parts = [part for name, members in groups.items() for part in _section(name, members, short)]
     return "\n" + "\n".join([*parts, where(kept)]) + "\n"
 
 
@@ -349,55 +398,80 @@ def _steps(rows: list[Row]) -> list[str]:
     return parts
 
 
-def _optimizer_steps(rows: list[Row]) -> list[str]:
-    title = "From gradients to updated parameters, caches flushed (in brackets: times a guarded step):\n"
-    parts = [title, optimizer_steps(rows)]
+def _optimizer_steps(rows: list[Row], short: bool) -> list[str]:
+    shown, of = rows, ""
+    brackets = "times a guarded step"
+    if short:
+        shown = _of_largest(rows)
+        of, brackets = f" of {shown[0].case.split(SEPARATOR)[0]}", f"{brackets}; the same counted in passes"
+    parts = [f"From gradients{of} to updated parameters, caches flushed (in brackets: {brackets}):\n"]
+    parts += [optimizer_steps(shown, short=short)]
     if any(row.metric == "device time" for row in rows):
-        parts += ["The same on the device alone:\n", optimizer_steps(rows, "device time")]
-    parts += ["Counted on paper, passes over as many bytes as there are gradients:\n", optimizer_passes(rows)]
-    return [*parts, "Guarded steps with adaptive clips, clipped to the same norm:\n", adaptive_steps(rows)]
+        parts += ["The same on the device alone:\n", optimizer_steps(shown, "device time", short)]
+    if not short:
+        title = "Counted on paper, passes over as many bytes as there are gradients:\n"
+        parts += [title, optimizer_passes(rows)]
+    return [*parts, "Guarded steps with adaptive clips, clipped to the same norm:\n", adaptive_steps(shown, short)]
 
 
-def _section(name: str, rows: list[Row]) -> list[str]:
+def _of_largest(rows: list[Row]) -> list[Row]:
+    """Rows of the largest list, for an optimizer that is told on the device whether to step, and for another."""
+    most, optimizers = max(row.bytes for row in rows), (OPTIMIZERS[0].name, OPTIMIZERS[-1].name)
+    return [row for row in rows if row.bytes == most and row.case.split(SEPARATOR)[1] in optimizers]
+
+
+def _telling(rows: list[Row]) -> list[Row]:
+    """Rows of float32 lists, and of the last list in every dtype."""
+    return [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
+
+
+def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     on_device = any(row.metric == "device time" for row in rows)
     if name == "steps":
+        if short:
+            title = (
+                "The added call within a training step: its time, that as a share of the plain step, and what the whole"
+            )
+            return [
+                f"{title}\nstep took longer (median of the ratios to the plain step, round by round):\n",
+                step_table(rows),
+            ]
         return [*_steps(rows), "Peak memory added to it:\n", step_memory(rows)]
     if name == "lists":
+        shown = _telling(rows) if short else rows
         parts = ["From the call to the report, caches flushed (in brackets: times the fastest plain read):\n"]
-        parts += [measuring(rows)]
+        parts += [measuring(shown)]
         if on_device:
-            parts += ["The same on the device alone:\n", measuring(rows, "device time")]
-        parts += ["Clips, caches flushed (in brackets: times gradstat's):\n", clipping(rows)]
+            parts += ["The same on the device alone:\n", measuring(shown, "device time")]
+        parts += ["Clips, caches flushed (in brackets: times gradstat's):\n", clipping(shown, short=short)]
         if on_device:
-            parts += ["The same on the device alone:\n", clipping(rows, "device time")]
+            parts += ["The same on the device alone:\n", clipping(shown, "device time", short)]
         beside = published(rows)
         parts += [beside] if beside else []
+        if short:
+            return parts
         return [*parts, "Relative error of the norm (clips return it in the gradients' dtype):\n", accuracy(rows)]
     if name == GROUP:
-        return _optimizer_steps(rows)
+        return _optimizer_steps(rows, short)
     if name == "growth in bytes":
-        return ["One float32 tensor, as it grows, caches flushed:\n", growth(rows)]
+        return [] if short else ["One float32 tensor, as it grows, caches flushed:\n", growth(rows)]
     if name.startswith("growth in tensors"):
         caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
-        return [f"Tensors of 64 float32 elements, as they become more, {caches}:\n", growth(rows), slopes(rows)]
-    return [f"{name[:1].upper()}{name[1:]}:\n"] * bool(name) + [plainly(rows)]
+        title = f"Tensors of 64 float32 elements, as they become more, {caches}:\n"
+        if short:
+            return [title, slopes(rows, short=True)] if name.endswith("warm") else []
+        return [title, growth(rows), slopes(rows)]
+    if name == "memory":
+        return ["Peak memory of a call:\n", memory(rows, short)]
+    brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
+    return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """The short tables of the README: steps, float32 lists, and steps of optimizers on one of them."""
+    """The table of the README: what calls take within training steps; every table if there are no rows of that."""
     kept = rows_module.current(rows)
     step_rows = [row for row in kept if row.group == "steps"]
-    list_rows = [row for row in kept if row.group == "lists" and row.dtype == "float32"]
-    optimizer_rows = [row for row in kept if row.group == GROUP and row.case.startswith(_SUMMARIZED)]
-    parts = []
-    if step_rows:
-        parts += _steps(step_rows)
-    if list_rows:
-        parts += ["From the call to the report (in brackets: times the fastest plain read):\n", measuring(list_rows)]
-        parts += ["Clips (in brackets: times gradstat's):\n", clipping(list_rows)]
-    if optimizer_rows:
-        parts += ["From gradients to updated parameters (in brackets: times a guarded step):\n"]
-        parts += [optimizer_steps(optimizer_rows)]
-    if not parts:
+    if not any(row.metric == "time inside" for row in step_rows):
         return everything(kept)
-    return "\n" + "\n".join([*parts, where(kept)]) + "\n"
+    title = "The added call alone, timed within the training step (in brackets: of the plain step):\n"
+    return "\n" + "\n".join([title, step_calls(step_rows), where(step_rows)]) + "\n"

@@ -95,14 +95,13 @@ def tables(rows: list[Row]) -> str:
 
 def _outcome(rows: list[Row]) -> str:
     if not rows:
-        return "not run: not planned"
+        return "not planned"
     row = next((row for row in rows if row["special"] == "tests"), rows[0])
     if row["outcome"] != "passed":
         return row["outcome"].splitlines()[0]
     found = row["found"]
     tests = f"; tests: {found['tests']}" if "tests" in found else ""
-    cuda = ", CUDA library loads" if "cuda" in found else ""
-    return f"first use with {found['python']}, {found['torch']}, numpy {found['numpy']}{cuda}{tests}"
+    return f"{found['python']}, {found['torch']}, numpy {found['numpy']}{tests}"
 
 
 def _special_outcome(row: Row) -> str:

@@ -36,19 +36,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def rules() -> str:
     """The rules, in the order in which they are asked."""
     return table(
-        ("rule", "severity", "what it finds", "thresholds"),
-        [(f"`{kind.name}`", kind.severity, _summary(kind), _thresholds(kind)) for kind in RULES],
+        ("rule", "severity", "what it finds"),
+        [(f"`{kind.name}`", kind.severity, _summary(kind)) for kind in RULES],
     )
 
 
 def _summary(kind: type[Rule]) -> str:
     summary = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
     return " ".join(summary.split()).rstrip(".").replace("``", "`")
-
-
-def _thresholds(kind: type[Rule]) -> str:
-    given = [parameter for name, parameter in inspect.signature(kind).parameters.items() if name != "self"]
-    return ", ".join(f"`{parameter.name}={parameter.default:.10g}`" for parameter in given)
 
 
 def faults() -> str:
@@ -61,12 +56,11 @@ def faults() -> str:
             if first is None or not is_found(fault, outcome):
                 raise RuntimeError(f"not found: {fault.what}")
             noticed = outcome.noticed_at(first)
-            rows.append(
-                (fault.what, fault.model, fault.step, f"`{first.rule}`", f"`{first.name}`", first.step, noticed)
-            )
+            steps = f"{fault.step}/{first.step}/{noticed}"
+            rows.append((fault.what, f"`{first.rule}` `{first.name}`", steps))
     finally:
         pool.stop()
-    return table(("what is broken", "in", "at step", "first finding", "about", "dated", "noticed"), rows)
+    return table(("what is broken", "first finding, of what", "steps"), rows)
 
 
 def healthy(seeds: int, steps: int) -> str:
@@ -77,9 +71,9 @@ def healthy(seeds: int, steps: int) -> str:
         for seed in range(seeds):
             found += silence(each, seed, steps)[0]
             print(f"{each.name}, seed {seed}: {len(found)}", file=sys.stderr)
-        told = ", ".join(f"{rule}: {count}" for rule, count in Counter(f.rule for f in found).items()) or "none"
-        rows.append((each.name, seeds, f"{steps:,}", told))
-    return table(("training", "seeds", "steps of each", "warnings and errors"), rows)
+        told = "".join(f"; {rule}: {count}" for rule, count in Counter(f.rule for f in found).items())
+        rows.append((each.name + told,))
+    return table((f"training, {seeds} seeds of {steps:,} steps each",), rows)
 
 
 def rendered(document: str, regions: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
 ]
+QUICK_START = ROOT / "docs" / "quickstart.md"
 BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
 # Blocks that no test runs, by page, with the reason that the page's source gives.
 NOT_RUN = {
@@ -95,10 +96,10 @@ def test_every_block_says_what_it_is() -> None:
                 raise AssertionError(f"{block} has no end")
 
 
-def test_the_factory_of_the_readme_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factory_of_the_quick_start_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradstat.bench import command
 
-    (example,) = (block.code for block in BLOCKS[ROOT / "README.md"] if block.marks.get("file") == "bench_me.py")
+    (example,) = (block.code for block in BLOCKS[QUICK_START] if block.marks.get("file") == "bench_me.py")
     (tmp_path / "bench_me.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     _, loss = command.load("bench_me:factory", torch.device("cpu"))
