@@ -33,7 +33,7 @@ def refuse_second(accelerator: Any) -> None:
         )
 
 
-class AcceleratorHandle(Handle):
+class AcceleratorBase(Handle):
     """The handle of an integration that measures where an accelerator clips.
 
     Args:
@@ -79,7 +79,7 @@ class AcceleratorHandle(Handle):
     def _made_clip(self, below: Any) -> Callable[..., Any]:
         def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            limit = self._limit(max_norm)
+            limit = self._limit(max_norm, "clip_grad_norm_")
             if self._engine_clips:
                 self._measure(self._those_with(listed), self._accelerator.gradient_accumulation_steps)
                 return below(listed, max_norm, norm_type)
@@ -101,23 +101,6 @@ class AcceleratorHandle(Handle):
             return norm
 
         return clip
-
-    def _limit(self, asked: float) -> float | AdaptiveClip:
-        """What to clip to if a caller asks for ``asked``.
-
-        Raises:
-            ValueError: The user has said something else.
-        """
-        own = self._options.max_norm
-        asked = float(asked)
-        if own is None or own == asked:
-            return asked
-        if asked == math.inf:
-            return own
-        raise ValueError(
-            f"clip configured twice: install(..., max_norm={own!r}), and clip_grad_norm_ is called with {asked!r}. "
-            "Leave max_norm out of install(), or pass float('inf') to clip_grad_norm_"
-        )
 
     def _those_with(self, parameters: Sequence[Tensor]) -> list[Watch]:
         ids = [id(parameter) for parameter in parameters]

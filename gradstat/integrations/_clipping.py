@@ -51,7 +51,7 @@ class OptimizerClip:
         """Whether the optimizer unscales by itself, as it steps."""
         return self._scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    def clip(self, optimizer: Optimizer, limit: Limit) -> Tensor:
+    def clip(self, optimizer: Optimizer, limit: Limit, error_if_nonfinite: bool = False) -> Tensor:
         """Clips to ``limit``; returns the norm before, without loss scale."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scaled = self._scaler if self.leaves_scaled(optimizer) else None
@@ -60,7 +60,7 @@ class OptimizerClip:
                 scaled.unscale_(optimizer)
             return limit.clip_(parameters)
         if scaled is None:
-            return clip_grad_norm_(parameters, limit)
+            return clip_grad_norm_(parameters, limit, error_if_nonfinite=error_if_nonfinite)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,23 @@ class Handle:
             if not watch.measured:
                 self._is_measured = True
                 watch.step(divisor)
+
+    def _limit(self, asked: float, caller: str) -> float | AdaptiveClip:
+        """What to clip to if ``caller``, the framework's clip, is asked for ``asked``.
+
+        Raises:
+            ValueError: The user has said something else.
+        """
+        own = self._options.max_norm
+        asked = float(asked)
+        if own is None or own == asked:
+            return asked
+        if asked == math.inf:
+            return own
+        raise ValueError(
+            f"clip configured twice: install(..., max_norm={own!r}), and {caller} is called with {asked!r}. "
+            f"Leave max_norm out of install(), or pass float('inf') to {caller}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorHandle, refuse_second
+from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -22,7 +22,7 @@ from accelerate import Accelerator  # noqa: E402
 if TYPE_CHECKING:
     from gradstat.monitor.policies import Policies
 
-__all__ = ["Handle", "install"]
+__all__ = ["AccelerateHandle", "install"]
 
 
 def install(
@@ -33,7 +33,7 @@ def install(
     watch: Mapping[str, int] | Sequence[str] | None = None,
     micro_batches: bool = True,
     **monitor_options: Any,
-) -> Handle:
+) -> AccelerateHandle:
     """Puts a `gradstat.Monitor` on every model that ``accelerator`` has prepared. ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -91,10 +91,10 @@ def install(
     if not len(pairs) == distinct == len(optimizers):
         # Which optimizer has which parameters is no longer for one model to say.
         options.leave_out(["optimizer-coverage"])
-    return Handle(accelerator, options, pairs, micro_batches)
+    return AccelerateHandle(accelerator, options, pairs, micro_batches)
 
 
-class Handle(AcceleratorHandle):
+class AccelerateHandle(AcceleratorBase):
     """What `install` returns. A context manager; leaving it is `remove`."""
 
     def __init__(

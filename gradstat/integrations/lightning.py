@@ -102,7 +102,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []
         self._clip: OptimizerClip | None = None
-        self._limit: Limit | None = None
+        self._clips_to: Limit | None = None
         self._settings: tuple[Any, Any] | None = None  # the trainer's own
         self._again: StepAgain | None = None
         self._loaded: dict[str, Any] | None = None
@@ -118,9 +118,11 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._refuse(trainer, pl_module)
         own = self._options.max_norm
         by_norm = trainer.gradient_clip_val and _is_norm(trainer.gradient_clip_algorithm)
-        self._limit = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
+        self._clips_to = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
         engine = engine_of(trainer.strategy)
-        asked = own if engine == "DeepSpeed" else self._limit  # DeepSpeed's engine is told by Lightning what to clip to
+        asked = (
+            own if engine == "DeepSpeed" else self._clips_to
+        )  # DeepSpeed's engine is told by Lightning what to clip to
         setting = (
             "let Lightning hand Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
         )
@@ -180,7 +182,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             optimizer,
             _scaler_of(trainer),
             self._options,
-            self._limit,
+            self._clips_to,
             self._again,
             trainer.strategy.root_device if trainer.world_size > 1 else None,
             len(self.watches),
@@ -252,8 +254,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._log(trainer, watch)
         if self._again is not None:
             self._again.forget()
-        if not pl_module.automatic_optimization and self._clip is not None and self._limit is not None:
-            self._clip.clip(optimizer, self._limit)
+        if not pl_module.automatic_optimization and self._clip is not None and self._clips_to is not None:
+            self._clip.clip(optimizer, self._clips_to)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Takes back what an optimizer was told for a step that it did not take."""

@@ -12,7 +12,7 @@ import torch
 from gradstat._files import replacing
 from gradstat._wrappers import without_ddp
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorHandle, refuse_second
+from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -94,7 +94,7 @@ def install(
     return GradstatCallback(trainer, options, log, micro_batches)
 
 
-class GradstatCallback(AcceleratorHandle, TrainerCallback):
+class GradstatCallback(AcceleratorBase, TrainerCallback):
     """What `install` returns, and adds to the Trainer's callbacks. A context manager; leaving it is `remove`.
 
     Attributes:
