@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradstat import _optimizers
 from gradstat.adaptive import AdaptiveClip
-from gradstat.clip import clip_grad_norm_
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.total_norm import get_total_norm
 
 Limit = float | AdaptiveClip
@@ -51,7 +52,29 @@ class OptimizerClip:
         """Whether the optimizer unscales by itself, as it steps."""
         return self._scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    def clip(self, optimizer: Optimizer, limit: Limit, error_if_nonfinite: bool = False) -> Tensor:
+    def measure_and_clip(
+        self, optimizer: Optimizer, limit: Limit, measure: Callable[[], object], error_if_nonfinite: bool
+    ) -> Tensor:
+        """As `clip`, with a look at the gradients before, by which a step that is skipped may lose them.
+
+        Raises:
+            RuntimeError: The norm is not finite, and that is an error; nothing was clipped.
+        """
+        if isinstance(limit, AdaptiveClip) or self.leaves_scaled(optimizer):
+            measure()
+            return self.clip(optimizer, limit)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = clip_grad_norm_(parameters, math.inf)  # only measures
+        measure()
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
+                "error_if_nonfinite=False, or on_anomaly='skip' to install()"
+            )
+        clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+    def clip(self, optimizer: Optimizer, limit: Limit) -> Tensor:
         """Clips to ``limit``; returns the norm before, without loss scale."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scaled = self._scaler if self.leaves_scaled(optimizer) else None
@@ -60,7 +83,7 @@ class OptimizerClip:
                 scaled.unscale_(optimizer)
             return limit.clip_(parameters)
         if scaled is None:
-            return clip_grad_norm_(parameters, limit, error_if_nonfinite=error_if_nonfinite)
+            return clip_grad_norm_(parameters, limit)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())

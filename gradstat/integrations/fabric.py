@@ -87,9 +87,8 @@ class FabricHandle(Handle):
         )
         scaler = getattr(strategy.precision, "scaler", None)
         self._clip = OptimizerClip(scaler)
-        forward, inner = model._forward_module, unwrapped(optimizer)
-        device = fabric.device if ranks > 1 else None
-        self._watch = Watch(forward, inner, scaler, options, options.max_norm, device=device)
+        device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
+        self._watch = Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)
         self.watches = [self._watch]
         self._patch(fabric, "backward", self._made_backward)
         self._patch(fabric, "clip_gradients", self._made_clip)
@@ -112,15 +111,16 @@ class FabricHandle(Handle):
             error_if_nonfinite: bool = True,
         ) -> Any:
             inner = unwrapped(optimizer)
-            is_ours = inner is self._watch.optimizer
-            if is_ours:
-                self._measure([self._watch])
-            if not is_ours or self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
+            if inner is not self._watch.optimizer:
                 return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+            if self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
+                self._measure(self.watches)
+                return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+            limit = self._limit(max_norm, "clip_gradients")
             if not self._clip.leaves_scaled(inner):
                 self._fabric.strategy.precision.unscale_gradients(inner)
             is_error = error_if_nonfinite and "skip" not in self._options.policies
-            return self._clip.clip(inner, self._limit(max_norm, "clip_gradients"), is_error)
+            return self._clip.measure_and_clip(inner, limit, lambda: self._measure(self.watches), is_error)
 
         return clip_gradients
 
@@ -145,6 +145,6 @@ class FabricHandle(Handle):
     def _before_step(self) -> None:
         """Measures, and clips, what the loop has not clipped."""
         if not self._watch.measured:
-            self._measure([self._watch])
+            self._measure(self.watches)
             if self._options.max_norm is not None and self._watch.optimizer is not None:
                 self._clip.clip(self._watch.optimizer, self._options.max_norm)
