@@ -69,7 +69,7 @@ def install(
         if not hasattr(thing, mark):
             raise TypeError(f"{what}: expected what fabric.setup() returned, got {type(thing).__name__}")
     if type(micro_batches) is not int or micro_batches < 1:
-        raise ValueError(f"micro_batches is {micro_batches!r}; expected how many times a step calls fabric.backward")
+        raise ValueError(f"micro_batches is {micro_batches!r}; expected how often a step calls fabric.backward")
     options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "fabric", max_norm)
     return FabricHandle(fabric, model, optimizer, options, micro_batches)
 
@@ -88,8 +88,7 @@ class FabricHandle(Handle):
         scaler = getattr(strategy.precision, "scaler", None)
         self._clip = OptimizerClip(scaler)
         device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
-        self._watch = Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)
-        self.watches = [self._watch]
+        self.watches = [Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)]
         self._patch(fabric, "backward", self._made_backward)
         self._patch(fabric, "clip_gradients", self._made_clip)
         self._patch(optimizer, "step", self._made_step)
@@ -111,7 +110,7 @@ class FabricHandle(Handle):
             error_if_nonfinite: bool = True,
         ) -> Any:
             inner = unwrapped(optimizer)
-            if inner is not self._watch.optimizer:
+            if inner is not self.watches[0].optimizer:
                 return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
             if self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
                 self._measure(self.watches)
@@ -137,14 +136,14 @@ class FabricHandle(Handle):
                 evaluated()
                 return below()
             finally:
-                self._watch.measured = False
+                self.watches[0].measured = False
                 self._clip.forget()
 
         return step
 
     def _before_step(self) -> None:
         """Measures, and clips, what the loop has not clipped."""
-        if not self._watch.measured:
+        if not self.watches[0].measured:
             self._measure(self.watches)
-            if self._options.max_norm is not None and self._watch.optimizer is not None:
-                self._clip.clip(self._watch.optimizer, self._options.max_norm)
+            if self._options.max_norm is not None and self.watches[0].optimizer is not None:
+                self._clip.clip(self.watches[0].optimizer, self._options.max_norm)
