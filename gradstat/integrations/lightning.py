@@ -70,9 +70,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         options: For the monitor: ``rules``, ``watch``, ``history``, ``save_to``, ``lag`` and so on.
 
     Attributes:
-        monitor: The monitor, once training has begun.
         monitors: One for each optimizer. With several, each watches the parameters of its optimizer only.
-        micro_batch_reports: By step in which one was asked for, which micro-batch brought what.
         checkpoints: Files that ``"checkpoint"`` saved.
 
     Raises:
@@ -108,8 +106,6 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
         self._logged_at: dict[tuple[int, int], int] = {}
-
-    # Beginning and end -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuses what does not go together, and takes over the clip."""
@@ -217,8 +213,6 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         for watch in self.watches:
             watch.remove(error)
 
-    # A step ----------------------------------------------------------------------------------------------
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
         if self._again is not None:
@@ -277,8 +271,6 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
                 self._clip.clip(optimizer, own if isinstance(own, AdaptiveClip) else float(clip_val))
 
         return clip_gradients
-
-    # What is told and kept -------------------------------------------------------------------------------
 
     def _log(self, trainer: Any, watch: Watch) -> None:
         every = trainer.log_every_n_steps if self._log_every is None else self._log_every
