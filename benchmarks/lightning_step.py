@@ -32,7 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 import gradstat
 from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
 from gradstat.demo.model import GPT, SMALL
-from gradstat.integrations.lightning import GradStatCallback
+from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import log_report
 
 STEPS, LOGGING = "Lightning steps", "logging"
@@ -53,7 +53,7 @@ class _Clock(pl.Callback):
         self.took.append(time.perf_counter() - self._began)
 
 
-class _Timed(GradStatCallback):
+class _Timed(GradstatCallback):
     """Notes how long its own part of each step takes: whole steps vary by more than that."""
 
     def __init__(self, **options: Any) -> None:
@@ -159,15 +159,15 @@ def _lightning_rows(rounds: int, device: torch.device, folder: str) -> list[Row]
     variants: dict[str, Callable[[], Any]] = {
         "Lightning": lambda: ([], {}),
         "+ gradient_clip_val": lambda: ([], {"gradient_clip_val": 1.0}),
-        "+ GradStatCallback()": lambda: ([GradStatCallback()], {}),
-        "+ GradStatCallback(max_norm=1)": lambda: ([GradStatCallback(max_norm=1.0)], {}),
+        "+ GradstatCallback()": lambda: ([GradstatCallback()], {}),
+        "+ GradstatCallback(max_norm=1)": lambda: ([GradstatCallback(max_norm=1.0)], {}),
         "detect_anomaly=True": lambda: ([], {"detect_anomaly": True}),
     }
     fits = {name: _training(_Language, tokens, options) for name, options in variants.items()}
     made = _timed("gpt-0.9m", fits, rounds, device)
     for name, options in (
-        ("GradStatCallback()", {}),
-        ("GradStatCallback(on_anomaly='replay')", {"on_anomaly": "replay"}),
+        ("GradstatCallback()", {}),
+        ("GradstatCallback(on_anomaly='replay')", {"on_anomaly": "replay"}),
     ):
         inside = _Timed(**options)
         _training(_Language, tokens, lambda inside=inside: ([inside], {}))()
@@ -184,15 +184,15 @@ def _lightning_rows(rounds: int, device: torch.device, folder: str) -> list[Row]
         "log_dict, never logged": _training(
             lambda: _Layers(True), batch, lambda: ([], {**board(), "log_every_n_steps": 1000})
         ),
-        "GradStatCallback, logged every step": _training(
+        "GradstatCallback, logged every step": _training(
             lambda: _Layers(False),
             batch,
-            lambda: ([GradStatCallback(per_tensor=("l2_norm",), top=None)], board()),
+            lambda: ([GradstatCallback(per_tensor=("l2_norm",), top=None)], board()),
         ),
-        "GradStatCallback, never logged": _training(
+        "GradstatCallback, never logged": _training(
             lambda: _Layers(False),
             batch,
-            lambda: ([GradStatCallback(per_tensor=("l2_norm",), top=None, log_every=0)], board()),
+            lambda: ([GradstatCallback(per_tensor=("l2_norm",), top=None, log_every=0)], board()),
         ),
     }
     return made + _timed("300 norms to TensorBoard", fits, rounds, device)

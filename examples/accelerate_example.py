@@ -65,7 +65,7 @@ def main() -> None:
             optimizer.zero_grad()
         if micro_batch % 40 == 39:
             numbers = handle.scalars()
-            loss, norm = numbers["gradstat/loss"], numbers["gradstat/norm"]
+            loss, norm = numbers["grad/loss"], numbers["grad/total_norm"]
             print(f"step {micro_batch // MICRO_BATCHES}: loss {loss:.3f}, norm {norm:.3f}")
     print(handle.monitor.diagnose())
     handle.remove()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradstat.demo import corpus
-from gradstat.integrations.lightning import GradStatCallback
+from gradstat.integrations.lightning import GradstatCallback
 
 CONTEXT = 16
 
@@ -70,7 +70,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="lightning")
     pl.seed_everything(0, verbose=False)
     loader, letters = data(options.steps)
-    callback = GradStatCallback(
+    callback = GradstatCallback(
         max_norm=1.0, on_anomaly=["warn", "skip", "replay"], per_tensor=("l2_norm",), top=None, log_every=20
     )
     trainer = pl.Trainer(

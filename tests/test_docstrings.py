@@ -57,10 +57,15 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 loader = torch.utils.data.DataLoader(batches)
 """,
-    "gradstat.integrations.lightning.GradStatCallback": """
+    "gradstat.integrations.fabric.install": """
+import gradstat.integrations.fabric
+import lightning
+fabric = lightning.Fabric(accelerator="cpu")
+""",
+    "gradstat.integrations.lightning.GradstatCallback": """
 import functools
 from lightning import Trainer
-from gradstat.integrations.lightning import GradStatCallback
+from gradstat.integrations.lightning import GradstatCallback
 Trainer = functools.partial(Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)
 """,
     "gradstat.integrations.transformers.install": """

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradstat.integrations.lightning import GradStatCallback
-from gradstat.monitor import AnomalyError, Finding
+from gradstat.integrations.lightning import GradstatCallback
+from gradstat.monitor import AnomalyError
 
 
 class _Here(LightningEnvironment):
@@ -87,7 +87,7 @@ def _fit(callbacks: list[Any], model: pl.LightningModule, **options: Any) -> pl.
 
 
 def _skipping(fused: bool) -> tuple[list[float], list[float], list[Tensor], list[int], int]:
-    model, callback = _Model(3, fused), GradStatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
+    model, callback = _Model(3, fused), GradstatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
     made = _fit([callback], model)
     assert callback.monitor is not None
     errors = [finding.step for finding in callback.monitor.findings if finding.severity == "error"]
@@ -117,24 +117,22 @@ def test_statistics_and_skips_are_of_the_reduced_gradients(ranks: Ranks) -> None
 class _OneWants(pl.Callback):
     """On rank 1 alone something is wanted in step 3."""
 
-    def __init__(self, callback: GradStatCallback, policy: str) -> None:
+    def __init__(self, callback: GradstatCallback, policy: str) -> None:
         self.callback, self.policy = callback, policy
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
-            monitor = self.callback.monitor
-            assert monitor is not None
+            (watch,) = self.callback.watches
             if self.policy == "stop":
-                monitor.should_stop = True
+                watch.monitor.should_stop = True
+            elif self.policy == "raise":
+                watch._error = AnomalyError("it is on this rank")
             else:
-                from gradstat.integrations._policies import Noted
-
-                finding = Finding("nonfinite-batch", "error", 3, "batch", {}, text="it is on this rank")
-                self.callback._actions.noted.append(Noted(self.policy, finding))
+                watch._noted.add(self.policy)
 
 
 def _agreeing(policy: str, folder: str) -> tuple[int, list[str], str]:
-    callback = GradStatCallback(on_anomaly="record", save_dir=folder)
+    callback = GradstatCallback(on_anomaly="record", save_dir=folder)
     message = ""
     try:
         made = _fit([_OneWants(callback, policy), callback], _Model())
@@ -155,7 +153,7 @@ def test_what_one_rank_wants_all_do(ranks: Ranks, tmp_path: Any) -> None:
 
 
 def _replaying(accumulate: int) -> tuple[str, int]:
-    callback = GradStatCallback(on_anomaly=["replay", "skip"])
+    callback = GradstatCallback(on_anomaly=["replay", "skip"])
     made = _fit([callback], _Model(5), accumulate_grad_batches=accumulate)
     assert callback.monitor is not None
     return str(callback.monitor.culprit), made.global_step
@@ -171,7 +169,7 @@ def test_a_replay_finds_the_line_on_the_rank_that_made_it(ranks: Ranks) -> None:
 
 
 def _blaming() -> dict[int, dict[str, int]]:
-    callback = GradStatCallback(on_anomaly="skip")
+    callback = GradstatCallback(on_anomaly="skip")
     _fit([callback], _Model(4), accumulate_grad_batches=4)
     return {step: dict(report.first_bad) for step, report in callback.micro_batch_reports.items()}
 
@@ -205,7 +203,7 @@ class _Sharded(_Model):
 
 def _sharding() -> tuple[list[float], list[float], bool, list[float], int]:
     model = _Sharded(3)
-    callback = GradStatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
+    callback = GradstatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
     made = _fit([callback], model, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
     assert callback.monitor is not None
     norms = callback.monitor.recording().scalars["norm"].tolist()
@@ -224,7 +222,7 @@ def test_sharded_gradients_are_measured_and_clipped_as_a_whole(ranks: Ranks) -> 
 
 
 def _watching_origins() -> tuple[list[int], list[str]]:
-    callback = GradStatCallback(on_anomaly=["skip", "record"], watch=["origin"])
+    callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
     _fit([callback], _Model(3))
     assert callback.monitor is not None
     found = [finding for finding in callback.monitor.findings if finding.rule == "bad-rank"]

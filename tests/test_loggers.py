@@ -93,6 +93,7 @@ def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> No
         assert values["grad/total_norm"] == report.total_norm
         assert values["grad/lr"] == 0.1
         assert values["grad/findings"] == len(monitor.findings)
+        assert (values["grad/missing"], values["grad/nonfinite_steps"]) == (0, 0)
         assert math.isfinite(values["grad/loss"])
 
 

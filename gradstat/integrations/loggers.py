@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradstat.integrations._ways import Way, put_histogram, ways_to
+from gradstat.integrations._targets import Target, put_histogram, targets_of
 from gradstat.integrations._writers import CsvWriter, JsonlWriter
 from gradstat.monitor import Monitor
 from gradstat.report import Report
@@ -38,23 +38,25 @@ class Choice(NamedTuple):
     prefix: str = "grad/"
 
     def check(self) -> Choice:
-        """Itself.
+        """Itself, with tuples.
 
         Raises:
             ValueError: A name is not known, or ``top`` is less than 1.
         """
-        for what, names, known in (
-            ("aggregates", self.aggregates, AGGREGATES),
-            ("per_tensor", self.per_tensor, _COLUMNS),
-        ):
+        for what, names in (("aggregates", self.aggregates), ("per_tensor", self.per_tensor)):
             if isinstance(names, str):
                 raise ValueError(f"{what} is the string {names!r}; expected a sequence of names, ({names!r},)")
+        chosen = self._replace(aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor))
+        for what, names, known in (
+            ("aggregates", chosen.aggregates, AGGREGATES),
+            ("per_tensor", chosen.per_tensor, _COLUMNS),
+        ):
             for name in names:
                 if name not in known:
                     raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(known)}")
         if self.top is not None and (type(self.top) is not int or self.top < 1):
             raise ValueError(f"top is {self.top!r}; expected a number of tensors of at least 1, or None for all")
-        return self
+        return chosen
 
     def of(self, report: Report) -> dict[str, float]:
         """The floats chosen of a report."""
@@ -81,8 +83,9 @@ def scalars_of(
     """Flat floats for any logger. No host sync.
 
     Args:
-        source: A report; or a monitor, whose newest step that has arrived is told, with its loss, learning rate and
-            loss scale.
+        source: A report; or a monitor, whose newest step that has arrived is told, with its ``loss``, ``lr`` and
+            ``loss_scale``, how many gradients are ``missing``, and of the run how many ``findings`` there are and in
+            how many steps a gradient was not finite, ``nonfinite_steps``.
         aggregates: Totals to log, of `AGGREGATES`.
         per_tensor: Columns to log for each tensor: ``"l2_norm"``, ``"max_abs"``, ``"mean"``, ``"std"``, ``"min"``,
             ``"max"``, ``"nan_count"``, ``"inf_count"``, ``"zero_count"``.
@@ -95,7 +98,7 @@ def scalars_of(
     Raises:
         TypeError: ``source`` is neither. ValueError: A name is not known; the message lists them.
     """
-    choice = Choice(_listed(aggregates), _listed(per_tensor), top, prefix).check()
+    choice = Choice(aggregates, per_tensor, top, prefix).check()
     told = _told(source, choice)
     return {} if told is None else told.values
 
@@ -105,11 +108,8 @@ def log_report(
     source: Report | Monitor,
     step: int | None = None,
     *,
-    aggregates: Sequence[str] = AGGREGATES,
-    per_tensor: Sequence[str] = (),
-    top: int | None = None,
-    prefix: str = "grad/",
     histogram: bool = False,
+    **choice: Any,
 ) -> dict[str, float]:
     """Writes the statistics of a step to a logger. No host sync besides what the logger does.
 
@@ -119,8 +119,8 @@ def log_report(
             ``(values, step)``; or several of them in a list.
         source: As for `scalars_of`.
         step: The step to log at; None, for a monitor, for its own count.
-        aggregates, per_tensor, top, prefix: As for `scalars_of`.
         histogram: For TensorBoard: also the histogram over tensors of the decimal logarithms of their norms.
+        choice: ``aggregates``, ``per_tensor``, ``top`` and ``prefix``, as for `scalars_of`.
 
     Returns:
         What was logged; empty if a monitor has read no step yet.
@@ -129,8 +129,7 @@ def log_report(
         TypeError: ``target`` or ``source`` is nothing known; the message says what is.
         ValueError: A name is not known, or a report is logged without a step.
     """
-    choice = Choice(_listed(aggregates), _listed(per_tensor), top, prefix).check()
-    return _log(ways_to(target), source, step, choice, histogram)
+    return _log(targets_of(target), source, step, Choice(**choice).check(), histogram)
 
 
 def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
@@ -144,8 +143,8 @@ def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
     Raises:
         TypeError: ``target`` is nothing known; the message says what is.
     """
-    for way in ways_to(target):
-        way.put(dict(values), step)
+    for one in targets_of(target):
+        one.put(dict(values), step)
 
 
 class ReportLogger:
@@ -160,7 +159,7 @@ class ReportLogger:
     Args:
         target: As for `log_report`.
         every: Steps divisible by this are logged.
-        aggregates, per_tensor, top, prefix, histogram: As for `log_report`.
+        histogram, choice: As for `log_report`.
 
     Raises:
         TypeError: ``target`` is nothing known. ValueError: Another argument makes no sense.
@@ -171,17 +170,14 @@ class ReportLogger:
         target: Any,
         every: int = 1,
         *,
-        aggregates: Sequence[str] = AGGREGATES,
-        per_tensor: Sequence[str] = (),
-        top: int | None = None,
-        prefix: str = "grad/",
         histogram: bool = False,
+        **choice: Any,
     ) -> None:
         if type(every) is not int or every < 1:
             raise ValueError(f"every is {every!r}; expected a number of steps of at least 1")
-        self._ways = ways_to(target)
+        self._targets = targets_of(target)
         self._every = every
-        self._choice = Choice(_listed(aggregates), _listed(per_tensor), top, prefix).check()
+        self._choice = Choice(**choice).check()
         self._histogram = histogram
         self._last: int | None = None
 
@@ -201,7 +197,7 @@ class ReportLogger:
             self._last = newest.step
         elif step is not None and step % self._every:
             return {}
-        return _log(self._ways, source, step, self._choice, self._histogram)
+        return _log(self._targets, source, step, self._choice, self._histogram)
 
 
 # What is told ------------------------------------------------------------------------------------------------
@@ -226,12 +222,14 @@ def _told(source: object, choice: Choice) -> _Told | None:
         return None
     values = choice.of(newest.report)
     values.update({choice.prefix + name: newest.scalars[name] for name in _SCALARS if name in newest.scalars})
-    values[choice.prefix + "findings"] = float(len(source.findings))
+    counts = (len(newest.report.missing), len(source.findings), source.nonfinite_steps)
+    for name, count in zip(("missing", "findings", "nonfinite_steps"), counts, strict=True):
+        values[choice.prefix + name] = float(count)
     return _Told(newest.step, newest.report, values)
 
 
 def _log(
-    ways: Sequence[Way], source: Report | Monitor, step: int | None, choice: Choice, histogram: bool
+    targets: Sequence[Target], source: Report | Monitor, step: int | None, choice: Choice, histogram: bool
 ) -> dict[str, float]:
     told = _told(source, choice)
     if told is None:
@@ -239,15 +237,11 @@ def _log(
     at = told.step if step is None else step
     if at is None:
         raise ValueError("a report does not know its step: pass step=")
-    for way in ways:
-        way.put(told.values, at)
-        if histogram and way.writer is not None:
-            put_histogram(way.writer, choice.prefix + "log10_norms", told.report, at)
+    for target in targets:
+        target.put(told.values, at)
+        if histogram and target.writer is not None:
+            put_histogram(target.writer, choice.prefix + "log10_norms", told.report, at)
     return told.values
-
-
-def _listed(names: Sequence[str]) -> Sequence[str]:
-    return names if isinstance(names, str) else tuple(names)  # a string is refused by name later
 
 
 def _worst(table: Any, top: int) -> Any:

@@ -12,33 +12,25 @@ import torch
 from gradstat._files import replacing
 from gradstat._wrappers import without_ddp
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorWatch
-from gradstat.integrations._refusals import checked_limit, refuse_impossible, refuse_second
-from gradstat.integrations._replaced import Replaced
-from gradstat.integrations._requirements import require
-from gradstat.integrations._watched import Options, Watched, is_replaying, unwrapped
-from gradstat.monitor import AnomalyWarning, Finding, Monitor
-from gradstat.monitor.policies import outside
+from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
+from gradstat.integrations._framework import require, unwrapped
+from gradstat.integrations._options import Options
+from gradstat.integrations._watch import Watch
+from gradstat.monitor import AnomalyWarning, Finding
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
 
-from transformers import Trainer  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint  # noqa: E402
 
-from gradstat.integrations._callback import GradstatCallback  # noqa: E402
-
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from gradstat.monitor.policies import Policies
 
-__all__ = ["Handle", "install"]
+__all__ = ["GradstatCallback", "install"]
 
 STATE_FILE = "gradstat_monitor.pt"
 """The monitor's state, in the folder of each checkpoint."""
-
-_LOGS = (False, True, "parameters")
 
 
 def install(
@@ -50,7 +42,7 @@ def install(
     log: bool | str = True,
     micro_batches: bool = True,
     **monitor_options: Any,
-) -> Handle:
+) -> GradstatCallback:
     """Puts a `gradstat.Monitor` on what ``trainer`` trains. ::
 
         trainer = Trainer(model, args, train_dataset=dataset)
@@ -69,7 +61,7 @@ def install(
         max_norm: What to clip to, where ``max_grad_norm`` is 0: an adaptive clip, or a number. None leaves it to the
             Trainer.
         watch: As for `gradstat.Monitor`.
-        log: Whether to add numbers (``gradstat/...``) to the Trainer's logs; ``"parameters"`` adds each norm.
+        log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` adds each norm.
         micro_batches: Whether to check gradients after every micro-batch of an accumulated step, too, so that the one
             that brought NaN is named: one more read for each.
         monitor_options: Further arguments of `gradstat.Monitor`.
@@ -79,192 +71,159 @@ def install(
 
     Raises:
         TypeError: ``trainer`` is no Trainer, or an option is not the user's to give.
-        ValueError: An option makes no sense, clipping is configured twice, or the engine does not allow it.
+        ValueError: An option makes no sense, or clipping is configured twice.
         RuntimeError: gradstat is installed already.
-        NotImplementedError: The engine (Megatron-LM, XLA) shows no gradients that could be measured.
+        NotImplementedError: The engine shows no gradients that could be measured (Megatron-LM, XLA), or does not allow
+            what an option asks for.
     """
     if not isinstance(trainer, Trainer):
         what = f"the class {trainer.__name__}" if isinstance(trainer, type) else type(trainer).__name__
-        hint = "; build it first: install(Trainer(model, args, ...))"
-        raise TypeError(f"expected a transformers.Trainer, got {what}{hint}")
-    if not any(log is known for known in _LOGS) and log != "parameters":
+        raise TypeError(f"expected a transformers.Trainer, got {what}; build it first: install(Trainer(model, ...))")
+    if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     refuse_second(trainer.accelerator)
-    if monitor_options.get("keep_batch"):
-        raise TypeError("keep_batch is for loops; a replay here runs the Trainer's step on inputs that are kept anyway")
-    options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "trainer")
-    max_norm = checked_limit(max_norm)
+    given = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
+    options = Options(given, "trainer", max_norm, runs_steps=True)
     own = float(trainer.args.max_grad_norm or 0.0)
-    if max_norm is not None and own > 0 and max_norm != own:
+    if options.max_norm is not None and own > 0 and options.max_norm != own:
         raise ValueError(
             f"clip configured twice: max_norm={max_norm!r}, and the Trainer's max_grad_norm={own:g} (1.0 is its "
             "default). Set one: TrainingArguments(max_grad_norm=...) and no max_norm here, or "
             "TrainingArguments(max_grad_norm=0) for max_norm to clip"
         )
-    refuse_impossible(trainer.accelerator, options, max_norm)
-    return Handle(trainer, options, max_norm, log, micro_batches)
+    return GradstatCallback(trainer, options, log, micro_batches)
 
 
-class Handle:
-    """What `install` returns. A context manager; leaving it is `remove`.
+class GradstatCallback(AcceleratorBase, TrainerCallback):
+    """What `install` returns, and adds to the Trainer's callbacks. A context manager; leaving it is `remove`.
 
     Attributes:
         trainer: The Trainer.
     """
 
     def __init__(
-        self, trainer: Any, options: Options, max_norm: float | AdaptiveClip | None, log: bool | str, parts: bool
+        self, trainer: Any = None, options: Options | None = None, log: bool | str = True, micro_batches: bool = True
     ) -> None:
-        """Made by `install`."""
-        self.trainer = trainer
-        self._options, self._max_norm, self._log, self._parts = options, max_norm, log, parts
-        self._watched: Watched | None = None
+        """Made by `install`.
+
+        Raises:
+            RuntimeError: It is not.
+        """
+        if trainer is None or options is None:
+            raise RuntimeError(
+                "a callback alone cannot watch gradients: no event of the Trainer sees them complete and unclipped, "
+                "and callbacks get neither trainer nor accelerator. Build the Trainer without it, then call "
+                "gradstat.integrations.transformers.install(trainer), which adds it"
+            )
+        self.trainer, self._log = trainer, log
         self._resume: Any = None
         self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._told_of_filter = self._told_of_bypass = self._told_of_stop = False
-        self._watch = self._attach()
-        if not self._is_later():
+        args = trainer.args
+        super().__init__(trainer.accelerator, options, lambda: args.gradient_accumulation_steps if micro_batches else 1)
+        engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if not (trainer.model_init is not None or engine or options.watches_origin):  # else it is made in train()
             trainer.create_optimizer()
-            self._watched = self._make()
-            self._watch.watched = [self._watched]
-        self._callback = GradstatCallback(self)
-        trainer.add_callback(self._callback)
-        self._replaced = [
-            Replaced(trainer, "train", lambda below: self._made_train(below)),
-            Replaced(trainer, "log", lambda below: self._made_log(below)),
-            Replaced(trainer, "training_step", lambda below: self._made_training_step(below)),
-        ]
+            self.watches = [self._make()]
+        trainer.add_callback(self)
+
+    def _attach(self, accelerator: Any) -> None:
+        super()._attach(accelerator)
+        self._patch(self.trainer, "train", self._made_train)
+        self._patch(self.trainer, "log", self._made_log)
+        self._patch(self.trainer, "training_step", self._made_training_step)
 
     # The monitor -----------------------------------------------------------------------------------------
 
-    @property
-    def monitor(self) -> Monitor:
-        """The monitor.
-
-        Raises:
-            RuntimeError: There is none yet, because model or optimizer are only made in ``train()``.
-        """
-        if self._watched is None:
-            raise RuntimeError(
-                "the monitor is made when training begins, because model or optimizer are (model_init, FSDP, "
-                "DeepSpeed, or watch='origin'); look at it after trainer.train(), or in a callback"
-            )
-        return self._watched.monitor
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the policy ``"stop"`` has been met; the same on all ranks."""
-        return self._watched is not None and self._watched.should_stop
-
-    @property
-    def attributions(self) -> dict[int, Any]:
-        """By step, the `gradstat.AccumulationReport` of those in which something was found."""
-        return {} if self._watched is None else self._watched.attributions
-
-    def _is_later(self) -> bool:
-        """Whether what is trained is only made in ``train()``."""
+    def _model(self) -> Any:
         trainer = self.trainer
-        engines = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        return bool(trainer.model_init is not None or engines or self._options.wraps)
+        return trainer.model_wrapped if self._options.watches_origin or trainer.is_fsdp_enabled else trainer.model
 
-    def _attach(self) -> AcceleratorWatch:
-        args = self.trainer.args
-        return AcceleratorWatch(
-            self.trainer.accelerator, [], self._max_norm, lambda: args.gradient_accumulation_steps if self._parts else 1
-        )
-
-    def _make(self) -> Watched:
+    def _make(self) -> Watch:
         trainer = self.trainer
-        model = trainer.model_wrapped if self._options.wraps or trainer.is_fsdp_enabled else trainer.model
-        own = float(trainer.args.max_grad_norm or 0.0)
-        made = Watched(
-            model,
+        made = Watch(
+            self._model(),
             unwrapped(trainer.optimizer),
             trainer.accelerator.scaler,
             self._options,
-            own if own > 0 else self._max_norm,
+            float(trainer.args.max_grad_norm or 0.0) or self._options.max_norm,
             self._again,
-            trainer.accelerator.num_processes > 1,
+            self._device,
         )
         made.on_findings = self._look_at
         return made
 
-    def begin(self, state: Any) -> None:
-        """Training begins: makes sure that what is watched is what will be trained, and loads what was saved."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Makes sure that what is watched is what will be trained, and loads what was saved."""
         trainer = self.trainer
-        if self._watch.accelerator is not trainer.accelerator:  # a search for hyperparameters has made another
-            self._watch.remove()
-            self._watch = self._attach()
-        known = self._watched
-        model = trainer.model_wrapped if self._options.wraps or trainer.is_fsdp_enabled else trainer.model
-        if known is None or known.model is not model or known.optimizer is not unwrapped(trainer.optimizer):
+        if self._accelerator is not trainer.accelerator:  # a search for hyperparameters has made another
+            self._detach()
+            self._attach(trainer.accelerator)
+        known = self.watches[0] if self.watches else None
+        if known is None or known.model is not self._model() or known.optimizer is not unwrapped(trainer.optimizer):
             if known is not None:
                 known.remove()
-            self._watched = self._make()
-        assert self._watched is not None
-        self._watch.watched = [self._watched]
-        self._load(state)
+            self.watches = [self._make()]
+        resume, self._resume = self._resume, None
+        if not state.global_step:
+            return
+        if resume is True:
+            resume = get_last_checkpoint(args.output_dir)
+        saved = Path(str(resume)) / STATE_FILE
+        if resume and saved.is_file():
+            self.load_state_dict(_loaded(saved))
+        elif not self.monitor.steps:
+            self.monitor.steps = int(state.global_step)  # so that findings name the Trainer's steps
 
-    def end(self) -> None:
-        """Training is over: reads what is left."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Reads what is left."""
         self._inputs = []
-        if self._watched is not None:
-            self._watched.flush()
+        self._only.end()
 
     # A step ----------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The first micro-batch comes next."""
         self._inputs = []
 
-    def before_optimizer(self) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measures the step if the Trainer has called no clip, as some versions do not for ``max_grad_norm=0``."""
-        trainer, watched = self.trainer, self._watched
-        if watched is None or watched.measured:
+        if self._only.measured:
             return
-        if not (trainer.args.max_grad_norm or 0.0) > 0:
-            trainer.accelerator.clip_grad_norm_(trainer.model_wrapped.parameters(), float("inf"))
+        if not (args.max_grad_norm or 0.0) > 0:
+            self._accelerator.clip_grad_norm_(self.trainer.model_wrapped.parameters(), float("inf"))
             return
-        if not self._told_of_bypass and not self._watch.clips_itself:
-            self._told_of_bypass = True
-            warnings.warn(
-                "gradstat: this Trainer clips without accelerator.clip_grad_norm_ (gradients on mixed meshes, apex, or "
-                "a subclass), so statistics are those of clipped gradients",
-                UserWarning,
-                stacklevel=outside(),
+        if not self._engine_clips:
+            self._tell_once(
+                "bypass",
+                "this Trainer clips without accelerator.clip_grad_norm_ (gradients on mixed meshes, apex, or a "
+                "subclass), so statistics are those of clipped gradients",
             )
-        self._watch.measure([watched])
+        self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
 
-    def after_optimizer(self) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The next gradients are another step's."""
-        if self._watched is not None:
-            self._watched.measured = False
+        self._only.measured = False
 
-    def stops(self, state: Any) -> bool:
-        """Whether to stop behind this step; says so once."""
-        if not self.should_stop:
-            return False
-        if not self._told_of_stop:
-            self._told_of_stop = True
-            warnings.warn(
-                f"gradstat: the Trainer stops behind step {state.global_step} and saves a checkpoint, as the policy "
-                "'stop' says (it is also that of the rule 'lost-loss', unless on_anomaly has another for it)",
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stops and saves, if so decided."""
+        if self.should_stop:
+            control.should_training_stop = control.should_save = True
+            self._tell_once(
+                "stop",
+                f"the Trainer stops behind step {state.global_step} and saves a checkpoint, as the policy 'stop' says "
+                "(it is also that of the rule 'lost-loss', unless on_anomaly has another for it)",
                 AnomalyWarning,
-                stacklevel=outside(),
             )
-        return True
 
     def _look_at(self, findings: list[Finding]) -> None:
-        filtered = self.trainer.args.logging_nan_inf_filter
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
-        if lost is not None and filtered and not self._told_of_filter:
-            self._told_of_filter = True
-            warnings.warn(
-                f"gradstat: the Trainer's log hides the loss of step {lost.step}, which was not finite: "
-                "logging_nan_inf_filter=True puts the average before it in its place. gradstat/loss shows it; or pass "
+        if lost is not None and self.trainer.args.logging_nan_inf_filter:
+            self._tell_once(
+                "filter",
+                f"the Trainer's log hides the loss of step {lost.step}, which was not finite: "
+                "logging_nan_inf_filter=True puts the average before it in its place. grad/loss shows it; or pass "
                 "TrainingArguments(logging_nan_inf_filter=False)",
                 AnomalyWarning,
-                stacklevel=outside(),
             )
 
     def _again(self) -> list[Any]:
@@ -276,11 +235,10 @@ class Handle:
 
     def _made_training_step(self, below: Any) -> Callable[..., Any]:
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if not is_replaying():
-                if self._options.replays:
-                    self._inputs.append((args, kwargs))
-                if self._watched is not None:
-                    self._watched.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
+            if self._options.replays:
+                self._inputs.append((args, kwargs))
+            for watch in self.watches:
+                watch.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
             return below(*args, **kwargs)
 
         return training_step
@@ -294,58 +252,34 @@ class Handle:
 
     def _made_log(self, below: Any) -> Callable[..., Any]:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            if self._log and self._watched is not None and "loss" in logs:
-                self._watched.flush()
-                latest = self._watched.latest
-                logs = {**logs, **latest.summary("gradstat/", self._log == "parameters")}
-                if "norm" in latest.scalars and not self._watch.clips_itself:
-                    logs.setdefault("grad_norm", latest.scalars["norm"])
+            if self._log and self.watches and "loss" in logs:
+                values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
+                logs = {**logs, **values}
+                if "grad/total_norm" in values and not self._engine_clips:
+                    logs.setdefault("grad_norm", values["grad/total_norm"])
             return below(logs, *args, **kwargs)
 
         return log
 
     # Checkpoints -----------------------------------------------------------------------------------------
 
-    def save(self, state: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Writes the monitor's state into the newest checkpoint, on the rank that writes checkpoints."""
-        folder = Path(self.trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if self._watched is None or not self.trainer.args.should_save or not folder.is_dir():
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if not args.should_save or not folder.is_dir():
             return
         try:
             with replacing(folder / STATE_FILE) as file:
-                torch.save(self._watched.monitor.state_dict(), file)
+                torch.save(self.state_dict(), file)
         except OSError as error:  # a full disk must not end what is watched
             warnings.warn(f"gradstat: {folder / STATE_FILE} could not be saved: {error}", RuntimeWarning, stacklevel=2)
 
-    def _load(self, state: Any) -> None:
-        watched, self_resume, self._resume = self._watched, self._resume, None
-        assert watched is not None
-        if not state.global_step:
-            return
-        if self_resume is True:
-            self_resume = get_last_checkpoint(self.trainer.args.output_dir)
-        saved = Path(str(self_resume)) / STATE_FILE
-        if self_resume and saved.is_file():
-            watched.load_state_dict(_loaded(saved))
-        elif not watched.monitor.steps:
-            watched.monitor.steps = int(state.global_step)  # so that findings name the Trainer's steps
-
     def remove(self) -> None:
         """Ends the watch: gives the Trainer and its accelerator their methods back. The monitor stays readable."""
-        for replaced in reversed(self._replaced):
-            replaced.remove()
-        self._watch.remove()
-        if self._callback in self.trainer.callback_handler.callbacks:
-            self.trainer.remove_callback(self._callback)
+        super().remove()
+        if self in self.trainer.callback_handler.callbacks:
+            self.trainer.remove_callback(self)
         self._inputs = []
-        if self._watched is not None:
-            self._watched.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def _loaded(saved: Path) -> Any:

@@ -91,6 +91,7 @@ class Monitor:
         findings: What was found, in order.
         should_stop: Whether the policy ``"stop"`` has been met; for the training loop to look at.
         steps: How many steps were taken.
+        nonfinite_steps: In how many of those that have been read a gradient was not finite.
         culprit: What the last replay found; None if there was none, or it was clean.
 
     Raises:
@@ -140,7 +141,7 @@ class Monitor:
         self._warner = Warner()
         self.findings: list[Finding] = []
         self.should_stop = False
-        self.steps = 0
+        self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
         self._replayed = ""
         self._pending: deque[Pending] = deque()
@@ -274,7 +275,9 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            odd = self._intake.take(pending) or self._reviewer.is_out_of_band(pending.scalars)
+            bad = self._intake.take(pending)
+            self.nonfinite_steps += "nonfinite" in pending.scalars
+            odd = bad or self._reviewer.is_out_of_band(pending.scalars)
             if odd:
                 self._look_closer(pending.step)
             if odd or self._to_act_on or self._reviewer.is_due(pending.step):
@@ -441,6 +444,7 @@ class Monitor:
         return {
             "version": 1,
             "steps": self.steps,
+            "nonfinite_steps": self.nonfinite_steps,
             "should_stop": self.should_stop,
             "findings": [finding.to_dict() for finding in self.findings],
             "rules": [(rule.name, rule.state_dict()) for rule in self._reviewer.rules],
@@ -472,6 +476,7 @@ class Monitor:
         self._warner = Warner()
         self._looked_closer = self._saved = self._last_replay = -_QUIET
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
+        self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
         self.findings = [Finding.from_dict(values) for values in state["findings"]]
         saved = dict(state["rules"])
         for rule in self._reviewer.rules:

@@ -16,27 +16,28 @@ _NAMED = 3
 
 class _Step(NamedTuple):
     number: int
-    micro_batches: MicroBatches
+    checks: MicroBatches
     losses: list[Tensor]
 
 
-class Attribution:
+class MicroBatchHistory:
     """Checks of the micro-batches of the newest steps, asked for only if something was found in one.
 
     Args:
         model: Whose gradients are checked after each micro-batch.
         keep: For how many steps; the numbers of a step are read so much later.
+        backend: As in `gradstat.check`.
     """
 
-    def __init__(self, model: nn.Module, keep: int) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, keep: int, backend: str | None) -> None:
         self._steps: deque[_Step] = deque(maxlen=keep)
+        self._model, self._backend = model, backend
         self._current: MicroBatches | None = None
 
     def check(self) -> None:
         """To be called after a micro-batch's backward pass: one read of the gradients, no sync."""
         if self._current is None:
-            self._current = MicroBatches(self._model)
+            self._current = MicroBatches(self._model, backend=self._backend)
         self._current.check()
 
     def forget(self) -> None:
@@ -54,14 +55,10 @@ class Attribution:
         for step in list(self._steps):
             if step.number == number:
                 self._steps.remove(step)
-                report = step.micro_batches.result()
-                return _in_words(number, report, _numbers(step.losses)), report
+                report = step.checks.result()
+                losses: list[float] = torch.stack([one.float() for one in step.losses]).tolist() if step.losses else []
+                return _in_words(number, report, losses), report
         return None
-
-
-def _numbers(losses: list[Tensor]) -> list[float]:
-    found: list[float] = torch.stack([loss.float() for loss in losses]).tolist() if losses else []
-    return found
 
 
 def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""The ways into loggers: what each of them takes many floats by at the least cost."""
+"""Where numbers are logged to: what each logger takes many floats by at the least cost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gradstat.report import Report
 _Put = Callable[[dict[str, float], int], object]
 
 
-class Way(NamedTuple):
-    """A way into a logger.
+class Target(NamedTuple):
+    """A logger.
 
     Attributes:
         put: Takes floats and a step.
@@ -26,30 +26,30 @@ class Way(NamedTuple):
     writer: Any = None
 
 
-def ways_to(target: Any) -> list[Way]:
-    """The cheapest ways into a logger, or several.
+def targets_of(target: Any) -> list[Target]:
+    """A logger, or several, to be written to.
 
     Raises:
         TypeError: It is nothing known.
     """
     if isinstance(target, list | tuple):
-        return [way for one in target for way in ways_to(one)]
+        return [one for several in target for one in targets_of(several)]
     module = getattr(target, "__module__", None) or type(target).__module__
     if isinstance(target, JsonlWriter | CsvWriter):
-        return [Way(target.write)]
+        return [Target(target.write)]
     if hasattr(target, "_get_file_writer") and hasattr(target, "add_scalar"):
-        return [Way(lambda values, step: _put_summary(target, values, step), target)]
+        return [Target(lambda values, step: _put_summary(target, values, step), target)]
     if getattr(target, "__name__", None) == "mlflow" and hasattr(target, "log_metrics"):
         # Synchronous, it waits for the server in every step.
-        return [Way(lambda values, step: target.log_metrics(values, step=step, synchronous=False))]
+        return [Target(lambda values, step: target.log_metrics(values, step=step, synchronous=False))]
     if hasattr(target, "log") and (getattr(target, "__name__", None) == "wandb" or "wandb" in module.split(".")):
-        return [Way(lambda values, step: target.log(values, step=step))]
+        return [Target(lambda values, step: target.log(values, step=step))]
     if hasattr(target, "log_metrics") and hasattr(target, "experiment"):  # Lightning's
         if type(target).__name__ == "TensorBoardLogger" and not getattr(target, "_prefix", None):
-            return [Way(lambda values, step: _put_summary(target.experiment, values, step))]
-        return [Way(lambda values, step: target.log_metrics(values, step))]
+            return [Target(lambda values, step: _put_summary(target.experiment, values, step))]
+        return [Target(lambda values, step: target.log_metrics(values, step))]
     if callable(target):
-        return [Way(target)]
+        return [Target(target)]
     raise TypeError(
         f"cannot log to a {type(target).__name__}; expected a TensorBoard SummaryWriter, a wandb run, the module "
         "mlflow, a logger of Lightning, gradstat's JsonlWriter or CsvWriter, or a function (values, step)"

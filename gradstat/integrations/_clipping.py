@@ -1,0 +1,107 @@
+"""The clip of adapters whose framework clips by optimizer: to a number or an adaptive limit, under a loss scale too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradstat import _optimizers
+from gradstat.adaptive import AdaptiveClip
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
+from gradstat.total_norm import get_total_norm
+
+Limit = float | AdaptiveClip
+
+
+def checked_limit(max_norm: Any) -> Limit | None:
+    """``max_norm`` as a positive number, an adaptive clip or None.
+
+    Raises:
+        TypeError, ValueError: It is none of these.
+    """
+    if max_norm is None or isinstance(max_norm, AdaptiveClip):
+        return max_norm
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | Tensor):
+        raise TypeError(f"max_norm: expected a number, an adaptive clip or None, got {type(max_norm).__name__}")
+    number = float(max_norm)
+    if not number > 0:
+        raise ValueError(f"max_norm is {number}; expected a number above 0, or None to leave clipping as it is")
+    return number
+
+
+class OptimizerClip:
+    """Clips the gradients of an optimizer, before it steps.
+
+    A fused optimizer unscales by itself, so that its gradients still carry the loss scale. It is told to divide by
+    more: no pass over the gradients besides that for the norm, and no sync.
+
+    Args:
+        scaler: The loss scaler; None without.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._told: list[Optimizer] = []
+
+    def leaves_scaled(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer unscales by itself, as it steps."""
+        return self._scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def measure_and_clip(
+        self, optimizer: Optimizer, limit: Limit, measure: Callable[[], object], error_if_nonfinite: bool
+    ) -> Tensor:
+        """As `clip`, with a look at the gradients before, by which a step that is skipped may lose them.
+
+        Raises:
+            RuntimeError: The norm is not finite, and that is an error; nothing was clipped.
+        """
+        if isinstance(limit, AdaptiveClip) or self.leaves_scaled(optimizer):
+            measure()
+            return self.clip(optimizer, limit)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = clip_grad_norm_(parameters, math.inf)  # only measures
+        measure()
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
+                "error_if_nonfinite=False, or on_anomaly='skip' to install()"
+            )
+        clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+    def clip(self, optimizer: Optimizer, limit: Limit) -> Tensor:
+        """Clips to ``limit``; returns the norm before, without loss scale."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scaled = self._scaler if self.leaves_scaled(optimizer) else None
+        if isinstance(limit, AdaptiveClip):
+            if scaled is not None:
+                scaled.unscale_(optimizer)
+            return limit.clip_(parameters)
+        if scaled is None:
+            return clip_grad_norm_(parameters, limit)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        _optimizers.refuse_foreign_verdict(optimizer)
+        _optimizers.first_momentum_is_at_risk(optimizer)
+        with torch.no_grad():
+            norm: Tensor = get_total_norm(gradients).to(torch.float64) / scaled._scale.to(gradients[0].device)
+            divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
+            # A step with a gradient that is not finite is skipped, whatever it would be divided by.
+            divisor = torch.where(norm.isfinite(), divisor, 1.0).to(torch.float32)
+        if limit == math.inf:
+            return norm
+        # torch's scaler multiplies this with its scale, and the optimizer divides by the product as it steps.
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        self._told.append(optimizer)
+        return norm
+
+    def forget(self) -> None:
+        """Takes back what an optimizer was told and, as it did not step, did not use."""
+        while self._told:
+            self._told.pop().__dict__.pop("grad_scale", None)

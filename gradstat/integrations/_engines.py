@@ -1,0 +1,86 @@
+"""Engines that keep gradients to themselves: what is refused under each, and what is said to be out of sight."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from gradstat.integrations._options import Options
+from gradstat.monitor.policies import outside
+
+# By the name of a strategy of Lightning and of Fabric, or of a distributed type of Accelerate.
+_NAMES = {
+    "DeepSpeedStrategy": "DeepSpeed",
+    "FSDPStrategy": "FSDP 1",
+    "XLAStrategy": "XLA",
+    "SingleDeviceXLAStrategy": "XLA",
+    "XLAFSDPStrategy": "XLA",
+    "DEEPSPEED": "DeepSpeed",
+    "FSDP": "FSDP 1",
+    "XLA": "XLA",
+    "MEGATRON_LM": "Megatron-LM",
+}
+
+_REFUSED = {
+    "Megatron-LM": "expected gradients that torch sees, got Megatron-LM, whose engine runs backward and step itself "
+    "and shows none. Use gradstat.Monitor inside of the engine's training loop",
+    "XLA": "expected gradients on a CPU or a CUDA device, got XLA, for which gradstat has no kernels. Use torch's own "
+    "clip_grad_norm_, and gradstat on another device",
+}
+
+_OUT_OF_SIGHT = {
+    "DeepSpeed": "under DeepSpeed the engine keeps gradients to itself (`.grad` is None), clips and steps by itself. "
+    "Visible are losses, parameters and its gradient norm; not visible are gradients of parameters, so nothing can be "
+    "named, skipped or clipped here",
+    "FSDP 1": "FSDP version 1 shows every rank its piece of flattened parameters. Statistics are those of this rank's "
+    "piece, under flattened names; the total norm is FSDP's own. With FSDP version 2 (fully_shard) all are whole",
+}
+
+_POLICIES = {
+    "DeepSpeed": ({"skip", "rollback", "replay"}, "whose engine steps by itself"),
+    "FSDP 1": ({"skip", "rollback"}, "where each rank sees only its piece, so that ranks would decide differently"),
+}
+
+# None of what these rules look at is missing, or 0: it is somewhere else.
+_BLIND_UNDER_DEEPSPEED = ("missing-gradient", "dead-gradient", "vanishing-gradient", "optimizer-coverage")
+
+
+def engine_of(strategy: object) -> str | None:
+    """The engine of a strategy, or of a distributed type; None for those that leave gradients to torch."""
+    kinds = [strategy] if isinstance(strategy, str) else [kind.__name__ for kind in type(strategy).__mro__]
+    return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
+
+
+def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size: int, setting: str) -> bool:
+    """Whether an engine keeps and clips gradients itself; says what cannot be seen then.
+
+    Args:
+        engine: As told by `engine_of`.
+        options: Loses the rules that would be wrong.
+        max_norm: What gradstat is to clip to; None for nothing.
+        world_size: How many ranks there are.
+        setting: Where else the engine's own clip is set, for the error.
+
+    Raises:
+        NotImplementedError: Nothing would be visible, or a policy or the clip cannot be carried out.
+    """
+    if engine in _REFUSED:
+        raise NotImplementedError(_REFUSED[engine])
+    if world_size > 1 and "rollback" in options.policies:
+        raise NotImplementedError(
+            f"on_anomaly='rollback' on {world_size} ranks: going back is not agreed upon between ranks. Use 'skip', or "
+            "'stop', on which they agree"
+        )
+    if engine is None:
+        return False
+    policies, why = _POLICIES[engine]
+    for policy in sorted(policies & options.policies):
+        raise NotImplementedError(
+            f"on_anomaly={policy!r} cannot be done under {engine}, {why}; use 'warn', 'raise', 'stop' or 'snapshot'"
+        )
+    if max_norm is not None:
+        raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
+    warnings.warn(f"gradstat: {_OUT_OF_SIGHT[engine]}", UserWarning, stacklevel=outside())
+    if engine == "DeepSpeed":
+        options.leave_out(_BLIND_UNDER_DEEPSPEED)
+    return True

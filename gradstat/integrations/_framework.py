@@ -1,0 +1,84 @@
+"""What adapters need of any framework: its version, methods of one object replaced, torch's optimizer inside of its."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from types import MethodType, ModuleType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from gradstat.monitor import step_state
+
+
+def require(name: str, least: tuple[int, int], extra: str = "") -> ModuleType:
+    """The imported framework ``name``, which gradstat's extra of that name, or ``extra``, installs.
+
+    Raises:
+        ImportError: It is missing or older than ``least``; the message says what to install.
+    """
+    extra = extra or name
+    wanted = f"{name}>={least[0]}.{least[1]}"
+    remedy = f"pip install -U '{wanted}', or 'gradstat[{extra}]'"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(f"gradstat.integrations.{extra} expected {wanted}, and found none: {remedy}") from None
+    found = str(getattr(module, "__version__", "0.0"))
+    if version_of(found) < least:
+        raise ImportError(f"gradstat.integrations.{extra} expected {wanted}, got {found}: {remedy}")
+    return module
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Major and minor of a version, whatever follows."""
+    major, minor, *_ = (*map(int, re.findall(r"\d+", text)[:2]), 0, 0)
+    return major, minor
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer of torch inside of those of frameworks. Attributes set on a wrapper would not reach it."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    inner: Optimizer = optimizer
+    return inner
+
+
+class PatchedMethod:
+    """A method replaced on an instance; its class and other instances stay as they are.
+
+    While a step is being run again under watch the method is what it was, so that nothing it does counts.
+
+    Args:
+        owner: The instance.
+        name: Of the method.
+        make: Makes the new one of what was there.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        self._owner, self._name = owner, name
+        self._had = vars(owner).get(name)
+        self._below = getattr(owner, name)
+        made = make(self._below)
+        self._active = True
+
+        def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
+            is_used = self._active and not step_state._replays
+            return made(*args, **kwargs) if is_used else self._below(*args, **kwargs)
+
+        # A bound method, as torch's schedulers expect `step` of an optimizer to be.
+        self._method = MethodType(method, owner)
+        setattr(owner, name, self._method)
+
+    def remove(self) -> None:
+        """Puts back what was there. If another patch lies on top this one stays, and only hands calls on."""
+        self._active = False
+        if vars(self._owner).get(self._name) is self._method:
+            if self._had is None:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._had)

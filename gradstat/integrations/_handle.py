@@ -1,0 +1,174 @@
+"""What a user has of an integration, and what all adapters do with the watches of a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradstat.accumulation import AccumulationReport
+from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._framework import PatchedMethod
+from gradstat.integrations._options import Options
+from gradstat.integrations._watch import Watch
+from gradstat.integrations.loggers import scalars_of
+from gradstat.monitor import Monitor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Handle:
+    """What a user has of an integration. A context manager; leaving it is `remove`.
+
+    Args:
+        options: What the user wants.
+
+    Attributes:
+        watches: One `Watch` for each model, or optimizer; none before training begins.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._patches: list[PatchedMethod] = []
+        self._is_measured = False  # something was, since the last backward pass
+        self.watches: Sequence[Watch] = ()
+
+    @property
+    def monitors(self) -> tuple[Monitor, ...]:
+        """The monitors, one for each model, or optimizer, in their order."""
+        return tuple(watch.monitor for watch in self.watches)
+
+    @property
+    def monitor(self) -> Monitor:
+        """The only monitor.
+
+        Raises:
+            RuntimeError: There is none yet, or there are several.
+        """
+        return self._only.monitor
+
+    @property
+    def micro_batch_reports(self) -> dict[int, AccumulationReport]:
+        """By step in which something was found, the `gradstat.AccumulationReport` about it; raises as `monitor`."""
+        return self._only.micro_batch_reports
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the policy ``"stop"`` has been met, for the loop to look at; the same on all ranks."""
+        return any(watch.should_stop for watch in self.watches)
+
+    @property
+    def _only(self) -> Watch:
+        if not self.watches:
+            raise RuntimeError(
+                "the monitor is made when training begins, as model and optimizer may be; look at it afterwards, or in "
+                "a callback"
+            )
+        if len(self.watches) > 1:
+            raise RuntimeError(f"there are {len(self.watches)} models or optimizers with a monitor each: .monitors")
+        return self.watches[0]
+
+    def scalars(self, **choice: Any) -> dict[str, float]:
+        """The newest numbers, for a logger; waits for them.
+
+        Args:
+            choice: As for `gradstat.integrations.loggers.scalars_of`. Of several models, a number follows the prefix.
+        """
+        out: dict[str, float] = {}
+        prefix = choice.pop("prefix", "grad/")
+        for i, watch in enumerate(self.watches):
+            watch.flush()
+            out |= scalars_of(watch.monitor, prefix=self._prefix(prefix, i), **choice)
+        return out
+
+    def _prefix(self, prefix: str, number: int) -> str:
+        return f"{prefix}{number}/" if len(self.watches) > 1 else prefix
+
+    def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
+        if self._is_measured:  # models that take turns are not to be told each other's losses
+            self._is_measured = False
+            for watch in self.watches:
+                watch.forget()
+        for watch in self.watches:
+            watch.saw_backward(loss, is_micro_batch)
+
+    def _measure(self, watches: Iterable[Watch], divisor: int = 1) -> None:
+        """Lets monitors look at the gradients as they are, each once in a step."""
+        for watch in watches:
+            if not watch.measured:
+                self._is_measured = True
+                watch.step(divisor)
+
+    def _limit(self, asked: float, caller: str) -> float | AdaptiveClip:
+        """What to clip to if ``caller``, the framework's clip, is asked for ``asked``.
+
+        Raises:
+            ValueError: The user has said something else.
+        """
+        own = self._options.max_norm
+        asked = float(asked)
+        if own is None or own == asked:
+            return asked
+        if asked == math.inf:
+            return own
+        raise ValueError(
+            f"clip configured twice: install(..., max_norm={own!r}), and {caller} is called with {asked!r}. "
+            f"Leave max_norm out of install(), or pass float('inf') to {caller}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""
+        clip = self._options.max_norm
+        return {
+            "version": 1,
+            "monitors": [monitor.state_dict() for monitor in self.monitors],
+            "clip": clip.state_dict() if isinstance(clip, AdaptiveClip) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            ValueError: It is of another number of models, or of a newer gradstat.
+        """
+        self._check_version(state)
+        if len(state["monitors"]) != len(self.watches):
+            raise ValueError(
+                f"expected the state of {len(self.watches)} monitors, got {len(state['monitors'])}; prepare the same "
+                "models before loading"
+            )
+        for watch, saved in zip(self.watches, state["monitors"], strict=True):
+            watch.load_state_dict(saved)
+        self._load_clip(state)
+
+    def _check_version(self, state: Mapping[str, Any]) -> None:
+        if state["version"] != 1:
+            raise ValueError(
+                f"the state has version {state['version']}, this gradstat knows 1; upgrade gradstat, or resume without "
+                "it"
+            )
+
+    def _load_clip(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
+            self._options.max_norm.load_state_dict(state["clip"])
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        self._patches.append(PatchedMethod(owner, name, make))
+
+    def _detach(self) -> None:
+        """Gives the framework its methods back. May be called twice."""
+        while self._patches:
+            self._patches.pop().remove()
+
+    def remove(self) -> None:
+        """Ends the watch: gives the framework its methods back. The monitors stay readable."""
+        self._detach()
+        for watch in self.watches:
+            watch.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()

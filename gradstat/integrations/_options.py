@@ -1,0 +1,91 @@
+"""What a user wants of the monitors of a training, looked at before there is one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradstat.automatic import Parameters
+from gradstat.integrations._clipping import checked_limit
+from gradstat.monitor import POLICIES, Finding, Monitor, default_rules
+from gradstat.monitor.policies import PolicyTable
+
+NOTED = ("replay", "checkpoint")
+"""Policies that a monitor only takes note of, as ranks carry them out together."""
+
+_OWN = ("model", "optimizer", "scaler")
+
+
+class Options:
+    """What a user wants of monitors, looked at before there is one.
+
+    Args:
+        given: Arguments of `gradstat.Monitor`, without model, optimizer and scaler.
+        source: What gives those, for the error.
+        max_norm: What to clip to.
+        runs_steps: Whether the framework's own step can be run again, so that a replay needs no function.
+        saves: Whether there is a policy ``"checkpoint"``.
+
+    Attributes:
+        policies: Names of those in use.
+
+    Raises:
+        TypeError, ValueError: As `gradstat.Monitor`; or ``given`` has what is not the user's to give.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any], source: str, max_norm: Any = None, runs_steps: bool = False, saves: bool = False
+    ) -> None:
+        for name in (*_OWN, "keep_batch") if runs_steps else _OWN:
+            if name in given:
+                what = "taken from" if name in _OWN else "for loops; inputs of a step are kept by"
+                raise TypeError(f"{name} is {what} the {source}; leave it out")
+        self.max_norm = checked_limit(max_norm)
+        self.given = dict(given)
+        self.given["rules"] = default_rules() if given.get("rules") is None else list(given["rules"])
+        self._known = (*POLICIES, "checkpoint") if saves else POLICIES
+        self.policies: set[str] = set()
+        on_anomaly = self.on_anomaly(set(), self.policies)
+        watch = given.get("watch")
+        watch = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
+        self.watches_origin = bool(watch.get("origin"))
+        # All that a monitor has to say about its arguments it says now, about a model with nothing random in it.
+        model = Parameters([("weight", nn.Parameter(torch.zeros(1, device="cpu")))])
+        tried = {**self.given, "on_anomaly": on_anomaly, "watch": {**watch, "origin": 0}, "save_to": None}
+        tried.pop("replay", None)  # the function comes with what is trained
+        tried.setdefault("max_norm", self.max_norm)
+        Monitor(model, torch.optim.SGD(model.parameters(), lr=0.0), **tried).detach()
+        self.table = PolicyTable(on_anomaly, [rule.name for rule in self.given["rules"]])
+        if "replay" in self.policies and not runs_steps and not callable(given.get("replay")):
+            raise TypeError("on_anomaly='replay' needs the function that does a step: install(..., replay=step_fn)")
+        self.replays = bool(given.get("replay")) or "replay" in self.policies
+
+    def on_anomaly(self, noted: set[str], names: set[str] | None = None) -> Any:
+        """``on_anomaly`` for a monitor that takes note of what ranks do together, in ``noted``."""
+
+        def each(policies: Any) -> Any:
+            if policies is None or policies == "record":  # alone, it has a meaning of its own
+                return policies
+            listed = [policies] if isinstance(policies, str) or callable(policies) else list(policies)
+            for name in listed:
+                if isinstance(name, str) and name not in self._known:
+                    raise ValueError(f"unknown policy {name!r}; known: {', '.join(self._known)}, or a callable")
+            if names is not None:
+                names.update(name for name in listed if isinstance(name, str))
+            return [functools.partial(_note, noted, one) if one in NOTED else one for one in listed]
+
+        given = self.given.get("on_anomaly")
+        return {key: each(value) for key, value in given.items()} if isinstance(given, Mapping) else each(given)
+
+    def leave_out(self, rules: Iterable[str]) -> None:
+        """Takes rules away, by their names, which would be wrong about what is watched."""
+        self.given["rules"] = [rule for rule in self.given["rules"] if rule.name not in rules]
+
+
+def _note(noted: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:
+    if policy != "replay" or finding.step >= monitor.steps - 1:  # an older step cannot be run again
+        noted.add(policy)

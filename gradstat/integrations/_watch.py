@@ -1,0 +1,217 @@
+"""One model with its optimizer under a monitor, fed by whatever drives its training steps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradstat._wrappers import without_ddp
+from gradstat.accumulation import AccumulationReport
+from gradstat.integrations._clipping import Limit
+from gradstat.integrations._micro_batches import MicroBatchHistory
+from gradstat.integrations._options import NOTED, Options
+from gradstat.integrations._ranks import Ranks
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor
+from gradstat.monitor.policies import outside
+
+# Rules whose findings some micro-batch is to blame for.
+_OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
+# In so many steps after a replay there is no other.
+_QUIET = 20
+
+
+class Watch:
+    """A monitor on a model with its optimizer, and what it needs to be told by whatever drives the training steps.
+
+    Args:
+        model: As it is called; DDP is looked through, unless the origin of NaN is watched.
+        optimizer: torch's.
+        scaler: The loss scaler, if there is one.
+        options: What the user wants.
+        limit: What gradients are clipped to; None if they are not, or that is not known.
+        step_fn: Does a step again, if replays are wanted and the user has given no function.
+        device: Where this rank trains, if others train along; else None.
+        number: Of this watch in its training.
+
+    Attributes:
+        monitor: The monitor.
+        measured: Whether the gradients of the coming step of the optimizer have been measured.
+        should_stop: Whether to stop, the same on all ranks.
+        micro_batch_reports: By step in which something was found, the `gradstat.AccumulationReport` about it.
+        on_findings: Called with findings after each step that brought some.
+        save_checkpoint: What the policy ``"checkpoint"`` does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scaler: Any,
+        options: Options,
+        limit: Limit | None = None,
+        step_fn: Callable[..., Any] | None = None,
+        device: torch.device | None = None,
+        number: int = 0,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._options = options
+        self._noted: set[str] = set()
+        given = dict(options.given)
+        given["rules"] = copy.deepcopy(given["rules"])  # they remember what they have seen
+        given["on_anomaly"] = options.on_anomaly(self._noted)
+        given.setdefault("max_norm", limit)
+        if options.replays and not callable(given.get("replay")):
+            given["replay"] = step_fn or given.get("replay", False)
+        if "replay" in options.policies:
+            given["lag"] = 0  # the next step would overwrite what a replay needs
+        if number and given.get("save_to") is not None:
+            base = Path(given["save_to"])
+            given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
+        inner = without_ddp(model)
+        self.monitor = Monitor(model if options.watches_origin else inner, optimizer, scaler=scaler, **given)
+        self._history = MicroBatchHistory(inner, int(given.get("lag", 1)) + 2, given.get("backend"))
+        self._ids = {id(parameter) for parameter in model.parameters()}
+        self._ranks = None if device is None else Ranks(device)
+        self._losses: list[Tensor] = []
+        self._known = 0
+        self._error: AnomalyError | None = None
+        self._last_replay = -_QUIET
+        self.measured = self.should_stop = False
+        self.micro_batch_reports: dict[int, AccumulationReport] = {}
+        self.on_findings: Callable[[list[Finding]], object] = lambda findings: None
+        self.save_checkpoint: Callable[[], object] = lambda: None
+
+    def holds(self, ids: Iterable[int]) -> bool:
+        """Whether a parameter with one of these ids is the model's."""
+        return not self._ids.isdisjoint(ids)
+
+    def saw_batch(self, batch: Any) -> None:
+        """Shows the monitor a batch, before the forward pass; raises as `step`, on several ranks with the step."""
+        self._look(lambda: self.monitor.batch(batch))
+        if self._ranks is None:  # at once: the loss may fail on this batch
+            self._act()
+
+    def forget(self) -> None:
+        """What was not measured belongs to another model's step."""
+        self._losses = []
+        self._history.forget()
+
+    def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
+        """Takes note of a backward pass; nothing is waited for.
+
+        Args:
+            loss: What it began from, without loss scale.
+            is_micro_batch: Whether the step has several, so that each is to be checked.
+        """
+        self.measured = False
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            self._losses.append(loss.detach().reshape(()))
+        if is_micro_batch:
+            self._history.check()
+
+    def step(self, divisor: int = 1) -> None:
+        """Lets the monitor measure the step, and does what policies say, on every rank alike.
+
+        Args:
+            divisor: What the sum of the losses of micro-batches is divided by.
+
+        Raises:
+            AnomalyError: The policy ``"raise"`` applies, on some rank; the message names the micro-batch, too.
+        """
+        losses, self._losses = self._losses, []
+        loss = None
+        if losses:
+            loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
+            loss = loss / divisor if divisor != 1 else loss
+        self._history.end_step(self.monitor.steps, losses)
+        self.measured = True
+        if self._ranks is not None:
+            loss = self._ranks.mean(loss)
+        self._look(lambda: self.monitor.step(loss))
+        self._act(in_step=True)
+
+    def flush(self) -> None:
+        """Waits for all numbers so far; raises as `step`, on several ranks with the next step."""
+        self._look(self.monitor.flush)
+        if self._ranks is None:
+            self._act()
+
+    def end(self) -> None:
+        """The training has ended, on all ranks together: reads what is left; raises as `step`."""
+        self._look(self.monitor.flush)
+        self._act(wait=True)
+
+    def _look(self, call: Callable[[], object]) -> None:
+        """Calls the monitor, and says which micro-batch was to blame for what it finds."""
+        error: AnomalyError | None = None
+        try:
+            call()
+        except AnomalyError as raised:
+            error = raised
+        found = self.monitor.findings[self._known :]
+        self._known = len(self.monitor.findings)
+        blamed = []
+        for finding in found:
+            known = self._history.of(finding.step) if finding.rule in _OF_MICRO_BATCHES else None
+            if known is None:
+                continue
+            text, self.micro_batch_reports[finding.step] = known
+            blamed.append(text if self._ranks is None else f"{text} (on this rank)")
+            if error is None and self._options.table.of(finding) != ("record",):
+                warnings.warn(f"gradstat: {blamed[-1]}", AnomalyWarning, stacklevel=outside())
+        if error is not None and self._error is None:
+            self._error = AnomalyError("\n".join([str(error), *blamed]), error.finding)
+        if found:
+            self.on_findings(found)
+
+    def _act(self, in_step: bool = False, wait: bool = False) -> None:
+        """Does what any rank wants; an error comes last."""
+        wants = [*(name in self._noted for name in NOTED), self._error is not None, self.monitor.should_stop]
+        self._noted.clear()
+        if self._ranks is not None:
+            wants = self._ranks.any_of(wants, wait or "replay" in self._options.policies)
+        replays, saves, raises, stops = wants
+        said = self._replay() if replays and in_step else ""
+        if saves:
+            self.save_checkpoint()
+        self.should_stop = self.should_stop or stops
+        if raises:
+            error, self._error = self._error, None
+            if error is None:
+                raise AnomalyError("gradstat: another rank found an anomaly; its message tells which")
+            raise AnomalyError(f"{error}\n{said}", error.finding) if said else error
+
+    def _replay(self) -> str:
+        """Runs the newest step again, once in an incident; what came of it."""
+        step = self.monitor.steps - 1
+        if step - self._last_replay < _QUIET:
+            return ""
+        self._last_replay = step
+        try:
+            culprit = self.monitor.replay()
+            text = str(culprit) if culprit is not None else "the replay was clean on this rank"
+        except Exception as error:  # watching must not end what is watched
+            text = f"the replay failed: {type(error).__name__}: {error}"
+        warnings.warn(f"gradstat: step {step}: {text}", AnomalyWarning, stacklevel=outside())
+        return text
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the monitor's state; findings in it have been told, and who resumes a training wants it to run."""
+        self.monitor.load_state_dict(state)
+        self.monitor.should_stop = self.should_stop = False
+        self._known = len(self.monitor.findings)
+
+    def remove(self, error: BaseException | None = None) -> None:
+        """Ends the watch and saves the recording; ``error`` is what ended the training, if it was one."""
+        self._losses = []
+        try:
+            self.monitor.__exit__(None if error is None else type(error), error, None)
+        except (OSError, ValueError) as failure:  # a full disk must not hide what ended the training
+            warnings.warn(f"gradstat: {type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=outside())

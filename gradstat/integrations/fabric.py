@@ -1,0 +1,149 @@
+"""Watches training loops written with Lightning Fabric: `install`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._clipping import OptimizerClip
+from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._framework import require, unwrapped
+from gradstat.integrations._handle import Handle
+from gradstat.integrations._options import Options
+from gradstat.integrations._watch import Watch
+
+require("lightning", (2, 4))
+
+from lightning.fabric import Fabric  # noqa: E402
+
+if TYPE_CHECKING:
+    from gradstat.monitor.policies import Policies
+
+__all__ = ["FabricHandle", "install"]
+
+
+def install(
+    fabric: Any,
+    model: Any,
+    optimizer: Any,
+    *,
+    on_anomaly: Policies = None,
+    max_norm: float | AdaptiveClip | None = None,
+    watch: Mapping[str, int] | Sequence[str] | None = None,
+    micro_batches: int = 1,
+    **monitor_options: Any,
+) -> FabricHandle:
+    """Puts a `gradstat.Monitor` on what ``fabric.setup`` returned. ::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        handle = gradstat.integrations.fabric.install(fabric, model, optimizer, on_anomaly="skip")
+
+    The loop stays as it is. ``fabric.backward`` notes the loss, ``fabric.clip_gradients`` measures what it is about to
+    clip, and ``optimizer.step`` what nobody has clipped.
+
+    Args:
+        fabric: A ``lightning.Fabric``.
+        model, optimizer: As ``fabric.setup`` returned them. Several models have an `install` each.
+        on_anomaly: As for `gradstat.Monitor`.
+        max_norm: What to clip to, if the loop does not clip: a number, or an adaptive clip.
+        watch: As for `gradstat.Monitor`.
+        micro_batches: How many times ``fabric.backward`` is called in a step. With several the one that brought NaN is
+            named: one more read of the gradients for each.
+        monitor_options: Further arguments of `gradstat.Monitor`.
+
+    Returns:
+        A handle with the monitor. ``fabric.save(path, {"gradstat": handle, ...})`` keeps its state.
+
+    Raises:
+        TypeError: ``fabric``, model or optimizer is something else, or an option is not the user's to give.
+        ValueError: An option makes no sense.
+        NotImplementedError: The strategy shows no gradients that could be measured, or does not allow what an option
+            asks for.
+    """
+    if not isinstance(fabric, Fabric):
+        raise TypeError(f"expected a lightning.Fabric, got {type(fabric).__name__}")
+    for what, thing, mark in (("model", model, "_forward_module"), ("optimizer", optimizer, "optimizer")):
+        if not hasattr(thing, mark):
+            raise TypeError(f"{what}: expected what fabric.setup() returned, got {type(thing).__name__}")
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise ValueError(f"micro_batches is {micro_batches!r}; expected how often a step calls fabric.backward")
+    options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "fabric", max_norm)
+    return FabricHandle(fabric, model, optimizer, options, micro_batches)
+
+
+class FabricHandle(Handle):
+    """What `install` returns. A context manager; leaving it is `remove`."""
+
+    def __init__(self, fabric: Any, model: Any, optimizer: Any, options: Options, micro_batches: int) -> None:
+        """Made by `install`."""
+        super().__init__(options)
+        self._fabric, self._micro_batches = fabric, micro_batches
+        strategy, ranks = fabric.strategy, fabric.world_size
+        self._engine_clips = engine_clips(
+            engine_of(strategy), options, options.max_norm, ranks, "set its clip in its strategy's configuration"
+        )
+        scaler = getattr(strategy.precision, "scaler", None)
+        self._clip = OptimizerClip(scaler)
+        device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
+        self.watches = [Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)]
+        self._patch(fabric, "backward", self._made_backward)
+        self._patch(fabric, "clip_gradients", self._made_clip)
+        self._patch(optimizer, "step", self._made_step)
+
+    def _made_backward(self, below: Any) -> Callable[..., Any]:
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            below(tensor, *args, **kwargs)
+            self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
+
+        return backward
+
+    def _made_clip(self, below: Any) -> Callable[..., Any]:
+        def clip_gradients(
+            module: Any,
+            optimizer: Any,
+            clip_val: float | None = None,
+            max_norm: float | None = None,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = True,
+        ) -> Any:
+            inner = unwrapped(optimizer)
+            if inner is not self.watches[0].optimizer:
+                return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+            if self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
+                self._measure(self.watches)
+                return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+            limit = self._limit(max_norm, "clip_gradients")
+            if not self._clip.leaves_scaled(inner):
+                self._fabric.strategy.precision.unscale_gradients(inner)
+            is_error = error_if_nonfinite and "skip" not in self._options.policies
+            return self._clip.measure_and_clip(inner, limit, lambda: self._measure(self.watches), is_error)
+
+        return clip_gradients
+
+    def _made_step(self, below: Any) -> Callable[..., Any]:
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            def evaluated() -> Any:  # gradients are made in the closure
+                loss = closure() if closure is not None else None
+                self._before_step()
+                return loss
+
+            try:
+                if closure is not None:
+                    return below(evaluated)
+                evaluated()
+                return below()
+            finally:
+                self.watches[0].measured = False
+                self._clip.forget()
+
+        return step
+
+    def _before_step(self) -> None:
+        """Measures, and clips, what the loop has not clipped."""
+        if not self.watches[0].measured:
+            self._measure(self.watches)
+            if self._options.max_norm is not None and self.watches[0].optimizer is not None:
+                self._clip.clip(self.watches[0].optimizer, self._options.max_norm)

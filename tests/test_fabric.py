@@ -1,0 +1,187 @@
+"""Lightning Fabric, where it differs from the other integrations: loss scales, closures, its own clip, ranks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins.environments import LightningEnvironment
+from ranks import Ranks
+from torch import Tensor, nn
+
+import gradstat
+from gradstat.integrations.fabric import install
+from gradstat.monitor import AnomalyWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
+
+
+def prepared(optimizer: Any = torch.optim.AdamW, fabric: Fabric | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(1)
+    fabric = fabric or Fabric(accelerator="cpu")
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return fabric, *fabric.setup(net, optimizer(net.parameters(), **{"lr": 0.01, **options}))
+
+
+def scaled() -> Fabric:
+    return Fabric(
+        accelerator="cpu",
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))],
+    )
+
+
+def train(fabric: Any, model: Any, optimizer: Any, clip: float | None = 0.05, bad: int = -1) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    norms = []
+    for step in range(5):
+        x = torch.randn(16, 4, generator=generator)
+        loss = model(x).float().square().mean()
+        fabric.backward(loss * math.nan if step == bad else loss)
+        if clip is not None:
+            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_under_a_loss_scale_fused_optimizers_are_clipped_too(kind: Any) -> None:
+    """As others are. Fabric refuses it."""
+    plain = prepared(kind, scaled(), fused=False)
+    norms = train(*plain)
+    with pytest.raises(NotImplementedError, match="not implemented for optimizers handling the unscaling"):
+        train(*prepared(kind, scaled(), fused=True))
+    for fused in (False, True):
+        fabric, model, optimizer = prepared(kind, scaled(), fused=fused)
+        with install(fabric, model, optimizer) as handle:
+            assert train(fabric, model, optimizer) == pytest.approx(norms, rel=1e-2)  # half precision
+        torch.testing.assert_close(weights(model), weights(plain[1]), rtol=2e-3, atol=2e-5)
+        recording = handle.monitor.recording()
+        assert recording.scalars["norm"].tolist() == pytest.approx(norms, rel=1e-2)
+        assert set(recording.scalars["loss_scale"]) == {1024.0}
+        assert recording.scalars["loss"].max() < 10
+        assert "grad_scale" not in optimizer.optimizer.__dict__
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_is_the_scalers_to_skip(fused: bool) -> None:
+    fabric, model, optimizer = prepared(fabric=scaled(), fused=fused)
+    with install(fabric, model, optimizer, on_anomaly="skip", max_norm=1.0) as handle:
+        train(fabric, model, optimizer, None, bad=2)
+    assert all(value.isfinite().all() for value in weights(model))
+    assert fabric.strategy.precision.scaler.get_scale() == 512
+    assert handle.monitor.nonfinite_steps == 1
+
+
+def test_a_norm_that_is_not_finite_is_an_error_unless_the_step_is_skipped() -> None:
+    fabric, model, optimizer = prepared()
+    with install(fabric, model, optimizer), pytest.raises(RuntimeError, match="non-finite"):
+        train(fabric, model, optimizer, bad=2)
+    fabric, model, optimizer = prepared()
+    with install(fabric, model, optimizer, on_anomaly="skip"):
+        norms = train(fabric, model, optimizer, bad=2)
+    assert [math.isfinite(norm) for norm in norms] == [True, True, False, True, True]
+
+
+def test_a_closure_is_measured_when_it_has_made_the_gradients() -> None:
+    fabric, model, optimizer = prepared(torch.optim.SGD)
+    x = torch.ones(16, 4)
+    losses: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        losses.append(loss.item())
+        fabric.backward(loss)
+        return loss
+
+    with install(fabric, model, optimizer, max_norm=0.05) as handle:
+        for _ in range(3):
+            optimizer.step(closure)
+    assert handle.monitor.recording().scalars["loss"].tolist() == pytest.approx(losses)
+    assert gradstat.check(model).total_norm == pytest.approx(0.05, rel=1e-3)
+
+
+def test_its_other_clips_are_its_own_and_remove_leaves_everything_as_it_was() -> None:
+    fabric, model, optimizer = prepared()
+    before = set(vars(fabric)), set(vars(optimizer))
+    with install(fabric, model, optimizer, max_norm=1.0) as handle:
+        fabric.backward(model(torch.ones(16, 4)).square().mean())
+        fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+        assert gradstat.check(model).max_abs == pytest.approx(1e-3)
+        with pytest.raises(ValueError, match=r"clip configured twice: .*max_norm=1.0\), and clip_gradients"):
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        fabric.clip_gradients(model, optimizer, max_norm=math.inf, norm_type=1.0)
+        optimizer.step()
+    assert handle.monitor.steps == 1
+    assert (set(vars(fabric)), set(vars(optimizer))) == before
+
+
+def test_a_checkpoint_of_fabric_holds_the_state(tmp_path: Path) -> None:
+    fabric, model, optimizer = prepared()
+    with install(fabric, model, optimizer, on_anomaly="skip") as handle:
+        train(fabric, model, optimizer, None, bad=1)
+        fabric.save(tmp_path / "c.ckpt", {"model": model, "gradstat": handle})
+    fabric, model, optimizer = prepared()
+    with install(fabric, model, optimizer) as again:
+        fabric.load(tmp_path / "c.ckpt", {"model": model, "gradstat": again})
+        assert again.monitor.findings == handle.monitor.findings
+
+
+def test_what_is_not_fabrics_is_refused() -> None:
+    fabric, model, optimizer = prepared()
+    with pytest.raises(TypeError, match=r"expected a lightning.Fabric, got Linear"):
+        install(nn.Linear(1, 1), model, optimizer)
+    with pytest.raises(TypeError, match=r"model: expected what fabric.setup\(\) returned, got Sequential"):
+        install(fabric, model.module, optimizer)
+    with pytest.raises(TypeError, match=r"optimizer: expected what fabric.setup\(\) returned, got AdamW"):
+        install(fabric, model, optimizer.optimizer)
+    with pytest.raises(ValueError, match="micro_batches is 0"):
+        install(fabric, model, optimizer, micro_batches=0)
+
+
+class _Here(LightningEnvironment):
+    """The processes are there already."""
+
+    creates_processes_externally = True
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+
+def _on_ranks() -> tuple[list[float], list[Any], list[Tensor], bool]:
+    warnings.simplefilter("ignore", AnomalyWarning)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=[_Here()])
+    fabric.launch()
+    fabric, model, optimizer = prepared(fabric=fabric)
+    with install(fabric, model, optimizer, on_anomaly=["skip", "stop"]) as handle:
+        norms = train(fabric, model, optimizer, bad=2 if dist.get_rank() == 1 else -1)
+    found = [(f.rule, f.step, f.name) for f in handle.monitor.findings]
+    return norms, found, weights(model), handle.should_stop
+
+
+def test_ranks_decide_alike(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _on_ranks, timeout=60.0)
+    assert str(first) == str(second)
+    assert [math.isfinite(norm) for norm in first[0]] == [True, True, False, True, True]
+    assert ("nonfinite-loss", 2, "loss") in first[1]
+    assert {name for _, _, name in first[1]} <= {"loss", "0.weight", "0.bias", "2.weight", "2.bias"}  # no "module."
+    assert all(value.isfinite().all() for value in first[2])
+    assert first[3]

@@ -1,0 +1,520 @@
+"""What every integration does alike, in one small training under each: the numbers of a plain loop decide."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, TrainingArguments
+
+import gradstat
+from gradstat._arrival import Arrival
+from gradstat.integrations import _framework, accelerate, fabric, transformers
+from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._handle import Handle
+from gradstat.integrations._options import Options
+from gradstat.integrations._ranks import Ranks
+from gradstat.integrations.lightning import GradstatCallback
+from gradstat.integrations.loggers import scalars_of
+from gradstat.monitor import AnomalyError, AnomalyWarning
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+STEPS, SIZE = 5, 4
+NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
+
+
+class Net(nn.Module):
+    """Gives its own loss, and breaks in chosen forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.bad_at: set[int] = set()
+        self.passes = -1
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.passes += 1
+        hidden = torch.tanh(self.first(x))
+        if self.passes in self.bad_at:
+            hidden = torch.log(-hidden.abs())
+        return {"loss": (self.last(hidden) - labels).square().mean()}
+
+
+class Case(NamedTuple):
+    """A training, and how it is watched.
+
+    Attributes:
+        optimizer: Made of the parameters.
+        clip: What the program clips to, by its own means.
+        accumulate: Micro-batches of a step.
+        bad_at: Forward passes that break.
+        watch: For the integration.
+        folder: For what is written.
+        before: Called with the handle before the training.
+    """
+
+    folder: Path
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)
+    clip: float | None = None
+    accumulate: int = 1
+    bad_at: frozenset[int] = frozenset()
+    watch: dict[str, Any] = {}  # noqa: RUF012
+    before: Callable[[Handle], object] = lambda handle: None
+
+    def net(self) -> Net:
+        net = Net()
+        net.bad_at = set(self.bad_at)
+        return net
+
+    def data(self) -> TensorDataset:
+        x = torch.randn(STEPS * self.accumulate * SIZE, 4, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(self.data(), batch_size=SIZE)
+
+
+class Run(NamedTuple):
+    """What came of it; ``handle`` is None for the plain loop."""
+
+    handle: Any
+    net: Net
+    optimizer: torch.optim.Optimizer
+    norms: list[float]
+
+
+def plain(case: Case, skip: int | None = None) -> Run:
+    """The same training by torch alone; the gradients of the step ``skip`` are thrown away."""
+    net = case.net()
+    optimizer, norms = case.optimizer(net.parameters()), []
+    for i, (x, y) in enumerate(case.loader()):
+        (net(x, y)["loss"] / case.accumulate).backward()
+        if (i + 1) % case.accumulate:
+            continue
+        limit = math.inf if case.clip is None else case.clip
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])))
+        if len(norms) - 1 == skip:
+            optimizer.zero_grad()
+        elif limit != math.inf:
+            nn.utils.clip_grad_norm_(net.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(None, net, optimizer, norms)
+
+
+def under_lightning(case: Case) -> Run:
+    net = case.net()
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(*batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return case.optimizer(self.parameters())
+
+    with nothing_drawn():
+        callback = GradstatCallback(**case.watch)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=case.folder,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip,
+        callbacks=[callback],
+    )
+    watching = callback.on_train_start
+
+    def begin(*args: Any) -> None:
+        with nothing_drawn():
+            watching(*args)
+        case.before(callback)
+
+    callback.on_train_start = begin  # type: ignore[method-assign]
+    trainer.fit(Module(), case.loader())
+    return Run(callback, net, trainer.optimizers[0], [])
+
+
+def under_trainer(case: Case) -> Run:
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    net = case.net()
+    settings = TrainingArguments(
+        output_dir=str(case.folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=SIZE,
+        gradient_accumulation_steps=case.accumulate,
+        max_grad_norm=case.clip or 0,
+        lr_scheduler_type="constant",
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=STEPS,
+        dataloader_pin_memory=False,
+    )
+    data = [{"x": x, "labels": y} for x, y in case.data()]
+    optimizer = case.optimizer(net.parameters())
+    trainer = InOrder(net, settings, train_dataset=data, optimizers=(optimizer, None))
+    with nothing_drawn():
+        handle = transformers.install(trainer, **case.watch)
+    case.before(handle)
+    try:
+        trainer.train()
+    finally:
+        handle.remove()
+    return Run(handle, net, optimizer, [])
+
+
+def under_accelerate(case: Case) -> Run:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate)
+    net = case.net()
+    inner = case.optimizer(net.parameters())
+    net, optimizer, loader = accelerator.prepare(net, inner, case.loader())
+    batches: list[Any] = []
+
+    def again() -> None:
+        for batch in batches[-case.accumulate :]:
+            accelerator.backward(net(*batch)["loss"])
+
+    replay = {"replay": again} if "replay" in str(case.watch.get("on_anomaly")) else {}
+    norms = []
+    with nothing_drawn():
+        handle = accelerate.install(accelerator, **case.watch, **replay)
+    with handle:
+        case.before(handle)
+        for batch in loader:
+            batches.append(batch)
+            with accelerator.accumulate(net):
+                accelerator.backward(net(*batch)["loss"])
+                if accelerator.sync_gradients and case.clip is not None:
+                    norms.append(float(accelerator.clip_grad_norm_(net.parameters(), case.clip)))
+                optimizer.step()
+                optimizer.zero_grad()
+            if handle.should_stop:
+                break
+    return Run(handle, net, inner, norms)
+
+
+def under_fabric(case: Case) -> Run:
+    made = Fabric(accelerator="cpu")
+    net = case.net()
+    inner = case.optimizer(net.parameters())
+    model, optimizer = made.setup(net, inner)
+    batches: list[Any] = []
+
+    def again() -> None:
+        for batch in batches[-case.accumulate :]:
+            made.backward(model(*batch)["loss"] / case.accumulate)
+
+    replay = {"replay": again} if "replay" in str(case.watch.get("on_anomaly")) else {}
+    options = {"micro_batches": case.accumulate, **case.watch, **replay}
+    norms = []
+    with nothing_drawn():
+        handle = fabric.install(made, model, optimizer, **options)
+    with handle:
+        case.before(handle)
+        for i, batch in enumerate(made.setup_dataloaders(case.loader())):
+            batches.append(batch)
+            made.backward(model(*batch)["loss"] / case.accumulate)
+            if (i + 1) % case.accumulate:
+                continue
+            if case.clip is not None:
+                norms.append(float(made.clip_gradients(model, optimizer, max_norm=case.clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if handle.should_stop:
+                break
+    return Run(handle, net, inner, norms)
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """The global random generators give the same as if what is inside had not been."""
+
+    def states() -> list[Any]:
+        return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]  # noqa: NPY002
+
+    before = states()
+    yield
+    assert states() == before
+
+
+UNDER = {
+    "lightning": under_lightning,
+    "trainer": under_trainer,
+    "accelerate": under_accelerate,
+    "fabric": under_fabric,
+}
+
+
+@pytest.fixture(params=UNDER)
+def under(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Run]]:
+    yield UNDER[request.param]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def weights(run: Run) -> list[Tensor]:
+    return [p.detach() for p in run.net.parameters()]
+
+
+# A healthy training -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_a_training_is_that_of_a_plain_loop_and_every_step_is_measured(
+    under: Any, accumulate: int, clip: float | None, tmp_path: Path
+) -> None:
+    case = Case(tmp_path, accumulate=accumulate, clip=clip)
+    expected, run = plain(case), under(case)
+    torch.testing.assert_close(weights(run), weights(expected), rtol=1e-4, atol=1e-6)
+    recording = run.handle.monitor.recording()
+    assert recording.steps.tolist() == list(range(STEPS))
+    assert [name.removeprefix("net.") for name in recording.tables["gradient"].names] == list(NAMES)
+    assert recording.scalars["norm"].tolist() == pytest.approx(expected.norms, rel=1e-4)  # complete and unclipped
+    assert run.norms in ([], pytest.approx(expected.norms, rel=1e-4))
+    losses = [case.net()(x, y)["loss"].item() for x, y in list(case.loader())[:accumulate]]  # of the first step
+    assert recording.scalars["loss"][0] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_all_have_one_vocabulary(under: Any, tmp_path: Path) -> None:
+    handle = under(Case(tmp_path)).handle
+    assert handle.scalars() == scalars_of(handle.monitor)
+    assert set(handle.scalars()) == {
+        *(f"grad/{name}" for name in ("total_norm", "max_abs", "nan_count", "inf_count", "zero_fraction")),
+        *(f"grad/{name}" for name in ("loss", "lr", "missing", "findings", "nonfinite_steps")),
+    }
+    assert {"x/l2_norm/" + name for name in handle.monitor.recording().tables["gradient"].names} <= set(
+        handle.scalars(prefix="x/", per_tensor=("l2_norm",))
+    )
+
+
+@pytest.mark.parametrize("limit", [0.5, gradstat.FixedClip(0.5)], ids=["number", "adaptive"])
+def test_max_norm_clips_where_the_program_does_not(under: Any, limit: Any, tmp_path: Path) -> None:
+    run = under(Case(tmp_path, watch={"max_norm": limit}))
+    torch.testing.assert_close(weights(run), weights(plain(Case(tmp_path, clip=0.5))), rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_random_is_drawn(under: Any, tmp_path: Path) -> None:
+    """Each training here makes gradstat's part inside of `nothing_drawn`, with what is looked at before a model."""
+    options = {"on_anomaly": ["skip", "warn"], "max_norm": 1.0, "watch": {"updates": 1, "activations": 1}}
+    run = under(Case(tmp_path, watch=options))
+    torch.testing.assert_close(weights(run), weights(plain(Case(tmp_path, clip=1.0))), rtol=1e-4, atol=1e-6)
+
+
+# A fault ----------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, fused=False),
+    "other": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_a_bad_step_is_skipped(under: Any, kind: str, clip: float | None, tmp_path: Path) -> None:
+    case = Case(tmp_path, OPTIMIZERS[kind], clip, bad_at=frozenset({2}), watch={"on_anomaly": "skip"})
+    run = under(case)
+    torch.testing.assert_close(weights(run), weights(plain(case, skip=2)), rtol=1e-4, atol=1e-6)
+    assert "found_inf" not in run.optimizer.__dict__
+    assert {float(state["step"]) for state in run.optimizer.state.values()} == {STEPS - 1}
+    assert [f.step for f in run.handle.monitor.findings if f.rule == "nonfinite-gradient"] == [2]
+    assert run.handle.monitor.nonfinite_steps == run.handle.scalars()["grad/nonfinite_steps"] == 1
+
+
+def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
+    case = Case(tmp_path, accumulate=3, bad_at=frozenset({4}), watch={"on_anomaly": ["warn", "skip"]})
+    with pytest.warns(AnomalyWarning, match=r"step 1: micro-batch 1 of 3 \(counted from 0\) brought.*loss was nan"):
+        run = under(case)
+    assert set(run.handle.micro_batch_reports) == {1}
+    assert min(run.handle.micro_batch_reports[1].first_bad.values()) == 1
+    left_out = case._replace(watch={"on_anomaly": "skip", "micro_batches": False})
+    if under is not under_fabric:  # whose user says how many there are
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        assert under(left_out).handle.micro_batch_reports == {}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_bad_step_is_replayed(under: Any, accumulate: int, tmp_path: Path) -> None:
+    bad = frozenset({3 * accumulate - 1, 3 * accumulate + accumulate - 1})  # a pass of step 2, and that of its replay
+    case = Case(tmp_path, accumulate=accumulate, bad_at=bad, watch={"on_anomaly": ["warn", "skip", "replay"]})
+    with pytest.warns(AnomalyWarning, match="step 2: NaN was first made in the forward pass, by log"):
+        run = under(case)
+    culprit = run.handle.monitor.culprit
+    assert (culprit.op, culprit.phase) == ("log", "forward")
+    assert "torch.log(-hidden.abs())" in str(culprit)
+    assert run.handle.monitor.steps == STEPS
+    assert run.net.passes + 1 == (STEPS + 1) * accumulate
+    assert all(value.isfinite().all() for value in weights(run))
+
+
+def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp_path: Path) -> None:
+    seen: list[Handle] = []
+    case = Case(tmp_path, accumulate=2, bad_at=frozenset({1}), watch={"on_anomaly": "raise"}, before=seen.append)
+    held: list[Net] = []
+
+    class Keeping(Case):
+        def net(self) -> Net:
+            held.append(super().net())
+            return held[-1]
+
+    with pytest.raises(AnomalyError, match=r"(?s)step 0, nonfinite.*micro-batch 1 of 2") as caught:
+        under(Keeping(*case))
+    assert caught.value.finding is not None
+    assert caught.value.finding.step == 0
+    for value, first in zip(held[0].parameters(), Net().parameters(), strict=True):
+        assert torch.equal(value, first)
+
+
+def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
+    """The state of a training that was stopped, through a file as checkpoints have it, does not stop the next."""
+    case = Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": ["skip", "stop"]})
+    first = under(case).handle
+    assert first.should_stop
+    assert first.monitor.steps == 3
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    second = under(
+        case._replace(bad_at=frozenset(), before=lambda handle: Handle.load_state_dict(handle, state))
+    ).handle
+    assert second.monitor.steps == 3 + STEPS
+    assert not second.should_stop
+    assert second.monitor.findings == first.monitor.findings
+    assert second.scalars()["grad/nonfinite_steps"] == 1
+    with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
+        Handle.load_state_dict(second, {**state, "monitors": []})
+    with pytest.raises(ValueError, match="version 2, this gradstat knows 1; upgrade"):
+        second.load_state_dict({**state, "version": 2})
+
+
+# What is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"on_anomaly": "explode"}, ValueError, "unknown policy 'explode'; known: record"),
+        ({"on_anomaly": {"error": ["skip", "explode"]}}, ValueError, "unknown policy 'explode'"),
+        ({"on_anomaly": {"nonfinite-gradients": "skip"}}, ValueError, r"on_anomaly\['nonfinite-gradients'\]: expected"),
+        ({"on_anomaly": "checkpoint"}, ValueError, "unknown policy 'checkpoint'"),
+        ({"on_anomaly": "replay"}, TypeError, r"needs the function that does a step: install\(..., replay=step_fn\)"),
+        ({"watch": ["gradient"]}, ValueError, "cannot watch 'gradient'; known: gradients"),
+        ({"watch": {"origin": 1}, "histroy": 5}, TypeError, "unexpected keyword argument 'histroy'"),
+        ({"optimizer": None}, TypeError, "optimizer is taken from the trainer; leave it out"),
+        ({"keep_batch": True, "runs_steps": True}, TypeError, "keep_batch is for loops"),
+        ({"max_norm": -1}, ValueError, "max_norm is -1"),
+        ({"max_norm": math.nan}, ValueError, "max_norm is nan"),
+        ({"max_norm": "1"}, TypeError, "max_norm: expected a number"),
+        ({"max_norm": True}, TypeError, "max_norm: expected a number"),
+    ],
+)
+def test_options_without_sense_are_refused_before_there_is_a_model(options: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        Options(options, "trainer", options.pop("max_norm", None), options.pop("runs_steps", False))
+
+
+class DeepSpeedStrategy:
+    """Of the class's name only."""
+
+
+class FSDPStrategy:
+    """Of the class's name only."""
+
+
+class XLAStrategy:
+    """Of the class's name only."""
+
+
+@pytest.mark.parametrize("deepspeed", [DeepSpeedStrategy(), "DEEPSPEED"])
+@pytest.mark.parametrize("fsdp", [FSDPStrategy(), "FSDP"])
+def test_engines_refuse_and_hide_the_same_everywhere(deepspeed: Any, fsdp: Any) -> None:
+    def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
+        options = Options(given, "trainer", runs_steps=True)
+        clips = engine_clips(engine_of(strategy), options, max_norm, ranks, "set it there")
+        return clips, {rule.name for rule in options.given["rules"]}
+
+    for policy in ("skip", "rollback", "replay"):
+        with pytest.raises(NotImplementedError, match=f"on_anomaly='{policy}' cannot be done under DeepSpeed"):
+            ask(deepspeed, on_anomaly=policy)
+    for policy in ("skip", "rollback"):
+        with pytest.raises(NotImplementedError, match=f"on_anomaly='{policy}' cannot be done under FSDP 1"):
+            ask(fsdp, on_anomaly=["warn", policy])
+    for engine, name in ((deepspeed, "DeepSpeed"), (fsdp, "FSDP 1")):
+        with pytest.raises(NotImplementedError, match=rf"max_norm=1.0: expected None under {name}.*; set it there"):
+            ask(engine, max_norm=1.0)
+    with pytest.warns(UserWarning, match="the engine keeps gradients to itself"):
+        clips, rules = ask(deepspeed)
+    assert clips
+    assert "nonfinite-loss" in rules
+    assert not {"missing-gradient", "dead-gradient", "vanishing-gradient", "optimizer-coverage"} & rules
+    with pytest.warns(UserWarning, match="this rank's piece"):
+        assert ask(fsdp) == (True, {rule.name for rule in gradstat.monitor.default_rules()})
+    with pytest.raises(NotImplementedError, match="'rollback' on 2 ranks"):
+        ask("MULTI_CPU", 2, on_anomaly="rollback")
+    assert not ask("MULTI_CPU", 2, 1.0, on_anomaly="skip")[0]
+    for engine, words in (("MEGATRON_LM", "got Megatron-LM"), ("XLA", "got XLA"), (XLAStrategy(), "got XLA")):
+        with pytest.raises(NotImplementedError, match=words):
+            ask(engine)
+
+
+def _votes_that_travel() -> list[list[bool]]:
+    first = torch.distributed.get_rank() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrival, "travels", True)
+        ranks = Ranks(torch.device("cpu"))
+        heard = [ranks.any_of([first, False], wait=False), ranks.any_of([False, False], wait=False)]
+        heard.append(ranks.any_of([False, first], wait=False))
+        return [*heard, ranks.any_of([False, False], wait=True), ranks.any_of([False, False], wait=True)]
+
+
+def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks(ranks: Any) -> None:
+    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
+    expected = [[False, False], [True, False], [False, False], [False, True], [False, False]]
+    assert ranks.run(2, _votes_that_travel) == [expected, expected]
+
+
+def test_versions() -> None:
+    assert _framework.version_of("5.23.0.dev0") == (5, 23)
+    assert _framework.version_of("2.10.0rc1") == (2, 10)
+    assert _framework.version_of("4") == (4, 0)
+    with pytest.raises(ImportError, match=r"expected transformers>=99.0, got .*pip install -U 'transformers>=99.0'"):
+        _framework.require("transformers", (99, 0))
+    with pytest.raises(ImportError, match=r"expected no_such_framework>=1.0, and found none"):
+        _framework.require("no_such_framework", (1, 0))
