@@ -45,8 +45,8 @@ GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #endif
 }
 
-// Programmatic dependent launch: the scale kernel's blocks may be placed, and find their tensors, while the
-// last of the statistics kernel are still merging. Nothing where the hardware or the launch does not have it.
+// Programmatic dependent launch: the scale kernel's blocks may be placed while the last of the statistics
+// kernel are still merging. Nothing where the hardware or the launch does not have it.
 
 // Everything the kernel before has written is visible behind this.
 GRADSTAT_DEVICE void wait_for_previous_kernel() {

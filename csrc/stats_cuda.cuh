@@ -508,8 +508,8 @@ GRADSTAT_DEVICE void finish(const StatsArguments& arguments, uint32_t range, Blo
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < kArrivals; ++i) {
-    if (memory.is_last[i])
-      merge_by_mergers(memory.arrivals[i].rows, memory.arrivals[i].count, memory.of_merger[i]);
+    const Arrival& arrival = memory.arrivals[i];
+    if (memory.is_last[i]) merge_by_mergers(arrival.rows, arrival.count, memory.of_merger[i]);
   }
   __syncthreads();
   if (warp >= kArrivals || !memory.is_last[warp]) return;
