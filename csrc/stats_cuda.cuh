@@ -32,6 +32,7 @@ struct Segment {
   Place place;
   Extent extent;
   uint32_t begin, step, end;
+  uint32_t full_end;  // of the chunks that are whole
 
   GRADSTAT_DEVICE uint64_t vectors_address() const {
     return place.address + (static_cast<uint64_t>(extent.head) << place.shift);
@@ -62,7 +63,8 @@ struct BlockMemory {
   double of_merger[kArrivals][kMergers][kFields];
   uint32_t range;  // dealt by the counter
   float factor;
-  uint8_t products[256];  // by it, of an 8-bit type
+  uint8_t products[256];  // by it, of an 8-bit type:
+  DType of_products;
 
   GRADSTAT_DEVICE Multiplier multiplier() const { return {factor, factor, products}; }
 };
@@ -260,9 +262,10 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     run.zeros += zeros;
   };
 
-  const auto full = static_cast<uint32_t>(segment.extent.vectors / kChunkVectors);
-  const uint32_t full_end = segment.end < full ? segment.end : full;
-  const uint32_t step = segment.step;
+  // In registers, but where products need these.
+  const uint32_t step_kept = segment.step, full_end_kept = segment.full_end;
+  const uint32_t& step = kMultiplies ? segment.step : step_kept;
+  const uint32_t& full_end = kMultiplies ? segment.full_end : full_end_kept;
   uint4* next = reinterpret_cast<uint4*>(segment.vectors_address()) +
                 static_cast<uint64_t>(chunk) * kChunkVectors + threadIdx.x % 32;
   uint32_t left_over = 0;
@@ -274,23 +277,28 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
       for (int k = 0; k < kVectorsPerThread; ++k) ahead[k] = load_vector(next + k * 32);
     }
   };
+  const auto advance = [&]() __attribute__((always_inline)) {
+    next += step * kChunkVectors;
+    chunk += step;
+  };
   fetch_next();
   while (chunk < full_end && !stop) {
     uint4 now[kVectorsPerThread];
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) now[k] = ahead[k];
-    uint4* const here = next;
-    next += step * kChunkVectors;
-    chunk += step;
     // Before the arithmetic, so that loads are always under way. Where stores are half of the traffic half as
     // many will do; fetched behind it, vectors leave registers to the products.
-    if constexpr (!kMultiplies) fetch_next();
+    if constexpr (!kMultiplies) {
+      advance();
+      fetch_next();
+    }
     if constexpr (kMultiplies) {
       const Multiplier by = memory.multiplier();
 #pragma unroll
       for (int k = 0; k < kVectorsPerThread; ++k) {
-        now[k] = multiplied_at<Format>(here + k * 32, now[k], by);
+        now[k] = multiplied_at<Format>(next + k * 32, now[k], by);
       }
+      advance();
     }
     ShareOf share;
 #pragma unroll
@@ -397,10 +405,15 @@ GRADSTAT_DEVICE void read_segment(const Segment& segment, const BlockMemory& mem
 // What this warp reads of the tiles [begin, end) of a tensor, alone or with the others.
 GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t end, bool alone) {
   const Extent extent = place.extent();
-  const auto chunks = static_cast<uint32_t>((extent.vectors + kChunkVectors - 1) / kChunkVectors);
+  const auto full = static_cast<uint32_t>(extent.vectors / kChunkVectors);
+  const uint32_t chunks = full + (extent.vectors % kChunkVectors != 0), most = end * kWarps;
   const uint32_t warp = threadIdx.x / 32;
-  return {place, extent, begin * kWarps + (alone ? 0 : warp), alone ? 1u : kWarps,
-          chunks < end * kWarps ? chunks : end * kWarps};
+  return {place,
+          extent,
+          begin * kWarps + (alone ? 0 : warp),
+          alone ? 1u : kWarps,
+          chunks < most ? chunks : most,
+          full < most ? full : most};
 }
 
 // Asks for the first chunk that this warp reads of a tensor.
@@ -447,13 +460,12 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
   if (thread < kArrivals) memory.arrivals[thread].count = 0;
   __syncwarp();
   const uint32_t begin = arguments.partition.first_tile(range), end = arguments.partition.first_tile(range + 1);
-  DType of_products = DType::kFloat32;  // none
   int set = 0;
   for (int32_t tensor = table.first_tensors[range]; table.first_tiles[tensor] < end; ++tensor) {
     const Place place = place_of(table, tensor);
-    if (kMultiplies && size_of(place.dtype) == 1 && place.dtype != of_products) {
-      of_products = place.dtype;
+    if (kMultiplies && size_of(place.dtype) == 1 && place.dtype != memory.of_products) {
       __syncthreads();
+      if (thread == 0) memory.of_products = place.dtype;
       fill_products(memory.products, place.dtype, memory.factor);
       __syncthreads();
     }
@@ -526,7 +538,10 @@ GRADSTAT_DEVICE void finish(const StatsArguments& arguments, uint32_t range, Blo
 template <bool kMultiplies, class Table>
 GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& arguments, BlockMemory& memory) {
   if constexpr (kMultiplies) {
-    if (threadIdx.x == 0) memory.factor = *arguments.factor;
+    if (threadIdx.x == 0) {
+      memory.factor = *arguments.factor;
+      memory.of_products = DType::kFloat32;  // none
+    }
     __syncthreads();
   }
   uint32_t range = blockIdx.x;
