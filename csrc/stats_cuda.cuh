@@ -55,6 +55,7 @@ constexpr int kRowsAtOnce = 16;
 // In shared memory also because what is there does not occupy registers during the hot loops.
 struct BlockMemory {
   Segment segment[kWarps];
+  int32_t tensor[kWarps];  // that it is of
   // What the warps read of a tensor. Twice, for they go on to the next tensor while one of them merges.
   double of_warp[2][kWarps][kFields];
   double total[kWarps][kFields];  // of the rows each warp has written
@@ -477,6 +478,7 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
       memory.segment[warp] =
           segment_of(place, first < begin ? begin - first : 0, (last < end ? last : end) - first, alone);
     }
+    if (lane == 0) memory.tensor[warp] = tensor;
     __syncwarp();
 #if defined(GRADSTAT_PREFETCH_NEXT_TENSOR)  // benchmarks/gpu_variants.py
     if (table.first_tiles[tensor + 1] < end) {
@@ -484,12 +486,13 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
     }
 #endif
     read_segment<kMultiplies>(memory.segment[warp], memory, memory.of_warp[set][warp]);
+    tensor = memory.tensor[warp];
     const double (*rows)[kFields] = memory.of_warp[set] + (alone ? warp : 0);
     if (!alone) {
       __syncthreads();
       set ^= 1;
     }
-    if (merges) leave_row(table, arguments, range, tensor, rows, alone ? 1 : kWarps, memory);
+    if (tensor % kWarps == warp) leave_row(table, arguments, range, tensor, rows, alone ? 1 : kWarps, memory);
   }
 }
 
