@@ -1,15 +1,21 @@
 """The ladder of docs/performance.md on a GPU: the CUDA kernels compiled in variants and timed in turn.
 
-Each variant is the launchers and kernels alone, compiled for this device with other constants (needs nvcc), loaded
-beside the others and called with the same tensors, so that differences are the kernels' own. Triton's variants are
-other constants in its modules. Takes about three minutes on a GPU; ``--compile`` only compiles, on any machine, and
-prints registers and spills. Rows go to ``benchmarks/results/<device>/gpu_variants.jsonl`` as they are made.
+Each variant is the launchers and kernels alone, compiled with other macros (needs nvcc), loaded beside the others and
+called with the same tensors, caches flushed, so that differences are the kernels' own. Triton's variants are other
+constants in its modules. Rows go to ``<results>/<device>/gpu_variants.jsonl`` as they are made: device times, and their
+ratios to what is shipped, round by round.
+
+    python benchmarks/gpu_variants.py --compile 90 --into FOLDER    # on any machine; prints registers and spills
+    python benchmarks/gpu_variants.py --libraries FOLDER            # on a GPU: refused if the sources have changed
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
+import json
+import math
 import os
 import re
 import shutil
@@ -20,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,15 +34,30 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 
-# Name, and macros. The first is what is shipped.
-VARIANTS: dict[str, list[str]] = {
-    "as shipped": [],
-    "2 blocks per multiprocessor": ["GRADSTAT_BLOCKS_PER_MULTIPROCESSOR=2"],
-    "4 blocks per multiprocessor": ["GRADSTAT_BLOCKS_PER_MULTIPROCESSOR=4"],
-    "2 vectors per thread": ["GRADSTAT_VECTORS_PER_THREAD=2"],
-    "8 vectors per thread, 2 blocks": ["GRADSTAT_VECTORS_PER_THREAD=8", "GRADSTAT_BLOCKS_PER_MULTIPROCESSOR=2"],
-    "no overlap of the kernels": ["GRADSTAT_WITHOUT_OVERLAP"],
-    "no finish (wrong results)": ["GRADSTAT_WITHOUT_FINISH"],
+
+class Variant(NamedTuple):
+    """Macros, and which cases its rows decide about (all if empty), by how their names begin."""
+
+    macros: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+
+
+LISTS = ("3 tensors", "ResNet-50", "500 mixed", "1,000 tensors", "2,500 tensors")
+LARGE = ("256 MiB", "1.5 GiB")
+VARIANTS = {
+    "as shipped": Variant(),
+    "2 blocks per multiprocessor": Variant(("BLOCKS_PER_MULTIPROCESSOR=2",), (*LARGE, "ResNet-50")),
+    "4 blocks per multiprocessor": Variant(("BLOCKS_PER_MULTIPROCESSOR=4",), (*LARGE, "ResNet-50")),
+    "2 vectors per thread": Variant(("VECTORS_PER_THREAD=2",), (*LARGE, "ResNet-50")),
+    "8 vectors per thread, 2 blocks": Variant(("VECTORS_PER_THREAD=8", "BLOCKS_PER_MULTIPROCESSOR=2"), LARGE),
+    "2 ranges per block, dealt": Variant(("RANGES_PER_BLOCK=2",), (*LARGE, "ResNet-50", "500 mixed")),
+    "4 ranges per block, dealt": Variant(("RANGES_PER_BLOCK=4",), (*LARGE, "ResNet-50", "500 mixed")),
+    "next tensor prefetched": Variant(("PREFETCH_NEXT_TENSOR",), LISTS),
+    "no tensor read by one warp": Variant(("SMALL_TENSOR_BYTES=-1",), LISTS),
+    "up to 16 KB read by one warp": Variant(("SMALL_TENSOR_BYTES=16384",), LISTS),
+    "one size of parameter table": Variant(("ONE_PARAMETER_TABLE",), LISTS[:4]),
+    "no overlap of the kernels": Variant(("WITHOUT_OVERLAP",), (*LISTS[:4], "256 MiB, float32", "1.5 GiB")),
+    "no finish (wrong results)": Variant(("WITHOUT_FINISH",)),
 }
 
 INTERFACE = r"""
@@ -71,13 +92,49 @@ extern "C" int32_t run(int64_t n, const uint64_t* a, const int64_t* m, int32_t d
 """
 
 
+def stem_of(name: str) -> str:
+    return re.sub(r"\W+", "_", name)
+
+
+def state_of(architecture: str) -> dict[str, str]:
+    """What compiled variants were made from."""
+    digest = hashlib.sha256(repr((VARIANTS, INTERFACE)).encode())
+    for path in sorted(CSRC.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return {"architecture": architecture, "sources": digest.hexdigest()}
+
+
+def compile_all(architecture: str, folder: Path) -> dict[str, Path]:
+    """The library of every variant."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    folder.mkdir(parents=True, exist_ok=True)
+    built_from = folder / "built_from.json"
+    built_from.unlink(missing_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = pool.map(partial(compiled, nvcc, architecture, folder), VARIANTS)
+        libraries = dict(zip(VARIANTS, built, strict=True))
+    built_from.write_text(json.dumps(state_of(architecture)))
+    return libraries
+
+
+def load_all(architecture: str, folder: Path) -> dict[str, Path]:
+    """Those that ``compile_all`` left in a folder, if they are of these sources and this device."""
+    built_from = folder / "built_from.json"
+    found = json.loads(built_from.read_text()) if built_from.exists() else None
+    if found != state_of(architecture):
+        sys.exit(
+            f"expected in {folder} variants of these sources for sm_{architecture}, found {found or 'none'}; "
+            f"run: python benchmarks/gpu_variants.py --compile {architecture} --into {folder}"
+        )
+    return {name: folder / f"{stem_of(name)}.so" for name in VARIANTS}
+
+
 def compiled(nvcc: str, architecture: str, folder: Path, name: str) -> Path:
     """The library of one variant; prints what the compiler says of it."""
-    stem = re.sub(r"\W+", "_", name)
-    source, library = folder / f"{stem}.cu", folder / f"{stem}.so"
+    source, library = folder / f"{stem_of(name)}.cu", folder / f"{stem_of(name)}.so"
     source.write_text(INTERFACE)
     command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{architecture}", f"-I{CSRC}", "-Xptxas", "-v", "-shared"]
-    command += ["-Xcompiler", "-fPIC,-fvisibility=default", *(f"-D{macro}" for macro in VARIANTS[name])]
+    command += ["-Xcompiler", "-fPIC,-fvisibility=default", *(f"-DGRADSTAT_{macro}" for macro in VARIANTS[name].macros)]
     run = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         sys.exit(run.stderr)
@@ -121,19 +178,25 @@ class Kernels:
 
 def cases() -> dict[str, Callable[[], list[Any]]]:
     import torch
+    from cases import CASES
 
     def filled(dtype: torch.dtype, *numels: int) -> list[Any]:
         return [torch.randn(numel, device="cuda").to(dtype) for numel in numels]
 
-    resnet = [int(numel) for numel in torch.linspace(64, 317_410, 161)]  # 161 tensors, 25.55 M elements
+    def named(name: str) -> list[int]:
+        shapes = next(case.shapes() for case in CASES if case.name.startswith(name))
+        return [math.prod(shape) for shape in shapes]
+
     return {
         **{
             f"256 MiB, {str(dtype).removeprefix('torch.')}": partial(filled, dtype, (1 << 28) // dtype.itemsize)
             for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
         },
         "1.5 GiB, float32": partial(filled, torch.float32, 3 << 27),
-        "161 tensors, 25.5 M float32": partial(filled, torch.float32, *resnet),
-        "300 tensors of 64 float32": partial(filled, torch.float32, *[64] * 300),
+        "3 tensors of 64 float32": partial(filled, torch.float32, *[64] * 3),
+        "ResNet-50, 161 tensors, float32": partial(filled, torch.float32, *named("ResNet-50")),
+        "500 mixed tensors of 225 M, float32": partial(filled, torch.float32, *named("500 mixed")),
+        "1,000 tensors of 64 float32": partial(filled, torch.float32, *[64] * 1000),
         "2,500 tensors of 64 float32": partial(filled, torch.float32, *[64] * 2500),
     }
 
@@ -143,7 +206,8 @@ def measure_cuda(libraries: dict[str, Path], rounds: int, results: Path) -> None
 
     for case, make in cases().items():
         tensors = make()
-        kernels = {name: Kernels(ctypes.CDLL(str(path)), tensors) for name, path in libraries.items()}
+        deciding = [name for name, variant in VARIANTS.items() if not variant.cases or case.startswith(variant.cases)]
+        kernels = {name: Kernels(ctypes.CDLL(str(libraries[name])), tensors) for name in deciding}
         first = kernels["as shipped"]
         for name, kernel in kernels.items():
             kernel(1e30, False)
@@ -172,17 +236,28 @@ def timed(
     import torch
     from rows import append, row
 
-    from gradstat.bench.timing import Quartiles, interleaved, quartiles
+    from gradstat.bench.machine import Flush
+    from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     device = torch.device("cuda")
+    make_row = partial(row, group, case, device=device, bytes=size, tensors=len(tensors), dtype=tensors[0].dtype)
+    flush = Flush(device)
     made = []
-    for name, sample in interleaved(calls, rounds, 5, device=device).items():
+    samples = interleaved(calls, rounds, 5, device=device, before=lambda _: flush())
+    shipped = next(iter(samples.values())).device
+    for name, sample in samples.items():
         if not sample.device:
             raise RuntimeError(f"{name}: the host did not get ahead of the device, so there is no device time")
         time = Quartiles(*(1e6 * seconds for seconds in quartiles(sample.device)))
-        made.append(row(group, case, name, "device time", "us", time, device, bytes=size, tensors=len(tensors)))
-        print(f"{case:<46} {name:<32} {time.median:10.1f} us {size / time.median / 1e3:8.0f} GB/s", flush=True)
+        made.append(make_row(name, "device time", "us", time))
+        compared = ""
+        if len(samples) > 1 and len(sample.device) == len(shipped):
+            ratio = ratios(sample.device, shipped)
+            made.append(make_row(name, "time ratio", "", ratio))
+            compared = f"{ratio.low:6.3f} {ratio.median:6.3f} {ratio.high:6.3f}"
+        speed = size / time.median / 1e3
+        print(f"{case:<50} {name:<32} {time.median:9.1f} us {speed:6.0f} GB/s  {compared}", flush=True)
     append(made, "gpu_variants", results)
 
 
@@ -225,6 +300,8 @@ def measure_triton_here(name: str, rounds: int, results: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile, for instance for 90")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="with --compile: keep the libraries there")
+    parser.add_argument("--libraries", type=Path, metavar="FOLDER", help="what --compile --into left there")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", choices=["cuda", "triton"], help="these kernels")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder of rows")
@@ -235,20 +312,17 @@ def main() -> int:
         return 0
     if arguments.only == "triton":
         return int(measure_triton(arguments.rounds, arguments.results) > 0)
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    architecture = arguments.compile
-    if architecture is None:
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.compile:
+            compile_all(arguments.compile, arguments.into or Path(folder))
+            return 0
         import torch
 
         if not torch.cuda.is_available():
             parser.error("torch sees no CUDA device; --compile 90 compiles without one")
         architecture = "{}{}".format(*torch.cuda.get_device_capability())
-    with tempfile.TemporaryDirectory() as folder:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            built = pool.map(partial(compiled, nvcc, architecture, Path(folder)), VARIANTS)
-            libraries = dict(zip(VARIANTS, built, strict=True))
-        if arguments.compile:
-            return 0
+        given = arguments.libraries
+        libraries = load_all(architecture, given) if given else compile_all(architecture, Path(folder))
         sys.path.insert(0, str(ROOT))
         measure_cuda(libraries, arguments.rounds, arguments.results)
     return 0 if arguments.only == "cuda" else int(measure_triton(arguments.rounds, arguments.results) > 0)

@@ -167,7 +167,7 @@ def render_clips() -> Iterator[str]:
     times = ", ".join(f"{g.name} {size / (READ_SHARE * g.bandwidth) * 1e6:.0f} µs" for g in GPUS)
     yield "\nResNet-50's gradients (161 tensors, 102.2 MB of float32) take the statistics kernel, at that bandwidth:"
     yield f"{times}. Assumed on top:"
-    yield "5 µs to start the kernel and merge in the last block, 5 µs for the copy of 13 KB and its event, and the"
+    yield "4 µs to start the kernel and merge in the last block, 5 µs for the copy of 13 KB and its event, and the"
     yield "host's part, which is measured on the CPU (above)."
 
 

@@ -29,6 +29,13 @@ GRADSTAT_DEVICE uint4 load_vector(const uint4* address) {
 #endif
 }
 
+// Into the second-level cache.
+GRADSTAT_DEVICE void prefetch([[maybe_unused]] const uint4* address) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -38,8 +45,8 @@ GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #endif
 }
 
-// Programmatic dependent launch: the scale kernel's blocks may be placed, and find their tensors, while the
-// last of the statistics kernel are still merging. Nothing where the hardware or the launch does not have it.
+// Programmatic dependent launch: the scale kernel's blocks may be placed while the last of the statistics
+// kernel are still merging. Nothing where the hardware or the launch does not have it.
 
 // Everything the kernel before has written is visible behind this.
 GRADSTAT_DEVICE void wait_for_previous_kernel() {
@@ -54,6 +61,21 @@ GRADSTAT_DEVICE void wait_for_previous_kernel() {
 GRADSTAT_DEVICE void admit_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether this is the last of `count` to arrive. Everything that the others' blocks wrote before they met here
+// is then visible to this block, once it has met. The ticket is back at zero after the last.
+GRADSTAT_DEVICE bool arrives_last(uint32_t* ticket, uint32_t count) {
+#if defined(__CUDA_ARCH__)
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(ticket), "r"(count - 1)
+               : "memory");
+  return before == count - 1;
+#else
+  return atomicInc(ticket, count - 1) == count - 1;
 #endif
 }
 

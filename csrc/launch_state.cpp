@@ -14,8 +14,8 @@
 namespace gradstat {
 namespace {
 
-// The most blocks a launch has: four times the multiprocessors of any device known, and room.
-constexpr uint32_t kMostTickets = 4096;
+// One for each range, one for all of them, and the counter that deals them.
+constexpr uint32_t kMostTickets = kMostRanges + 2;
 
 // Memory calls, and the loading of kernels, are refused while any stream of the process is captured in the
 // default mode, although they do not touch it. This thread may make them meanwhile.
@@ -71,6 +71,12 @@ Staging& free_staging(StreamState& state, size_t bytes) {
   check_cuda(cudaEventCreateWithFlags(&staging.copied, cudaEventDisableTiming), "creating an event");
   state.stagings.push_back(staging);
   return state.stagings.back();
+}
+
+uint32_t most_blocks(int32_t device) {
+  const DeviceFacts facts = facts_of(device);
+  const auto held = static_cast<uint32_t>(facts.blocks_per_multiprocessor * facts.multiprocessors);
+  return std::min(held, kMostBlocks);
 }
 
 }  // namespace
@@ -138,16 +144,17 @@ DeviceFacts facts_of(int32_t device) {
   return facts;
 }
 
-uint32_t blocks_for(uint32_t tiles, int32_t device) {
-  const DeviceFacts facts = facts_of(device);
-  const auto most = static_cast<uint32_t>(facts.blocks_per_multiprocessor * facts.multiprocessors);
-  return std::max<uint32_t>(1, std::min({tiles, most, kMostTickets - 1}));
+Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
+  const uint64_t tiles = count_tiles(entries);
+  // So that chunks can be counted in 32 bits.
+  if (tiles >= UINT32_MAX / kWarps)
+    throw std::runtime_error("gradstat: more than 8 TB of gradients in one call");
+  const uint64_t ranges = std::min<uint64_t>(tiles, most_blocks(device) * kRangesPerBlock);
+  return Partition::of(static_cast<uint32_t>(tiles), std::max(1u, static_cast<uint32_t>(ranges)));
 }
 
-uint32_t checked_tiles(const std::vector<Entry>& entries) {
-  const uint64_t tiles = count_tiles(entries);
-  if (tiles > UINT32_MAX) throw std::runtime_error("gradstat: more than 64 TB of gradients in one call");
-  return static_cast<uint32_t>(tiles);
+uint32_t blocks_for(const Partition& partition, int32_t device) {
+  return std::min(partition.ranges, most_blocks(device));
 }
 
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream) {
@@ -167,17 +174,16 @@ uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStrea
   return state.tickets;
 }
 
-UploadedTable upload_table(const std::vector<Entry>& entries, void* workspace, int32_t device,
-                           cudaStream_t stream) {
-  const size_t bytes = DeviceTable::bytes(entries.size());
+UploadedTable upload_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace,
+                           int32_t device, cudaStream_t stream) {
+  const size_t bytes = DeviceTable::bytes(entries.size(), partition.ranges);
   const AllowMemoryCalls allow;
   if (is_capturing(stream)) {
     // Each replay copies from this memory again, so it is never released.
     void* pinned = nullptr;
     check_cuda(cudaMallocHost(&pinned, bytes), "allocating pinned memory");
-    const DeviceTable host = DeviceTable::at(pinned, entries.size());
-    fill_table(entries, const_cast<uint64_t*>(host.addresses), const_cast<uint64_t*>(host.shapes),
-               const_cast<uint32_t*>(host.first_tiles));
+    DeviceTable host = DeviceTable::at(pinned, entries.size());
+    fill_table(entries, partition, host);
     check_cuda(cudaMemcpyAsync(workspace, pinned, bytes, cudaMemcpyHostToDevice, stream), "uploading a table");
     return {{}, DeviceTable::at(workspace, entries.size())};
   }
@@ -185,9 +191,8 @@ UploadedTable upload_table(const std::vector<Entry>& entries, void* workspace, i
   StreamState& state = state_of(device, stream);
   std::unique_lock<std::mutex> lock(state.mutex);
   std::vector<uint64_t> words((bytes + 7) / 8);
-  const DeviceTable host = DeviceTable::at(words.data(), entries.size());
-  fill_table(entries, const_cast<uint64_t*>(host.addresses), const_cast<uint64_t*>(host.shapes),
-             const_cast<uint32_t*>(host.first_tiles));
+  DeviceTable host = DeviceTable::at(words.data(), entries.size());
+  fill_table(entries, partition, host);
   if (state.last.size() != bytes || std::memcmp(state.last.data(), words.data(), bytes) != 0) {
     state.last.clear();  // should anything below fail
     if (state.device_table_bytes < bytes) {

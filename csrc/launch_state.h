@@ -67,9 +67,10 @@ struct DeviceFacts {
 };
 DeviceFacts facts_of(int32_t device);
 
-// Blocks for a launch over `tiles`: what the device holds at once, or one for each tile if these are fewer.
-// All kernels use the same number, so that their blocks take the same ranges.
-uint32_t blocks_for(uint32_t tiles, int32_t device);
+// The ranges of tiles that all kernels take, and blocks for a launch over them: what the device holds at once,
+// or one for each tile if these are fewer.
+Partition partition_for(const std::vector<Entry>& entries, int32_t device);
+uint32_t blocks_for(const Partition& partition, int32_t device);
 
 // Enqueues a kernel. With `overlaps_previous` it may start while the kernel enqueued just before is still
 // running, and waits for that one's results inside (wait_for_previous_kernel in device.cuh).
@@ -89,12 +90,9 @@ void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, 
   check_cuda(GRADSTAT_LAUNCH(&config, kernel, pointers), what);
 }
 
-// The number of tiles, which must fit in 32 bits (64 TB of gradients).
-uint32_t checked_tiles(const std::vector<Entry>& entries);
-
 // Room in a workspace for a table, when it does not fit in the parameters of a launch.
-inline size_t table_bytes(size_t tensors) {
-  return tensors > kLargeTable ? (DeviceTable::bytes(tensors) + 7) / 8 * 8 : 0;
+inline size_t table_bytes(size_t tensors, const Partition& partition) {
+  return tensors > kLargeTable ? (DeviceTable::bytes(tensors, partition.ranges) + 7) / 8 * 8 : 0;
 }
 
 // Zeroed tickets for one launch of up to `count`. Outside of graph capture they belong to the stream and
@@ -108,16 +106,21 @@ struct UploadedTable {
   std::unique_lock<std::mutex> lock;
   DeviceTable table;
 };
-UploadedTable upload_table(const std::vector<Entry>& entries, void* workspace, int32_t device,
-                           cudaStream_t stream);
+UploadedTable upload_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace,
+                           int32_t device, cudaStream_t stream);
 
 // Calls launch(table) with the smallest kind of table, from `kSmallest` entries on, that holds all entries.
-template <int kSmallest = kSmallTable, class Launch>
-void with_table(const std::vector<Entry>& entries, void* workspace, int32_t device, cudaStream_t stream,
-                const Launch& launch) {
+#if defined(GRADSTAT_ONE_PARAMETER_TABLE)  // benchmarks/gpu_variants.py
+constexpr int kSmallestTable = kLargeTable;
+#else
+constexpr int kSmallestTable = kSmallTable;
+#endif
+template <int kSmallest = kSmallestTable, class Launch>
+void with_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace, int32_t device,
+                cudaStream_t stream, const Launch& launch) {
   const size_t count = entries.size();
   const auto by_parameters = [&](auto& table) {
-    fill_table(entries, table.addresses, table.shapes, table.first_tiles);
+    fill_table(entries, partition, table);
     launch(table);
   };
   if constexpr (kSmallest <= kSmallTable) {
@@ -136,7 +139,7 @@ void with_table(const std::vector<Entry>& entries, void* workspace, int32_t devi
     ParameterTable<kLargeTable> table;
     return by_parameters(table);
   }
-  const UploadedTable uploaded = upload_table(entries, workspace, device, stream);
+  const UploadedTable uploaded = upload_table(entries, partition, workspace, device, stream);
   launch(uploaded.table);
 }
 

@@ -7,8 +7,8 @@ namespace gradstat {
 
 LoadedKernels load_scale_kernels() { return load_kernels({GRADSTAT_FOR_EVERY_TABLE(scale_kernel)}); }
 
-int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t) {
-  return static_cast<int64_t>(table_bytes(entries.size()));
+int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
+  return static_cast<int64_t>(table_bytes(entries.size(), partition_for(entries, device)));
 }
 
 void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, bool follows_stats,
@@ -16,21 +16,19 @@ void launch_scale(const std::vector<Entry>& entries, const Coefficients& coeffic
   if (entries.empty()) return;
   const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
-  const uint32_t tiles = checked_tiles(entries);
-  const uint32_t blocks = blocks_for(tiles, device);
-  const ScaleArguments arguments{static_cast<int32_t>(entries.size()), Partition::of(tiles, blocks),
-                                 coefficients};
+  const Partition partition = partition_for(entries, device);
+  const ScaleArguments arguments{partition, coefficients};
   // Not in graphs, which older drivers and tools read without knowing such dependencies; and not behind the
   // upload of a table, which is no kernel.
 #if defined(GRADSTAT_WITHOUT_OVERLAP)  // benchmarks/gpu_variants.py
   follows_stats = false;
 #endif
   const bool overlaps = follows_stats && facts_of(device).can_overlap && !is_capturing(stream);
-  with_table(entries, workspace, device, stream, [&](const auto& table) {
+  with_table(entries, partition, workspace, device, stream, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr bool kInParameters = !std::is_same_v<Table, DeviceTable>;
-    launch(scale_kernel<Table>, blocks, stream, overlaps && kInParameters, "launching the scale kernel", table,
-           arguments);
+    launch(scale_kernel<Table>, blocks_for(partition, device), stream, overlaps && kInParameters,
+           "launching the scale kernel", table, arguments);
   });
 }
 

@@ -6,15 +6,15 @@
 namespace gradstat {
 namespace {
 
-// A workspace: slots and totals of the blocks, then tickets and a table for when these are not kept.
+// A workspace: slots and totals of the ranges, then tickets and a table for when these are not kept.
 struct Layout {
   size_t totals, tickets, table, end;
 
-  Layout(size_t tensors, uint32_t blocks)
-      : totals((blocks + tensors) * sizeof(Row)),
-        tickets(totals + blocks * sizeof(Row)),
-        table(tickets + (blocks + 2) / 2 * 2 * sizeof(uint32_t)),
-        end(table + table_bytes(tensors)) {}
+  Layout(size_t tensors, const Partition& partition)
+      : totals((partition.ranges + tensors) * sizeof(Row)),
+        tickets(totals + partition.ranges * sizeof(Row)),
+        table(tickets + (partition.ranges + 3) / 2 * 2 * sizeof(uint32_t)),
+        end(table + table_bytes(tensors, partition)) {}
 };
 
 // With a factor the kernel that multiplies, else the one that only reads.
@@ -23,16 +23,15 @@ void launch_either(const std::vector<Entry>& entries, Row* table, const float* f
   if (entries.empty() && norm == nullptr) return;
   const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
-  const uint32_t tiles = checked_tiles(entries);
-  const uint32_t blocks = blocks_for(tiles, device);
-  const Layout layout(entries.size(), blocks);
+  const Partition partition = partition_for(entries, device);
+  const uint32_t blocks = blocks_for(partition, device);
+  const Layout layout(entries.size(), partition);
   char* memory = static_cast<char*>(workspace);
-  const StatsArguments arguments{static_cast<int32_t>(entries.size()),
-                                 Partition::of(tiles, blocks),
+  const StatsArguments arguments{partition,
                                  table,
                                  reinterpret_cast<Row*>(memory),
                                  reinterpret_cast<Row*>(memory + layout.totals),
-                                 tickets_for(blocks + 1, memory + layout.tickets, device, stream),
+                                 tickets_for(partition.ranges + 2, memory + layout.tickets, device, stream),
                                  factor,
                                  norm != nullptr,
                                  norm != nullptr ? *norm : NormRequest{}};
@@ -40,11 +39,12 @@ void launch_either(const std::vector<Entry>& entries, Row* table, const float* f
     launch(kernel, blocks, stream, false, "launching the statistics kernel", entries_table, arguments);
   };
   if (factor != nullptr) {
-    with_table<kLargeTable>(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
-      start(unscale_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
-    });
+    with_table<kLargeTable>(entries, partition, memory + layout.table, device, stream,
+                            [&](const auto& entries_table) {
+                              start(unscale_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
+                            });
   } else {
-    with_table(entries, memory + layout.table, device, stream, [&](const auto& entries_table) {
+    with_table(entries, partition, memory + layout.table, device, stream, [&](const auto& entries_table) {
       start(stats_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
     });
   }
@@ -57,7 +57,7 @@ LoadedKernels load_stats_kernels() {
 }
 
 int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
-  return static_cast<int64_t>(Layout(entries.size(), blocks_for(checked_tiles(entries), device)).end);
+  return static_cast<int64_t>(Layout(entries.size(), partition_for(entries, device)).end);
 }
 
 void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,

@@ -1,11 +1,11 @@
 // The statistics kernel: the rows of many tensors of any types and sizes in one launch.
 //
-// Every block takes an equal, contiguous range of all tiles and walks it tensor by tensor. Warps read their
-// share of a tensor independently (no barrier inside), then the block merges them into one row. A tensor
-// that lies within one block is done; for one that spans several, each block leaves its row in a slot, and
-// the block that arrives last merges the slots in their order. The norm of everything is made in the same
-// way from one total per block. Nothing depends on which block comes last: the same input and grid give the
-// same bits.
+// Every block takes an equal, contiguous range of all tiles and walks it tensor by tensor. A small tensor is
+// read by one warp, while the others go on to the next; of any other the warps read a share each, then one of
+// them merges their rows while the rest go on. A tensor that lies within one range is done with that; for one
+// that spans several, each leaves its row in a slot, and the block that arrives last merges the slots in their
+// order. The norm of everything is made in the same way from one total per range. Nothing depends on which
+// block comes last: the same input and grid give the same bits.
 //
 // A second kernel is the same but for one thing: it multiplies elements by a factor, in place, just before it
 // reads them. A thread re-reads only what it stored itself, so nothing is multiplied twice and no barrier is
@@ -17,42 +17,55 @@
 namespace gradstat {
 
 struct StatsArguments {
-  int32_t tensors;
   Partition partition;
   Row* table;
-  Row* slots;           // gridDim.x + tensors
-  Row* totals;          // gridDim.x
-  uint32_t* tickets;    // gridDim.x + 1, zero before and after
+  Row* slots;           // ranges + tensors
+  Row* totals;          // ranges
+  uint32_t* tickets;    // ranges + 2, zero before and after
   const float* factor;  // of the kernel that multiplies
   bool wants_norm;
   NormRequest norm;
 };
 
-constexpr int kWarps = kThreads / 32;
-// Groups of threads that merge rows column by column.
-constexpr int kMergers = kThreads / kFields;
-
-// A tensor, and the part of its tiles that this block reads.
+// What a warp reads of a tensor: chunks begin, begin + step, ... before end.
 struct Segment {
   Place place;
   Extent extent;
-  uint32_t begin, end;  // tiles of the tensor
+  uint32_t begin, step, end;
+  uint32_t full_end;  // of the chunks that are whole
 
   GRADSTAT_DEVICE uint64_t vectors_address() const {
-    return place.address + (static_cast<uint64_t>(extent.head) << place.shift());
+    return place.address + (static_cast<uint64_t>(extent.head) << place.shift);
   }
 };
 
+// Rows that several ranges write: their slots, or their totals. The range that arrives last merges them.
+struct Arrival {
+  const Row* rows;
+  uint32_t count;  // 0: none
+  uint32_t* ticket;
+  double* result;
+};
+// Of a range: the tensor it shares with those before, the one it shares with those after, and everything.
+constexpr int kArrivals = 3;
+// Groups of threads that merge rows column by column, and how many rows each loads at once.
+constexpr int kMergers = kThreads / kFields;
+constexpr int kRowsAtOnce = 16;
+
 // In shared memory also because what is there does not occupy registers during the hot loops.
 struct BlockMemory {
-  uint32_t begin, end;    // tiles of this block
-  Segment segment;        // where it is
-  double total[kFields];  // of all it has read
-  double of_warp[kWarps][kFields];
-  double of_merger[kMergers][kFields];
-  bool is_last;
+  Segment segment[kWarps];
+  int32_t tensor[kWarps];  // that it is of
+  // What the warps read of a tensor. Twice, for they go on to the next tensor while one of them merges.
+  double of_warp[2][kWarps][kFields];
+  double total[kWarps][kFields];  // of the rows each warp has written
+  Arrival arrivals[kArrivals];
+  bool is_last[kArrivals];
+  double of_merger[kArrivals][kMergers][kFields];
+  uint32_t range;  // dealt by the counter
   float factor;
-  uint8_t products[256];  // by it, of an 8-bit type
+  uint8_t products[256];  // by it, of an 8-bit type:
+  DType of_products;
 
   GRADSTAT_DEVICE Multiplier multiplier() const { return {factor, factor, products}; }
 };
@@ -64,38 +77,51 @@ enum Column : int {
 #include "stat_fields.def"
 };
 
+// Columns of minima and of maxima, as masks; the others are sums.
+constexpr uint32_t kMinima = 0
+#define GRADSTAT_FIELD(name, how) | (merge::identity_of_##how > 0 ? 1u << kColumn_##name : 0u)
+#include "stat_fields.def"
+    ;
+constexpr uint32_t kMaxima = 0
+#define GRADSTAT_FIELD(name, how) | (merge::identity_of_##how < 0 ? 1u << kColumn_##name : 0u)
+#include "stat_fields.def"
+    ;
+// Those that fast reading fills; the others are about unusual elements.
+constexpr uint32_t kOrdinary =
+    1u << kColumn_zero_count | 1u << kColumn_sum | 1u << kColumn_sq_sum | 1u << kColumn_min | 1u << kColumn_max;
+
 GRADSTAT_DEVICE double identity_of_column(int column) {
-  switch (column) {
-#define GRADSTAT_FIELD(name, how) \
-  case kColumn_##name:            \
-    return merge::identity_of_##how;
-#include "stat_fields.def"
-  }
-  return 0;
+  return (kMinima >> column & 1u) != 0   ? merge::identity_of_min
+         : (kMaxima >> column & 1u) != 0 ? merge::identity_of_max
+                                         : merge::identity_of_sum;
 }
 
+// Without branches, as the lanes of a warp handle columns of every kind.
 GRADSTAT_DEVICE double merge_column(int column, double a, double b) {
-  switch (column) {
-#define GRADSTAT_FIELD(name, how) \
-  case kColumn_##name:            \
-    return merge::how(a, b);
-#include "stat_fields.def"
-  }
-  return 0;
+  const double smaller = merge::min(a, b), larger = merge::max(a, b), sum = merge::sum(a, b);
+  return (kMinima >> column & 1u) != 0 ? smaller : (kMaxima >> column & 1u) != 0 ? larger : sum;
 }
 
-// Merges the rows of a warp's threads; lane 0 has the result. A column in which no thread has anything, as
-// the five about unusual elements mostly are, costs nothing.
+// Merges the rows of a warp's threads; lane 0 has the result. Columns in which no thread has anything, as those
+// about unusual elements mostly are, cost nothing; the others are merged side by side.
 GRADSTAT_DEVICE void merge_over_warp(Row& row) {
-  uint32_t used = 0;
-#define GRADSTAT_FIELD(name, how) used |= row.name != merge::identity_of_##how ? 1u << kColumn_##name : 0u;
+  bool unusual = false;
+#define GRADSTAT_FIELD(name, how) \
+  if (!(kOrdinary >> kColumn_##name & 1u)) unusual |= row.name != merge::identity_of_##how;
 #include "stat_fields.def"
-  used = __reduce_or_sync(kAllLanes, used);
+  unusual = __any_sync(kAllLanes, unusual);
 #pragma unroll 1
   for (int distance = 16; distance > 0; distance /= 2) {
-#define GRADSTAT_FIELD(name, how)    \
-  if (used & (1u << kColumn_##name)) \
-    row.name = merge::how(row.name, __shfl_xor_sync(kAllLanes, row.name, distance));
+#define GRADSTAT_FIELD(name, how)                                                    \
+  if (kOrdinary >> kColumn_##name & 1u) {                                            \
+    row.name = merge::how(row.name, __shfl_xor_sync(kAllLanes, row.name, distance)); \
+  }
+#include "stat_fields.def"
+    if (!unusual) continue;
+#define GRADSTAT_FIELD(name, how)                                                    \
+  if (!(kOrdinary >> kColumn_##name & 1u)) {                                         \
+    row.name = merge::how(row.name, __shfl_xor_sync(kAllLanes, row.name, distance)); \
+  }
 #include "stat_fields.def"
   }
 }
@@ -105,54 +131,51 @@ GRADSTAT_DEVICE void merge_into_columns(double* columns, const Row& row) {
 #include "stat_fields.def"
 }
 
-// Merges rows[0 .. count) in a fixed order. Threads 0 .. kFields - 1 return their column of the result.
-GRADSTAT_DEVICE double merge_rows(const Row* rows, uint32_t count, BlockMemory& memory) {
+// A warp merges rows[0 .. count) in shared memory in a fixed order; lanes 0 .. kFields - 1 return their column.
+GRADSTAT_DEVICE double merge_by_warp(const double (*rows)[kFields], int count) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int column = lane % kFields;
+  double value = identity_of_column(column);
+  for (int i = lane / kFields; i < count; i += 32 / kFields) {
+    if (lane < 32 / kFields * kFields) value = merge_column(column, value, rows[i][column]);
+  }
+  double merged = value;
+#pragma unroll
+  for (int other = kFields; other + kFields <= 32; other += kFields) {
+    merged = merge_column(column, merged, __shfl_down_sync(kAllLanes, value, other));
+  }
+  return merged;
+}
+
+// A block's part in merging rows[0 .. count): each of its mergers leaves a row, in a fixed order.
+GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*of_merger)[kFields]) {
   const int thread = static_cast<int>(threadIdx.x);
   const int column = thread % kFields;
   const uint32_t merger = static_cast<uint32_t>(thread / kFields);
-  const double* values = reinterpret_cast<const double*>(rows);
-  if (merger < kMergers) {
-    double value = identity_of_column(column);
-#pragma unroll 4
-    for (uint32_t i = merger; i < count; i += kMergers) {
+  if (merger >= kMergers) return;
+  const double* values = reinterpret_cast<const double*>(rows) + column;
+  constexpr int kChains = 4;
+  double value[kChains];
+  for (double& each : value) each = identity_of_column(column);
+#pragma unroll 1
+  for (uint32_t begin = merger; begin < count; begin += kMergers * kRowsAtOnce) {
+    double loaded[kRowsAtOnce];
+#pragma unroll
+    for (int k = 0; k < kRowsAtOnce; ++k) {
+      const uint32_t i = begin + k * kMergers;
       // From the second-level cache: other blocks wrote these rows.
-      value = merge_column(column, value, __ldcg(values + static_cast<uint64_t>(i) * kFields + column));
+      loaded[k] = i < count ? __ldcg(values + static_cast<uint64_t>(i) * kFields) : identity_of_column(column);
     }
-    memory.of_merger[merger][column] = value;
+#pragma unroll
+    for (int k = 0; k < kRowsAtOnce; ++k) {
+      value[k % kChains] = merge_column(column, value[k % kChains], loaded[k]);
+    }
   }
-  __syncthreads();
-  double value = 0;
-  if (thread < kFields) {
-    value = identity_of_column(column);
-    for (int i = 0; i < kMergers; ++i) value = merge_column(column, value, memory.of_merger[i][column]);
-  }
-  __syncthreads();
-  return value;
-}
-
-// Whether this block is the last of `count` to arrive. What the others wrote before is then visible. The
-// ticket is back at zero after the last.
-GRADSTAT_DEVICE bool arrives_last(uint32_t* ticket, uint32_t count, BlockMemory& memory) {
-#if defined(GRADSTAT_WITHOUT_FINISH)  // benchmarks/gpu_variants.py: what finishing costs
-  return false;
-#endif
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) memory.is_last = atomicInc(ticket, count - 1) == count - 1;
-  __syncthreads();
-  const bool is_last = memory.is_last;
-  if (is_last) __threadfence();
-  return is_last;
+  of_merger[merger][column] =
+      merge_column(column, merge_column(column, value[0], value[1]), merge_column(column, value[2], value[3]));
 }
 
 // Reading ----------------------------------------------------------------------------------------------
-
-// What a thread has to read exactly, element by element: its vectors of a tile, or its part of what lies
-// before the first and behind the last vector of the tensor.
-struct ExactWork {
-  uint32_t vectors;  // a mask
-  bool edges;
-};
 
 GRADSTAT_DEVICE void lift_at(const Place& place, int64_t element, Row& row) {
   const double index = static_cast<double>(element);
@@ -182,26 +205,32 @@ GRADSTAT_DEVICE void multiply_at(const Place& place, int64_t element, const Mult
   }
 }
 
+// Reads exactly, element by element: a thread's part of what lies before the first and behind the last vector
+// of the tensor, if `edges`, and those of its vectors of a chunk that are in the mask.
 template <bool kMultiplies>
-GRADSTAT_DEVICE void read_exact(const Segment& segment, uint32_t tile, const ExactWork& work,
+GRADSTAT_DEVICE void read_exact(const Segment& segment, bool edges, uint32_t chunk, uint32_t vectors,
                                 const BlockMemory& memory, Row& row) {
-  const int32_t length = work.edges ? 1 : segment.place.elements_per_vector();
-  const int64_t edge_elements = segment.extent.head + segment.extent.tail;
-  const int64_t pieces =
-      work.edges ? (edge_elements - threadIdx.x + kThreads - 1) / kThreads : int64_t{kVectorsPerThread};
+  const int64_t lane = threadIdx.x % 32;
+  const int64_t edge_elements = edges ? segment.extent.head + segment.extent.tail : 0;
+  const int64_t edge_pieces = (edge_elements - lane + 31) / 32;
+  const int64_t pieces = edge_pieces + (vectors != 0 ? kVectorsPerThread : 0);
 #pragma unroll 1
   for (int64_t piece = 0; piece < pieces; ++piece) {
-    int64_t element = piece * kThreads + threadIdx.x;
-    if (work.edges) {
+    const bool is_edge = piece < edge_pieces;
+    int32_t length = 1;
+    int64_t element = piece * 32 + lane;
+    if (is_edge) {
       if (element >= segment.extent.head) element += segment.place.numel - edge_elements;
     } else {
-      if (((work.vectors >> piece) & 1u) == 0) continue;
-      element = segment.extent.head + (static_cast<int64_t>(tile) * kTileVectors + element) * length;
+      if ((vectors >> (piece - edge_pieces) & 1u) == 0) continue;
+      length = segment.place.elements_per_vector();
+      element -= edge_pieces * 32;
+      element = segment.extent.head + (static_cast<int64_t>(chunk) * kChunkVectors + element) * length;
     }
 #pragma unroll 1
     for (int32_t i = 0; i < length; ++i) {
       // Vectors were multiplied when they were read fast.
-      if (kMultiplies && work.edges) multiply_at(segment.place, element + i, memory.multiplier());
+      if (kMultiplies && is_edge) multiply_at(segment.place, element + i, memory.multiplier());
       lift_at(segment.place, element + i, row);
     }
   }
@@ -217,11 +246,11 @@ GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint3
   return high - kLow < kHigh - kLow || (high == 0 && zeros == elements);
 }
 
-// Reads tiles from `tile` on, until the end of the segment or a tile in which some thread of the warp has
-// something that only the exact path can read. Fills `row` with what was read, `tile` with the next one,
-// and returns this thread's vectors that are left to the exact path, as a mask.
+// Reads chunks from `chunk` on, until the end of the segment or a chunk in which some thread of the warp has
+// something that only the exact path can read. Fills `row` with what was read, `chunk` with the next one, and
+// returns this thread's vectors of the one before that are left to the exact path, as a mask.
 template <bool kMultiplies, class Format>
-GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment, uint32_t& tile,
+GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment, uint32_t& chunk,
                                    const BlockMemory& memory, Row& row) {
   using ShareOf = Share<typename Format::Extreme>;
   constexpr uint32_t kElements = Format::kElements;
@@ -234,35 +263,43 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     run.zeros += zeros;
   };
 
-  const auto full = static_cast<uint32_t>(segment.extent.vectors / kTileVectors);
-  const uint32_t full_end = segment.end < full ? segment.end : full;
+  // In registers, but where products need these.
+  const uint32_t step_kept = segment.step, full_end_kept = segment.full_end;
+  const uint32_t& step = kMultiplies ? segment.step : step_kept;
+  const uint32_t& full_end = kMultiplies ? segment.full_end : full_end_kept;
   uint4* next = reinterpret_cast<uint4*>(segment.vectors_address()) +
-                static_cast<uint64_t>(tile) * kTileVectors + threadIdx.x;
+                static_cast<uint64_t>(chunk) * kChunkVectors + threadIdx.x % 32;
   uint32_t left_over = 0;
   bool stop = false;
   uint4 ahead[kVectorsPerThread] = {};  // unset, the compiler would preserve what was there before
   const auto fetch_next = [&]() __attribute__((always_inline)) {
-    if (tile < full_end) {
+    if (chunk < full_end) {
 #pragma unroll
-      for (int k = 0; k < kVectorsPerThread; ++k) ahead[k] = load_vector(next + k * kThreads);
+      for (int k = 0; k < kVectorsPerThread; ++k) ahead[k] = load_vector(next + k * 32);
     }
   };
+  const auto advance = [&]() __attribute__((always_inline)) {
+    next += step * kChunkVectors;
+    chunk += step;
+  };
   fetch_next();
-  while (tile < full_end && !stop) {
+  while (chunk < full_end && !stop) {
     uint4 now[kVectorsPerThread];
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) now[k] = ahead[k];
-    next += kTileVectors;
-    ++tile;
     // Before the arithmetic, so that loads are always under way. Where stores are half of the traffic half as
     // many will do; fetched behind it, vectors leave registers to the products.
-    if constexpr (!kMultiplies) fetch_next();
+    if constexpr (!kMultiplies) {
+      advance();
+      fetch_next();
+    }
     if constexpr (kMultiplies) {
       const Multiplier by = memory.multiplier();
 #pragma unroll
       for (int k = 0; k < kVectorsPerThread; ++k) {
-        now[k] = multiplied_at<Format>(next - kTileVectors + k * kThreads, now[k], by);
+        now[k] = multiplied_at<Format>(next + k * 32, now[k], by);
       }
+      advance();
     }
     ShareOf share;
 #pragma unroll
@@ -280,19 +317,20 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     }
   }
 
-  // The last tile of a tensor may be partly filled; its vectors are checked one by one.
-  if (!stop && tile < segment.end) {
-    const int64_t left = segment.extent.vectors - static_cast<int64_t>(tile) * kTileVectors - threadIdx.x;
+  // The last chunk of a tensor may be partly filled; its vectors are checked one by one.
+  if (!stop && chunk < segment.end) {
+    const int64_t left =
+        segment.extent.vectors - static_cast<int64_t>(chunk) * kChunkVectors - threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) {
-      if (k * kThreads < left) ahead[k] = load_vector(next + k * kThreads);
+      if (k * 32 < left) ahead[k] = load_vector(next + k * 32);
     }
-    ++tile;
+    chunk += step;
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) {
-      if (k * kThreads < left) {
+      if (k * 32 < left) {
         if constexpr (kMultiplies) {
-          ahead[k] = multiplied_at<Format>(next + k * kThreads, ahead[k], memory.multiplier());
+          ahead[k] = multiplied_at<Format>(next + k * 32, ahead[k], memory.multiplier());
         }
         ShareOf share;
         format.add(ahead[k], share, true);
@@ -314,134 +352,216 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
 }
 
 template <bool kMultiplies>
-GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& tile, const BlockMemory& memory,
+GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& chunk, const BlockMemory& memory,
                                    Row& row) {
   const bool is_pair = segment.place.is_pair;
   switch (segment.place.dtype) {
     case DType::kFloat32:
-      return is_pair ? read_fast<kMultiplies>(Float32Format<true>{}, segment, tile, memory, row)
-                     : read_fast<kMultiplies>(Float32Format<false>{}, segment, tile, memory, row);
+      return is_pair ? read_fast<kMultiplies>(Float32Format<true>{}, segment, chunk, memory, row)
+                     : read_fast<kMultiplies>(Float32Format<false>{}, segment, chunk, memory, row);
     case DType::kBFloat16:
-      return read_fast<kMultiplies>(PackedFormat<PackedBFloat16, false>{}, segment, tile, memory, row);
+      return read_fast<kMultiplies>(PackedFormat<PackedBFloat16, false>{}, segment, chunk, memory, row);
     case DType::kFloat16:
-      return is_pair ? read_fast<kMultiplies>(PackedFormat<PackedHalf, true>{}, segment, tile, memory, row)
-                     : read_fast<kMultiplies>(PackedFormat<PackedHalf, false>{}, segment, tile, memory, row);
+      return is_pair ? read_fast<kMultiplies>(PackedFormat<PackedHalf, true>{}, segment, chunk, memory, row)
+                     : read_fast<kMultiplies>(PackedFormat<PackedHalf, false>{}, segment, chunk, memory, row);
     case DType::kFloat64:
-      return is_pair ? read_fast<kMultiplies>(Float64Format<true>{}, segment, tile, memory, row)
-                     : read_fast<kMultiplies>(Float64Format<false>{}, segment, tile, memory, row);
+      return is_pair ? read_fast<kMultiplies>(Float64Format<true>{}, segment, chunk, memory, row)
+                     : read_fast<kMultiplies>(Float64Format<false>{}, segment, chunk, memory, row);
     case DType::kFloat8E4M3FN:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FN>{}, segment, tile, memory, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FN>{}, segment, chunk, memory, row);
     case DType::kFloat8E5M2:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2>{}, segment, tile, memory, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2>{}, segment, chunk, memory, row);
     case DType::kFloat8E4M3FNUZ:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, tile, memory, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E4M3FNUZ>{}, segment, chunk, memory, row);
     default:
-      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, tile, memory, row);
+      return read_fast<kMultiplies>(Float8Format<DType::kFloat8E5M2FNUZ>{}, segment, chunk, memory, row);
   }
 }
 
-// Reads a warp's part of a segment into `columns`, in shared memory. Fast and exact reading take turns, so
-// that the code and the registers of the exact path exist once and outside the hot loops.
+// Reads a warp's segment into `columns`, in shared memory. Fast and exact reading take turns, so that the code
+// and the registers of the exact path exist once and outside the hot loops.
 template <bool kMultiplies>
-GRADSTAT_DEVICE void read_segment(const BlockMemory& memory, double* columns) {
-  const Segment& segment = memory.segment;
+GRADSTAT_DEVICE void read_segment(const Segment& segment, const BlockMemory& memory, double* columns) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (lane < kFields) columns[lane] = identity_of_column(lane);
   __syncwarp();
-  uint32_t tile = segment.begin;
-  ExactWork work{0, tile == 0};
-  bool has_work = tile == 0 && segment.extent.head + segment.extent.tail > 0;
-  while (has_work || (tile < segment.end && segment.extent.vectors > 0)) {
+  uint32_t chunk = segment.begin;
+  bool edges = chunk == 0 && segment.extent.head + segment.extent.tail > 0;
+  while (edges || chunk < segment.end) {
     Row row = identity_row();
-    if (has_work) {
-      read_exact<kMultiplies>(segment, tile - 1, work, memory, row);
-      has_work = false;
-    } else {
-      work = {read_fast<kMultiplies>(segment, tile, memory, row), false};
-      has_work = __any_sync(kAllLanes, work.vectors != 0);
+    uint32_t left_over = 0;
+    if (chunk < segment.end) left_over = read_fast<kMultiplies>(segment, chunk, memory, row);
+    if (edges || left_over != 0) {
+      read_exact<kMultiplies>(segment, edges, chunk - segment.step, left_over, memory, row);
     }
+    edges = false;
     merge_over_warp(row);
     if (lane == 0) merge_into_columns(columns, row);
   }
+  __syncwarp();
 }
 
 // The whole ---------------------------------------------------------------------------------------------
 
-GRADSTAT_DEVICE void finish(const StatsArguments& arguments, BlockMemory& memory) {
+// What this warp reads of the tiles [begin, end) of a tensor, alone or with the others.
+GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t end, bool alone) {
+  const Extent extent = place.extent();
+  const auto full = static_cast<uint32_t>(extent.vectors / kChunkVectors);
+  const uint32_t chunks = full + (extent.vectors % kChunkVectors != 0), most = end * kWarps;
+  const uint32_t warp = threadIdx.x / 32;
+  return {place,
+          extent,
+          begin * kWarps + (alone ? 0 : warp),
+          alone ? 1u : kWarps,
+          chunks < most ? chunks : most,
+          full < most ? full : most};
+}
+
+// Asks for the first chunk that this warp reads of a tensor.
+GRADSTAT_DEVICE void prefetch_of(const Place& place, bool merges) {
+  const Segment segment = segment_of(place, 0, 1, place.is_small());
+  const int64_t vector = int64_t{segment.begin} * kChunkVectors + threadIdx.x % 32 * kVectorsPerThread;
+  if (vector >= segment.extent.vectors || (segment.step == 1 && !merges)) return;
+  prefetch(reinterpret_cast<const uint4*>(segment.vectors_address()) + vector);
+}
+
+// A warp merges `count` rows of a tensor and puts the result where it belongs.
+template <class Table>
+GRADSTAT_DEVICE void leave_row(const Table& table, const StatsArguments& arguments, uint32_t range,
+                               int32_t tensor, const double (*rows)[kFields], int count, BlockMemory& memory) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const Partition& partition = arguments.partition;
+  const uint32_t first = table.first_tiles[tensor], last = table.first_tiles[tensor + 1];
+  const bool begins_before = first < partition.first_tile(range);
+  const bool is_whole = !begins_before && last <= partition.first_tile(range + 1);
+  // Slots are numbered range + tensor: from one segment to the next, one of the two grows.
+  Row* const row = is_whole ? arguments.table + tensor : arguments.slots + range + tensor;
+  const double value = merge_by_warp(rows, count);
+  if (lane < kFields) {
+    double& total = memory.total[threadIdx.x / 32][lane];
+    total = merge_column(lane, total, value);
+    reinterpret_cast<double*>(row)[lane] = value;
+  }
+  if (!is_whole && lane == 0) {
+    const uint32_t first_range = partition.range_of(first), last_range = partition.range_of(last - 1);
+    // A tensor that spans ranges is the last of its first one: that one's ticket is its own.
+    memory.arrivals[begins_before ? 0 : 1] = {arguments.slots + first_range + tensor,
+                                              last_range - first_range + 1, arguments.tickets + first_range,
+                                              reinterpret_cast<double*>(arguments.table + tensor)};
+  }
+}
+
+// Reads a range of tiles and writes its rows.
+template <bool kMultiplies, class Table>
+GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& arguments, uint32_t range,
+                                BlockMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread < kFields) reinterpret_cast<double*>(arguments.totals + blockIdx.x)[thread] = memory.total[thread];
-  if (!arrives_last(arguments.tickets + gridDim.x, gridDim.x, memory)) return;
-  const double total = merge_rows(arguments.totals, gridDim.x, memory);
-  if (thread < kFields) memory.of_warp[0][thread] = total;
+  const int lane = thread % 32, warp = thread / 32;
+  if (lane < kFields) memory.total[warp][lane] = identity_of_column(lane);
+  if (thread < kArrivals) memory.arrivals[thread].count = 0;
+  __syncwarp();
+  const uint32_t begin = arguments.partition.first_tile(range), end = arguments.partition.first_tile(range + 1);
+  int set = 0;
+  for (int32_t tensor = table.first_tensors[range]; table.first_tiles[tensor] < end; ++tensor) {
+    const Place place = place_of(table, tensor);
+    if (kMultiplies && size_of(place.dtype) == 1 && place.dtype != memory.of_products) {
+      __syncthreads();
+      if (thread == 0) memory.of_products = place.dtype;
+      fill_products(memory.products, place.dtype, memory.factor);
+      __syncthreads();
+    }
+    const bool alone = place.is_small();
+    const bool merges = tensor % kWarps == warp;  // the warps take turns
+    if (alone && !merges) continue;
+    if (lane == 0) {
+      const uint32_t first = table.first_tiles[tensor], last = table.first_tiles[tensor + 1];
+      memory.segment[warp] =
+          segment_of(place, first < begin ? begin - first : 0, (last < end ? last : end) - first, alone);
+    }
+    if (lane == 0) memory.tensor[warp] = tensor;
+    __syncwarp();
+#if defined(GRADSTAT_PREFETCH_NEXT_TENSOR)  // benchmarks/gpu_variants.py
+    if (table.first_tiles[tensor + 1] < end) {
+      prefetch_of(place_of(table, tensor + 1), (tensor + 1) % kWarps == warp);
+    }
+#endif
+    read_segment<kMultiplies>(memory.segment[warp], memory, memory.of_warp[set][warp]);
+    tensor = memory.tensor[warp];
+    const double (*rows)[kFields] = memory.of_warp[set] + (alone ? warp : 0);
+    if (!alone) {
+      __syncthreads();
+      set ^= 1;
+    }
+    if (tensor % kWarps == warp) leave_row(table, arguments, range, tensor, rows, alone ? 1 : kWarps, memory);
+  }
+}
+
+// Merges what this range was the last to arrive at, and decides about the norm.
+GRADSTAT_DEVICE void finish(const StatsArguments& arguments, uint32_t range, BlockMemory& memory) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32, warp = thread / 32;
   __syncthreads();
-  if (thread != 0) return;
+#if defined(GRADSTAT_WITHOUT_FINISH)  // benchmarks/gpu_variants.py: what finishing costs
+  return;
+#endif
+  if (warp == 0) {
+    if (arguments.wants_norm) {
+      const double total = merge_by_warp(memory.total, kWarps);
+      if (lane < kFields) reinterpret_cast<double*>(arguments.totals + range)[lane] = total;
+      if (lane == 0) {
+        const uint32_t ranges = arguments.partition.ranges;
+        memory.arrivals[kArrivals - 1] = {arguments.totals, ranges, arguments.tickets + ranges,
+                                          memory.total[0]};
+      }
+    }
+    __syncwarp();
+    if (lane < kArrivals) {
+      const Arrival& arrival = memory.arrivals[lane];
+      memory.is_last[lane] = arrival.count > 0 && arrives_last(arrival.ticket, arrival.count);
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = 0; i < kArrivals; ++i) {
+    const Arrival& arrival = memory.arrivals[i];
+    if (memory.is_last[i]) merge_by_mergers(arrival.rows, arrival.count, memory.of_merger[i]);
+  }
+  __syncthreads();
+  if (warp >= kArrivals || !memory.is_last[warp]) return;
+  const double value = merge_by_warp(memory.of_merger[warp], kMergers);
+  if (lane < kFields) memory.arrivals[warp].result[lane] = value;
+  __syncwarp();
+  if (thread != 32 * (kArrivals - 1)) return;
   Row row = identity_row();
-#define GRADSTAT_FIELD(name, how) row.name = memory.of_warp[0][kColumn_##name];
+#define GRADSTAT_FIELD(name, how) row.name = memory.total[0][kColumn_##name];
 #include "stat_fields.def"
   write_value(arguments.norm.norm, arguments.norm.dtype, decide(arguments.norm, row));
 }
 
-template <class Table>
-GRADSTAT_DEVICE Segment segment_of(const Table& table, int32_t tensor, uint32_t begin, uint32_t end) {
-  const uint32_t first = table.first_tile(tensor), last = table.first_tile(tensor + 1);
-  const Place place = table.place(tensor);
-  return {place, place.extent(), first < begin ? begin - first : 0, (last < end ? last : end) - first};
-}
-
-// Merges the rows of the block's warps, and puts the result where it belongs.
-template <class Table>
-GRADSTAT_DEVICE void leave_row(const Table& table, const StatsArguments& arguments, int32_t tensor,
-                               BlockMemory& memory) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const uint32_t block = blockIdx.x;
-  const uint32_t first = table.first_tile(tensor), last = table.first_tile(tensor + 1);
-  const uint32_t first_block = first >= memory.begin ? block : arguments.partition.block_of(first);
-  const uint32_t last_block = last <= memory.end ? block : arguments.partition.block_of(last - 1);
-  const bool is_whole = first_block == last_block;
-  // Slots are numbered block + tensor: from one segment to the next, one of the two grows.
-  Row* row = is_whole ? arguments.table + tensor : arguments.slots + block + tensor;
-  if (thread < kFields) {
-    double value = memory.of_warp[0][thread];
-    for (int i = 1; i < kWarps; ++i) value = merge_column(thread, value, memory.of_warp[i][thread]);
-    memory.total[thread] = merge_column(thread, memory.total[thread], value);
-    reinterpret_cast<double*>(row)[thread] = value;
-  }
-  if (is_whole) {
-    __syncthreads();
-    return;
-  }
-  // A tensor that spans blocks is the last of its first block: that block's ticket is its own.
-  const uint32_t count = last_block - first_block + 1;
-  if (!arrives_last(arguments.tickets + first_block, count, memory)) return;
-  const double value = merge_rows(arguments.slots + first_block + tensor, count, memory);
-  if (thread < kFields) reinterpret_cast<double*>(arguments.table + tensor)[thread] = value;
-}
-
 template <bool kMultiplies, class Table>
 GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& arguments, BlockMemory& memory) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    memory.begin = arguments.partition.first_tile(blockIdx.x);
-    memory.end = arguments.partition.first_tile(blockIdx.x + 1);
-    if constexpr (kMultiplies) memory.factor = *arguments.factor;
-  }
-  if (thread < kFields) memory.total[thread] = identity_of_column(thread);
-  __syncthreads();
-  int32_t tensor = memory.begin < memory.end ? find_tensor(table, arguments.tensors, memory.begin) : -1;
-  for (; 0 <= tensor && tensor < arguments.tensors && table.first_tile(tensor) < memory.end; ++tensor) {
-    if (thread == 0) memory.segment = segment_of(table, tensor, memory.begin, memory.end);
-    __syncthreads();
-    if (kMultiplies && size_of(memory.segment.place.dtype) == 1) {
-      fill_products(memory.products, memory.segment.place.dtype, memory.factor);
-      __syncthreads();
+  if constexpr (kMultiplies) {
+    if (threadIdx.x == 0) {
+      memory.factor = *arguments.factor;
+      memory.of_products = DType::kFloat32;  // none
     }
-    read_segment<kMultiplies>(memory, memory.of_warp[thread / 32]);
     __syncthreads();
-    leave_row(table, arguments, tensor, memory);
+  }
+  uint32_t range = blockIdx.x;
+  while (true) {
+    read_range<kMultiplies>(table, arguments, range, memory);
+    if constexpr (kRangesPerBlock == 1) break;
+    finish(arguments, range, memory);
+    const uint32_t ranges = arguments.partition.ranges;
+    // Every block asks once in vain, so that the counter is back at zero in the end.
+    if (threadIdx.x == 0) memory.range = gridDim.x + atomicInc(arguments.tickets + ranges + 1, ranges - 1);
+    __syncthreads();
+    range = memory.range;
+    if (range >= ranges) break;
   }
   // Not before: blocks of the scale kernel would wait where blocks of this one could read.
   admit_next_kernel();
-  if (arguments.wants_norm) finish(arguments, memory);
+  if constexpr (kRangesPerBlock == 1) finish(arguments, range, memory);
 }
 
 template <class Table>

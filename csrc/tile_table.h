@@ -2,11 +2,13 @@
 // and device, so that both count alike.
 //
 // A tensor is `head` elements up to the first address that is a multiple of 16, then whole 16-byte vectors,
-// then `tail` elements. A tile is kTileVectors of these vectors; the first tile of a tensor brings head and
-// tail along. Every tensor has at least one tile, an empty one too: it then gets its row like any other.
+// then `tail` elements. A tile is kTileVectors of these vectors, in as many chunks as a block has warps; the
+// first tile of a tensor brings head and tail along. Every tensor has at least one tile, an empty one too: it
+// then gets its row like any other.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "entry.h"
@@ -14,19 +16,27 @@
 
 namespace gradstat {
 
-// Two constants that benchmarks/gpu_variants.py compiles with other values.
+// Constants that benchmarks/gpu_variants.py compiles with other values.
 #if !defined(GRADSTAT_VECTORS_PER_THREAD)
 #define GRADSTAT_VECTORS_PER_THREAD 4
 #endif
 #if !defined(GRADSTAT_BLOCKS_PER_MULTIPROCESSOR)
 #define GRADSTAT_BLOCKS_PER_MULTIPROCESSOR 3
 #endif
+#if !defined(GRADSTAT_RANGES_PER_BLOCK)
+#define GRADSTAT_RANGES_PER_BLOCK 1
+#endif
+#if !defined(GRADSTAT_SMALL_TENSOR_BYTES)
+#define GRADSTAT_SMALL_TENSOR_BYTES 4096
+#endif
 
 constexpr int kThreads = 256;     // per block
 constexpr int kVectorBytes = 16;  // one load
-// Of one tile: what a thread has in flight at once.
+// Of one chunk: what a thread has in flight at once.
 constexpr int kVectorsPerThread = GRADSTAT_VECTORS_PER_THREAD;
-constexpr int kTileVectors = kThreads * kVectorsPerThread;
+constexpr int kWarps = kThreads / 32;
+constexpr int kChunkVectors = 32 * kVectorsPerThread;  // what a warp reads at once
+constexpr int kTileVectors = kWarps * kChunkVectors;
 
 // Blocks of any kernel that a multiprocessor holds at once, at least; a launch has as many as the device
 // holds. It leaves each thread up to 80 registers. Because a thread of the statistics kernel asks for its next
@@ -34,11 +44,22 @@ constexpr int kTileVectors = kThreads * kVectorsPerThread;
 // multiprocessor to cover 0.9 microseconds of latency.
 constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;
 
-// Entries that fit in the parameters of a launch: 20 bytes each, in at most 4 KB, 12 KB and 32 KB (minus the
-// other arguments). Three sizes, because a launch copies all of a parameter whatever part of it is used.
+// Ranges of tiles that a block reads. More than one are dealt by a counter, to whichever block is free.
+constexpr uint32_t kRangesPerBlock = GRADSTAT_RANGES_PER_BLOCK;
+// At most, for 256 multiprocessors; no device has as many.
+constexpr uint32_t kMostBlocks = 256 * kBlocksPerMultiprocessor;
+constexpr uint32_t kMostRanges = kMostBlocks * kRangesPerBlock;
+
+// Tensors up to this size are read by one warp each, the others by all warps of a block together.
+constexpr int64_t kSmallTensorBytes = GRADSTAT_SMALL_TENSOR_BYTES;
+static_assert(kSmallTensorBytes <= kTileVectors * kVectorBytes, "a small tensor is one tile");
+
+// Entries that fit in the parameters of a launch, of which there are 32,764 bytes: 20 bytes each, beside the
+// first tensor of every range and the other arguments. Three sizes (6, 14 and 32 KB), because a launch copies
+// all of a parameter whatever part of it is used.
 constexpr int kSmallTable = 190;
 constexpr int kMediumTable = 600;
-constexpr int kLargeTable = 1620;
+constexpr int kLargeTable = (32764 - 160 - 2 * (static_cast<int>(kMostRanges) + 1)) / 200 * 10;
 
 struct Extent {
   int64_t head;     // elements before the vectors
@@ -68,22 +89,24 @@ struct Place {
   int64_t numel;
   DType dtype;
   bool is_pair;
+  int32_t shift;  // log2 of the bytes of an element
 
-  GRADSTAT_HD int32_t shift() const { return element_shift(dtype, is_pair); }
-  GRADSTAT_HD int32_t elements_per_vector() const { return kVectorBytes >> shift(); }
-  GRADSTAT_HD Extent extent() const { return extent_of(address, numel, shift()); }
+  GRADSTAT_HD bool is_small() const { return numel << shift <= kSmallTensorBytes; }
+  GRADSTAT_HD int32_t elements_per_vector() const { return kVectorBytes >> shift; }
+  GRADSTAT_HD Extent extent() const { return extent_of(address, numel, shift); }
 };
 
-// Number of elements in the low 56 bits, type above them.
+// Number of elements in the low 56 bits, above them five bits of the type and three of the shift.
 inline uint64_t pack_shape(const Entry& entry) {
-  const uint64_t type = static_cast<uint64_t>(entry.dtype) | (entry.is_pair ? 16u : 0u);
+  const uint64_t type = static_cast<uint64_t>(entry.dtype) | (entry.is_pair ? 16u : 0u) |
+                        static_cast<uint64_t>(element_shift(entry.dtype, entry.is_pair)) << 5;
   return static_cast<uint64_t>(entry.numel) | (type << 56);
 }
 
 GRADSTAT_HD Place unpack_place(uint64_t address, uint64_t shape) {
   const auto type = static_cast<uint32_t>(shape >> 56);
   return {address, static_cast<int64_t>(shape & ((uint64_t{1} << 56) - 1)), static_cast<DType>(type & 15u),
-          (type & 16u) != 0};
+          (type & 16u) != 0, static_cast<int32_t>(type >> 5)};
 }
 
 inline uint32_t tiles_of(const Entry& entry) {
@@ -99,18 +122,23 @@ inline uint64_t count_tiles(const std::vector<Entry>& entries) {
   return tiles;
 }
 
-// The table as three arrays: addresses, shapes, and the number of tiles before each tensor and in all.
-inline void fill_table(const std::vector<Entry>& entries, uint64_t* addresses, uint64_t* shapes,
-                       uint32_t* first_tiles) {
-  uint32_t tiles = 0;
-  for (size_t i = 0; i < entries.size(); ++i) {
-    addresses[i] = reinterpret_cast<uint64_t>(entries[i].data);
-    shapes[i] = pack_shape(entries[i]);
-    first_tiles[i] = tiles;
-    tiles += tiles_of(entries[i]);
+// How `tiles` are dealt: contiguous ranges, the first `longer` of them of length + 1 tiles.
+struct Partition {
+  uint32_t ranges, length, longer;
+
+  static Partition of(uint32_t tiles, uint32_t ranges) { return {ranges, tiles / ranges, tiles % ranges}; }
+
+  GRADSTAT_HD uint32_t first_tile(uint32_t range) const {
+    return range * length + (range < longer ? range : longer);
   }
-  first_tiles[entries.size()] = tiles;
-}
+  GRADSTAT_HD uint32_t range_of(uint32_t tile) const {
+    const uint32_t in_longer = longer * (length + 1);
+    return tile < in_longer ? tile / (length + 1) : longer + (tile - in_longer) / length;
+  }
+};
+
+// A table is four arrays: addresses, shapes, the number of tiles before each tensor and in all, and the tensor
+// with which each range begins, behind the last range the number of tensors.
 
 // Travels with the launch.
 template <int kCapacity>
@@ -118,57 +146,44 @@ struct ParameterTable {
   uint64_t addresses[kCapacity];
   uint64_t shapes[kCapacity];
   uint32_t first_tiles[kCapacity + 1];
-
-  GRADSTAT_HD Place place(int32_t i) const { return unpack_place(addresses[i], shapes[i]); }
-  GRADSTAT_HD uint32_t first_tile(int32_t i) const { return first_tiles[i]; }
+  uint16_t first_tensors[kMostRanges + 1];
 };
 
 // Lies in device memory, for more tensors than parameters can hold.
 struct DeviceTable {
-  const uint64_t* addresses;
-  const uint64_t* shapes;
-  const uint32_t* first_tiles;
+  uint64_t* addresses;
+  uint64_t* shapes;
+  uint32_t* first_tiles;
+  uint32_t* first_tensors;
 
-  GRADSTAT_HD Place place(int32_t i) const { return unpack_place(addresses[i], shapes[i]); }
-  GRADSTAT_HD uint32_t first_tile(int32_t i) const { return first_tiles[i]; }
-
-  static size_t bytes(size_t tensors) {
-    return tensors * (2 * sizeof(uint64_t) + sizeof(uint32_t)) + sizeof(uint32_t);
+  static size_t bytes(size_t tensors, uint32_t ranges) {
+    return tensors * (2 * sizeof(uint64_t) + sizeof(uint32_t)) + (2 + ranges) * sizeof(uint32_t);
   }
   static DeviceTable at(void* memory, size_t tensors) {
     auto* words = static_cast<uint64_t*>(memory);
-    return {words, words + tensors, reinterpret_cast<uint32_t*>(words + 2 * tensors)};
+    auto* tiles = reinterpret_cast<uint32_t*>(words + 2 * tensors);
+    return {words, words + tensors, tiles, tiles + tensors + 1};
   }
 };
 
-// The tensor that tile number `tile` belongs to.
 template <class Table>
-GRADSTAT_HD int32_t find_tensor(const Table& table, int32_t tensors, uint32_t tile) {
-  int32_t low = 0, high = tensors - 1;
-  while (low < high) {
-    const int32_t middle = low + (high - low + 1) / 2;
-    if (table.first_tile(middle) <= tile) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+GRADSTAT_HD Place place_of(const Table& table, int32_t tensor) {
+  return unpack_place(table.addresses[tensor], table.shapes[tensor]);
 }
 
-// How `tiles` are dealt to `blocks`: contiguous ranges, the first `longer` of them of length + 1 tiles.
-struct Partition {
-  uint32_t blocks, length, longer;
-
-  static Partition of(uint32_t tiles, uint32_t blocks) { return {blocks, tiles / blocks, tiles % blocks}; }
-
-  GRADSTAT_HD uint32_t first_tile(uint32_t block) const {
-    return block * length + (block < longer ? block : longer);
+template <class Table>
+void fill_table(const std::vector<Entry>& entries, const Partition& partition, Table& table) {
+  using Tensor = std::decay_t<decltype(table.first_tensors[0])>;
+  uint32_t tiles = 0, range = 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    table.addresses[i] = reinterpret_cast<uint64_t>(entries[i].data);
+    table.shapes[i] = pack_shape(entries[i]);
+    table.first_tiles[i] = tiles;
+    tiles += tiles_of(entries[i]);
+    for (; partition.first_tile(range) < tiles; ++range) table.first_tensors[range] = static_cast<Tensor>(i);
   }
-  GRADSTAT_HD uint32_t block_of(uint32_t tile) const {
-    const uint32_t in_longer = longer * (length + 1);
-    return tile < in_longer ? tile / (length + 1) : longer + (tile - in_longer) / length;
-  }
-};
+  table.first_tiles[entries.size()] = tiles;
+  for (; range <= partition.ranges; ++range) table.first_tensors[range] = static_cast<Tensor>(entries.size());
+}
 
 }  // namespace gradstat

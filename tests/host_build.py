@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,19 @@ SOURCES = ROOT / "tests" / "cuda_on_host"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def build(source: str, folder: Path, *includes: Path) -> ctypes.CDLL:
+def build(source: str, folder: Path, *includes: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
     """The library that `compiled` makes, loaded."""
-    return ctypes.CDLL(str(compiled(source, folder, *includes)))
+    return ctypes.CDLL(str(compiled(source, folder, *includes, macros=macros)))
 
 
-def compiled(source: str, folder: Path, *includes: Path) -> Path:
+def compiled(source: str, folder: Path, *includes: Path, macros: Iterable[str] = ()) -> Path:
     """The shared library of one file of tests/cuda_on_host; ``includes`` are searched before the kernels."""
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     flags += ["-Wno-uninitialized"]  # a share begins with its first vector, which g++ does not see
     flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique"]
     flags += [f"-I{path}" for path in (*includes, ROOT / "csrc", SOURCES)]
+    flags += [f"-DGRADSTAT_{macro}" for macro in macros]
     # As in setup.py: what sanitizers and the measurement of coverage need.
     flags += os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
     subprocess.run(["g++", *flags, str(SOURCES / source), "-o", str(target)], check=True)

@@ -80,7 +80,7 @@ def stats(
     counters: np.ndarray | None = None,
 ) -> tuple[np.ndarray, torch.Tensor, float]:
     table = np.full((len(pieces), len(_fields.FIELDS)), 1e33)
-    tickets = np.zeros(blocks + 1, dtype=np.uint32) if tickets is None else tickets
+    tickets = np.zeros(library.most_ranges(blocks) + 2, dtype=np.uint32) if tickets is None else tickets
     norm = torch.full((1,), 77.0, dtype=norm_dtype or torch.float32)
     coefficient = np.full(2, 77.0)
     library.run_stats(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fuzzing import FILLS
 from fuzzing import KINDS as KINDS_OF_BITS
-from host_build import needs_compiler
+from host_build import build, needs_compiler
 from host_kernels import DTYPES, Piece, arrays, pointer, stats
 
 from gradstat import _fields, _norms
@@ -214,6 +215,10 @@ def test_random_bits(library: ctypes.CDLL, seed: int) -> None:
 
 def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
     """More than the parameters of a launch hold, and each smaller table too."""
+    check_thousands_of_tensors(library)
+
+
+def check_thousands_of_tensors(library: ctypes.CDLL) -> None:
     random = np.random.default_rng(1)
     pieces = []
     for number in range(3000):
@@ -232,17 +237,35 @@ def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_same_bits_in_any_order_of_blocks(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    assert_same_bits_in_any_order(library, dtype)
+
+
+def assert_same_bits_in_any_order(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     per_tile = library.tile_bytes() // dtype.itemsize
     pieces = [Piece(random_values(dtype, n, n)) for n in (40 * per_tile + 5, 3, 7 * per_tile, 100, 2 * per_tile)]
     pieces[2].bytes[:8] = 0xFF  # NaN
     first = stats(library, pieces, blocks=23, seed=0, norm_dtype=torch.float64)
-    tickets = np.zeros(24, dtype=np.uint32)
+    tickets = np.zeros(library.most_ranges(23) + 2, dtype=np.uint32)
     for seed in range(1, 6):
         again = stats(library, pieces, 23, seed, tickets, torch.float64)
         assert again[0].tobytes() == first[0].tobytes()
         assert np.float64(again[1]).tobytes() == np.float64(first[1]).tobytes()
     pieces[2] = Piece(pieces[2].now())
     check(pieces, first[0])
+
+
+# Macros of benchmarks/gpu_variants.py that change what the kernels do, and not only how fast.
+@pytest.mark.parametrize(
+    "macros",
+    [("RANGES_PER_BLOCK=4", "SMALL_TENSOR_BYTES=-1"), ("RANGES_PER_BLOCK=2", "SMALL_TENSOR_BYTES=16384")],
+    ids=" ".join,
+)
+def test_variants_to_be_measured_are_right(tmp_path: Path, macros: tuple[str, ...]) -> None:
+    variant = build("kernels.cpp", tmp_path, macros=(*macros, "PREFETCH_NEXT_TENSOR"))
+    check_thousands_of_tensors(variant)
+    assert_same_bits_in_any_order(variant, torch.float32)
+    pieces = [Piece(random_values(torch.float8_e5m2, numel, numel)) for numel in (70_000, 3, 200_000)]
+    assert_unscale_is_scale_and_stats(variant, pieces, 0.3, 9)
 
 
 # Squares that are infinite, ordinary, subnormal or nothing in float32; in float64, squares that are finite
@@ -387,7 +410,7 @@ FACTORS = (1 / 1024, 0.3, 7.0, 1.0, math.nan, math.inf)
 def assert_unscale_is_scale_and_stats(library: ctypes.CDLL, pieces: list[Piece], factor: float, blocks: int) -> None:
     """In every bit, of the table as of the memory, around which nothing is written."""
     twins = [Piece(piece.values, piece.is_pair, piece.offset) for piece in pieces]
-    tickets = np.zeros(blocks + 1, dtype=np.uint32)
+    tickets = np.zeros(library.most_ranges(blocks) + 2, dtype=np.uint32)
     table, _, _ = stats(library, pieces, blocks, seed=blocks, tickets=tickets, factor=factor)
     scale(library, twins, float(np.float32(factor)), blocks)
     assert table.tobytes() == stats(library, twins, blocks)[0].tobytes()

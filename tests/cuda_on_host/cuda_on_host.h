@@ -253,21 +253,30 @@ T __shfl_xor_sync(uint32_t, T value, int mask) {
   const int lane = cuda_on_host::block->thread() % cuda_on_host::kWarpSize;
   return cuda_on_host::block->exchange(value)[lane ^ mask];
 }
+template <class T>
+T __shfl_down_sync(uint32_t, T value, int distance) {
+  const int lane = cuda_on_host::block->thread() % cuda_on_host::kWarpSize;
+  const T* values = cuda_on_host::block->exchange(value);
+  return values[lane + distance < cuda_on_host::kWarpSize ? lane + distance : lane];
+}
 inline bool __any_sync(uint32_t, bool value) {
   const bool* values = cuda_on_host::block->exchange(value);
   return std::any_of(values, values + cuda_on_host::kWarpSize, [](bool v) { return v; });
-}
-inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
-  const uint32_t* values = cuda_on_host::block->exchange(value);
-  uint32_t all = 0;
-  for (int i = 0; i < cuda_on_host::kWarpSize; ++i) all |= values[i];
-  return all;
 }
 inline uint32_t atomicInc(uint32_t* address, uint32_t limit) {
   const uint32_t old = *address;
   *address = old >= limit ? 0 : old + 1;
   return old;
 }
+// As the device has them: a number rather than NaN, and -0 below 0. The C library leaves the latter open.
+inline float minimum_on_device(float a, float b) {
+  return a != a ? b : b != b ? a : a == b ? (std::signbit(a) ? a : b) : a < b ? a : b;
+}
+inline float maximum_on_device(float a, float b) {
+  return a != a ? b : b != b ? a : a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
+}
+#define fminf minimum_on_device
+#define fmaxf maximum_on_device
 template <class T>
 T __ldcg(const T* address) {
   return *address;
