@@ -14,7 +14,7 @@ OLDEST_TORCH = (2, 10)
 SPECIAL = {
     "numpy-1": "numpy 1",
     "no-triton": "Triton not installed",
-    "source": "compiled from the source distribution with this torch's headers, CPU and CUDA code",
+    "source": "compiled from source",
     "too-old": "a torch that is too old, installed after gradstat",
 }
 
