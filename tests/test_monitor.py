@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, relu
 import gradstat
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, rule
 from gradstat.monitor.collecting import Collector
+from gradstat.monitor.kinds import in_order
 
 
 class Net(nn.Module):
@@ -971,3 +972,32 @@ def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
         monitor.step(1.0)
     monitor.flush()
     assert "exploding-gradient" in {finding.rule for finding in monitor.findings}
+
+
+def test_every_kind_that_is_measured_is_in_the_table_of_kinds() -> None:
+    rows = ("updates", "activations", "parameters", "buffers", "optimizer", "outputs")
+    model, optimizer, monitor = made(watch=rows)
+    for _ in range(3):
+        monitor.batch([torch.randn(8, 4)])
+        trained(model, optimizer, monitor, 1)
+    monitor.flush()
+    assert in_order(monitor.recording().tables) == [
+        *("batch", "constant", "parameter", "buffer", "activation", "output", "gradient"),
+        *("exp_avg", "exp_avg_sq", "update"),
+    ]
+
+
+def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_its_place() -> None:
+    model, optimizer, monitor = made(watch={"optimizer": 1, "updates": 1})
+    trained(model, optimizer, monitor, 1)
+    for key in ("gradient", "update", "label", "scalars"):
+        for parameter in model.parameters():
+            optimizer.state[parameter][key] = torch.full_like(parameter, 1e6)
+    trained(model, optimizer, monitor, 3)
+    monitor.flush()
+    tables = monitor.recording().tables
+    assert tables["gradient"].column("max_abs").max() < 1e3
+    assert tables["update"].column("max_abs").max() < 1e3
+    for key in ("gradient", "update", "label", "scalars"):
+        assert (tables[f"optimizer {key}"].column("max_abs") == 1e6).all()
+    assert set(tables) & {"label", "scalars"} == set()

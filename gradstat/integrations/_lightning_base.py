@@ -16,7 +16,7 @@ from gradstat.automatic import Parameters
 from gradstat.integrations._lightning_checks import require_version
 from gradstat.integrations._policies import translated
 from gradstat.monitor import Monitor
-from gradstat.monitor.watching import periods
+from gradstat.monitor.kinds import periods
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

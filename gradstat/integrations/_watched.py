@@ -18,8 +18,8 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._attribution import Attribution
 from gradstat.integrations._latest import Latest
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, default_rules, step_state
+from gradstat.monitor.kinds import periods
 from gradstat.monitor.policies import PolicyTable, outside
-from gradstat.monitor.watching import periods
 
 _OWN = ("model", "optimizer", "scaler")
 # Rules whose findings some micro-batch is to blame for.

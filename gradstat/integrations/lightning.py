@@ -22,7 +22,7 @@ from gradstat.integrations._lightning_replay import StepAgain
 from gradstat.integrations._policies import names_in, translated
 from gradstat.integrations.loggers import Choice, log_scalars
 from gradstat.monitor import AnomalyWarning, Finding, Monitor
-from gradstat.monitor.watching import periods
+from gradstat.monitor.kinds import periods
 from gradstat.report import NonFiniteGradientError
 
 __all__ = ["GradStatCallback"]

@@ -3,6 +3,7 @@
 from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.kinds import DEFAULT_WATCH
 from gradstat.monitor.latest import LatestStep
 from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
@@ -11,7 +12,6 @@ from gradstat.monitor.replay import find_culprit
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
 from gradstat.monitor.schedule import Schedule
 from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
-from gradstat.monitor.watching import DEFAULT_WATCH
 
 __all__ = [
     "DEFAULT_WATCH",

@@ -14,6 +14,7 @@ from gradstat._version import __version__
 from gradstat.monitor import _archive
 from gradstat.monitor._incident import bad_cells, first_incident, verdict
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.kinds import GRADIENT, in_order
 from gradstat.monitor.recording import COLUMNS, Recording, Series
 
 CELLS = 2_000_000
@@ -45,13 +46,18 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         # Of one that is older than what was kept, the oldest that was.
         "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
         "scalars": _scalars(recording, steps),
-        "tables": [_table(kind, series, steps) for kind, series in recording.tables.items()],
+        "tables": [_table(kind, recording.tables[kind], steps) for kind in _tables_of_page(recording)],
         "columns": list(COLUMNS),
         "findings": [_finding(finding, steps) for finding in recording.findings],
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _word(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,
     }
+
+
+def _tables_of_page(recording: Recording) -> list[str]:
+    """Gradients, which the page opens with, and the others as a step computes them."""
+    return sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
 
 
 def _place(steps: npt.NDArray[np.int64], step: int) -> int:

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from gradstat._compiling import never_traced, outside_of_the_graph
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
-from gradstat.monitor import watching
 from gradstat.monitor._hooks import Hook
 from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collecting import Collector, Pending, eps_of, model_name, second_moment_decay_of
@@ -30,6 +29,7 @@ from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.intake import Intake
+from gradstat.monitor.kinds import periods
 from gradstat.monitor.latest import LatestStep
 from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, outside
 from gradstat.monitor.recording import Recording
@@ -131,7 +131,7 @@ class Monitor:
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
         self._reviewer = Reviewer(default_rules() if rules is None else rules, review_every)
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._reviewer.rules])
-        self._watch = watching.periods(watch)
+        self._watch = periods(watch)
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._lag = lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None

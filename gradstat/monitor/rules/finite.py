@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
@@ -146,22 +147,18 @@ class LostLoss(Rule):
 
 
 class _NonfiniteTensor(Rule):
-    """NaN or Inf in tensors of one kind, or of several."""
+    """NaN or Inf in tensors of one kind, of `gradstat.monitor.kinds.KINDS`."""
 
     severity = "error"
-    what = ""
+    kind = what = ""
 
     def __init__(self) -> None:
         self._episodes = Episodes()
 
-    def kinds(self, window: Window) -> Iterable[str]:
-        """The kinds of tensors that this rule looks at, of those in ``window``."""
-        raise NotImplementedError
-
     def review(self, window: Window) -> Iterable[Finding]:
-        for kind in self.kinds(window):
+        for kind in window.tables:
             rows = window.rows(kind)
-            if rows is None or not rows.nonfinite.any():
+            if kind_of(kind).name != self.kind or rows is None or not rows.nonfinite.any():
                 continue
             for look in np.flatnonzero(rows.nonfinite.any(1)):
                 bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
@@ -185,7 +182,7 @@ class NonfiniteParameter(_NonfiniteTensor):
     """NaN or Inf in a parameter."""
 
     name = "nonfinite-parameter"
-    what = "parameter"
+    kind = what = "parameter"
     causes = (
         "a step of the optimizer on gradients that were not finite",
         "memory that was overwritten, or a checkpoint that was bad when it was loaded",
@@ -195,9 +192,6 @@ class NonfiniteParameter(_NonfiniteTensor):
         "skip steps with bad gradients: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
     )
 
-    def kinds(self, window: Window) -> Iterable[str]:
-        return ("parameter",)
-
 
 class NonfiniteBuffer(_NonfiniteTensor):
     """NaN or Inf in a buffer, such as the running variance of a batch norm.
@@ -206,21 +200,19 @@ class NonfiniteBuffer(_NonfiniteTensor):
     """
 
     name = "nonfinite-buffer"
-    what = "buffer"
+    kind = what = "buffer"
     causes = ("a forward pass with a bad batch updated running statistics", "memory that was overwritten")
     advice = (
         "reset the running statistics (module.reset_running_stats()) and let some batches pass, or load a checkpoint",
         "check batches before the forward pass: monitor.batch(batch)",
     )
 
-    def kinds(self, window: Window) -> Iterable[str]:
-        return ("buffer",)
-
 
 class NonfiniteActivation(_NonfiniteTensor):
     """NaN or Inf in the output of a module; the module nearest to the input is named."""
 
     name = "nonfinite-activation"
+    kind = "activation"
     what = "output of module"
     causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
     advice = (
@@ -228,14 +220,12 @@ class NonfiniteActivation(_NonfiniteTensor):
         "in float16, run it in float32: torch.autocast(..., enabled=False)",
     )
 
-    def kinds(self, window: Window) -> Iterable[str]:
-        return ("activation",)
-
 
 class NonfiniteOptimizerState(_NonfiniteTensor):
     """NaN or Inf in the state of an optimizer: all later updates of that parameter are NaN."""
 
     name = "nonfinite-optimizer-state"
+    kind = "optimizer state"
     what = "optimizer's {kind} of"
     causes = (
         "a step on gradients that were not finite",
@@ -245,10 +235,6 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
         "clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint",
         "skip steps with bad gradients: gradstat.guarded_step",
     )
-
-    def kinds(self, window: Window) -> Iterable[str]:
-        other = {"gradient", "parameter", "buffer", "activation", "update", "batch", "label", "constant", "output"}
-        return [kind for kind in window.tables if kind not in other]
 
 
 class SporadicNonfinite(Rule):
