@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import gradstat
-from gradstat.monitor import AnomalyError, AnomalyWarning, recorder
-from gradstat.monitor.measuring import Numbers
+from gradstat.monitor import AnomalyError, AnomalyWarning
+from gradstat.monitor.segments import PendingRows
 
 POLICIES = ("record", "skip", "rollback", "stop", "snapshot", "raise")
 WATCHED = ("parameters", "buffers", "optimizer", "outputs", "updates", "activations")
@@ -312,20 +312,20 @@ class Program:
                 assert all(map(math.isnan, recorded.values())), (kind, step, recorded)  # others had none
         for kind, series in recording.tables.items():
             assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
-        loaded = recorder.load(self.monitor.save(self.folder / "now.gradstat"))
+        loaded = recording.load(self.monitor.save(self.folder / "now.gradstat"))
         assert loaded.steps.tolist() == wanted
 
 
 @contextlib.contextmanager
 def arriving(late: bool) -> Iterator[None]:
     """While it lasts, all numbers say that they are on their way, and so are read a step later, if ``late``."""
-    travels = Numbers.travels
+    travels = PendingRows.travels
     if late:
-        Numbers.travels = True  # type: ignore[method-assign, assignment]
+        PendingRows.travels = True  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Numbers.travels = travels  # type: ignore[method-assign]
+        PendingRows.travels = travels  # type: ignore[method-assign]
 
 
 def finite_norm(tensor: Tensor) -> float:

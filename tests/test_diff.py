@@ -15,11 +15,9 @@ from recordings import HOSTILE, assert_same, recording, series
 
 from gradstat.__main__ import main
 from gradstat.monitor import Finding, Monitor, Recording
-from gradstat.monitor._incident import verdict
 from gradstat.monitor.command import describe
-from gradstat.monitor.diff import compare
-from gradstat.monitor.recorder import load, save
-from gradstat.monitor.recording import COLUMNS
+from gradstat.monitor.recording import COLUMNS, compare, load, save
+from gradstat.monitor.recording.verdict import verdict
 
 NORM, MEAN, ZEROS, NAN = (COLUMNS.index(name) for name in ("l2_norm", "mean", "zero_fraction", "nan_count"))
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, relu
 
 import gradstat
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, rule
-from gradstat.monitor.collecting import Collector
+from gradstat.monitor.collector import Collector
 from gradstat.monitor.kinds import in_order
 
 
@@ -423,10 +423,10 @@ def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
     model, optimizer, monitor = made(watch={"parameters": 2})
     trained(model, optimizer, monitor, 3)
     monitor.recording()  # takes what has come, so that the next rows begin a new list
-    monitor._intake._others = Interrupted()
+    monitor._buffer._others = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         trained(model, optimizer, monitor, 8)
-    monitor._intake._others = dict(monitor._intake._others)
+    monitor._buffer._others = dict(monitor._buffer._others)
     trained(model, optimizer, monitor, 4)
     recording = monitor.recording()
     assert recording.steps.tolist() == list(range(len(recording.steps)))
@@ -916,7 +916,7 @@ def test_gradients_that_are_all_nan_are_not_vanishing() -> None:
 
 
 def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
-    from gradstat.monitor.recorder import load
+    from gradstat.monitor.recording import load
 
     path = tmp_path / "run.gradstat"
     model, optimizer, monitor = made(save_to=path, on_anomaly={"error": ("record", "snapshot", "raise")})

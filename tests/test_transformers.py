@@ -22,7 +22,7 @@ from gradstat.integrations import _requirements
 from gradstat.integrations._callback import GradstatCallback
 from gradstat.integrations.transformers import STATE_FILE, install
 from gradstat.monitor import AnomalyError
-from gradstat.monitor.measuring import Numbers
+from gradstat.monitor.segments import PendingRows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -295,7 +295,7 @@ def test_the_micro_batch_is_named(make: Make) -> None:
 @QUIET
 def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: nothing is waited for but on logging steps, and the step is skipped all the same."""
-    monkeypatch.setattr(Numbers, "travels", True)
+    monkeypatch.setattr(PendingRows, "travels", True)
     trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
     trainer.model.bad_at = at(2, 2, 1)
     found_at: list[int] = []

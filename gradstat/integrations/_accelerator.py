@@ -15,8 +15,9 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.integrations._refusals import MARK, engine_clips, refuse_second
 from gradstat.integrations._replaced import Replaced
-from gradstat.integrations._watched import Watched, is_replaying, unwrapped
-from gradstat.monitor.policies import outside
+from gradstat.integrations._watched import Watched, unwrapped
+from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.replay.step_state import is_replaying
 
 
 class AcceleratorWatch:
@@ -154,7 +155,7 @@ class AcceleratorWatch:
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            warnings.warn(f"gradstat: {text}", UserWarning, stacklevel=outside())
+            warnings.warn(f"gradstat: {text}", UserWarning, stacklevel=find_stack_level())
 
     def remove(self) -> None:
         """Gives the accelerator its own methods back."""

@@ -9,7 +9,7 @@ import torch
 
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._watched import Options
-from gradstat.monitor.policies import outside
+from gradstat.monitor.policies import find_stack_level
 
 MARK = "_gradstat_watch"
 """The attribute of an accelerator that is watched."""
@@ -47,7 +47,7 @@ def engine_clips(accelerator: Any) -> bool:
             "itself. Visible are losses, parameters and its gradient norm; not visible are gradients of parameters, so "
             "nothing can be named, skipped or clipped here",
             UserWarning,
-            stacklevel=outside(),
+            stacklevel=find_stack_level(),
         )
         return True
     if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
@@ -55,7 +55,7 @@ def engine_clips(accelerator: Any) -> bool:
             "gradstat: FSDP version 1 shows every rank its piece of flattened parameters. Statistics are those of this "
             "rank's piece, under flattened names; the total norm is FSDP's own. With fsdp_version=2 all are whole",
             UserWarning,
-            stacklevel=outside(),
+            stacklevel=find_stack_level(),
         )
         return True
     return False

@@ -17,9 +17,9 @@ from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._attribution import Attribution
 from gradstat.integrations._latest import Latest
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, default_rules, step_state
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, default_rules
 from gradstat.monitor.kinds import periods
-from gradstat.monitor.policies import PolicyTable, outside
+from gradstat.monitor.policies import PolicyTable, find_stack_level
 
 _OWN = ("model", "optimizer", "scaler")
 # Rules whose findings some micro-batch is to blame for.
@@ -65,11 +65,6 @@ def _without_origin(watch: Any) -> Any:
         return None
     wanted = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch, 1)
     return {**wanted, "origin": 0}
-
-
-def is_replaying() -> bool:
-    """Whether a step is being run again under watch, so that nothing it calls counts."""
-    return bool(step_state._replays)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -225,7 +220,7 @@ class Watched:
             text, self.attributions[finding.step] = known
             said.append(text)
             if error is None and self._policies.of(finding) != ("record",):
-                warnings.warn(f"gradstat: {text}", AnomalyWarning, stacklevel=outside())
+                warnings.warn(f"gradstat: {text}", AnomalyWarning, stacklevel=find_stack_level())
         self.on_findings(findings)
         return said
 

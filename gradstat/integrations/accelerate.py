@@ -13,8 +13,9 @@ from gradstat.integrations._accelerator import AcceleratorWatch
 from gradstat.integrations._refusals import checked_limit, refuse_impossible, refuse_second
 from gradstat.integrations._replaced import Replaced
 from gradstat.integrations._requirements import require
-from gradstat.integrations._watched import Options, Watched, is_replaying, unwrapped
+from gradstat.integrations._watched import Options, Watched, unwrapped
 from gradstat.monitor import Monitor
+from gradstat.monitor.replay.step_state import is_replaying
 
 require("accelerate", (1, 0))
 

@@ -16,9 +16,10 @@ from gradstat.integrations._accelerator import AcceleratorWatch
 from gradstat.integrations._refusals import checked_limit, refuse_impossible, refuse_second
 from gradstat.integrations._replaced import Replaced
 from gradstat.integrations._requirements import require
-from gradstat.integrations._watched import Options, Watched, is_replaying, unwrapped
+from gradstat.integrations._watched import Options, Watched, unwrapped
 from gradstat.monitor import AnomalyWarning, Finding, Monitor
-from gradstat.monitor.policies import outside
+from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.replay.step_state import is_replaying
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
@@ -231,7 +232,7 @@ class Handle:
                 "gradstat: this Trainer clips without accelerator.clip_grad_norm_ (gradients on mixed meshes, apex, or "
                 "a subclass), so statistics are those of clipped gradients",
                 UserWarning,
-                stacklevel=outside(),
+                stacklevel=find_stack_level(),
             )
         self._watch.measure([watched])
 
@@ -250,7 +251,7 @@ class Handle:
                 f"gradstat: the Trainer stops behind step {state.global_step} and saves a checkpoint, as the policy "
                 "'stop' says (it is also that of the rule 'lost-loss', unless on_anomaly has another for it)",
                 AnomalyWarning,
-                stacklevel=outside(),
+                stacklevel=find_stack_level(),
             )
         return True
 
@@ -264,7 +265,7 @@ class Handle:
                 "logging_nan_inf_filter=True puts the average before it in its place. gradstat/loss shows it; or pass "
                 "TrainingArguments(logging_nan_inf_filter=False)",
                 AnomalyWarning,
-                stacklevel=outside(),
+                stacklevel=find_stack_level(),
             )
 
     def _again(self) -> list[Any]:

@@ -21,22 +21,21 @@ from torch.optim import Optimizer
 from gradstat._compiling import never_traced, outside_of_the_graph
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
-from gradstat.monitor._hooks import Hook
 from gradstat.monitor.actions import Skipping, Snapshots
-from gradstat.monitor.collecting import Collector, Pending, eps_of, model_name, second_moment_decay_of
-from gradstat.monitor.culprit import Culprit
+from gradstat.monitor.collector import Collector, Pending, eps_of, model_name, second_moment_decay_of
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
-from gradstat.monitor.intake import Intake
+from gradstat.monitor.hooks import Hook
 from gradstat.monitor.kinds import periods
-from gradstat.monitor.latest import LatestStep
-from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, outside
-from gradstat.monitor.recording import Recording
-from gradstat.monitor.replaying import CLEAN, Replaying
-from gradstat.monitor.reviewing import Reviewer
+from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, find_stack_level
+from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.replay.culprit import Culprit
+from gradstat.monitor.replay.rerun import CLEAN, Replayer
 from gradstat.monitor.rows import Facts, Window
 from gradstat.monitor.rules import Rule, default_rules
+from gradstat.monitor.rules.runner import RuleRunner
+from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,8 +128,8 @@ class Monitor:
         ):
             if type(number) is not int or number < least:
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
-        self._reviewer = Reviewer(default_rules() if rules is None else rules, review_every)
-        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._reviewer.rules])
+        self._rules = RuleRunner(default_rules() if rules is None else rules, review_every)
+        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._watch = periods(watch)
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._lag = lag
@@ -149,12 +148,12 @@ class Monitor:
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
         )
-        self._intake = Intake(Hook(self._judge), self._collector.judged_label)
+        self._buffer = StepBuffer(Hook(self._judge), self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._snapshot_every = snapshot_every
-        self._replaying: Replaying | None = None
+        self._replayer: Replayer | None = None
         step_fn = replay if callable(replay) else None
         if self._policies.uses("replay"):
             if step_fn is None:
@@ -163,7 +162,7 @@ class Monitor:
                 )
             self._lag = 0  # the next step would overwrite what a replay needs
         if replay:
-            self._replaying = Replaying(model, optimizer, scaler, step_fn, keep_batch)
+            self._replayer = Replayer(model, optimizer, scaler, step_fn, keep_batch)
         if self._save_to is not None:
             _unsaved.add(self)
 
@@ -190,8 +189,8 @@ class Monitor:
         if self._paused:
             return []
         pending = self._collector.collect(self.steps, loss, lr)
-        if self._replaying is not None:
-            self._replaying.note(list(self._model.parameters()))
+        if self._replayer is not None:
+            self._replayer.note(list(self._model.parameters()))
         if self._save_to is not None:
             _unsaved.add(self)
         self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
@@ -226,11 +225,11 @@ class Monitor:
         if self._paused or not self._watch["batch"]:
             return []
         known = len(self.findings)
-        if self._replaying is not None:
-            self._replaying.see_batch(batch)
+        if self._replayer is not None:
+            self._replayer.see_batch(batch)
         seen = self._collector.see_batch(self.steps, batch)
         if seen:
-            self._intake.observations += seen
+            self._buffer.observations += seen
             self._review()
         return self.findings[known:]
 
@@ -258,11 +257,11 @@ class Monitor:
             RuntimeError: The monitor was made without ``replay``, or the parameters have changed since.
             TypeError: There is no function.
         """
-        if self._replaying is None:
+        if self._replayer is None:
             raise RuntimeError("nothing was kept to run a step again: gradstat.Monitor(..., replay=True)")
         paused, self._paused = self._paused, True  # the step calls this monitor
         try:
-            self.culprit = self._replaying.run(step_fn, self._skipping is not None)
+            self.culprit = self._replayer.run(step_fn, self._skipping is not None)
         finally:
             self._paused = paused
         self._replayed = CLEAN if self.culprit is None else str(self.culprit)
@@ -274,10 +273,10 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            odd = self._intake.take(pending) or self._reviewer.is_out_of_band(pending.scalars)
+            odd = self._buffer.take(pending) or self._rules.is_out_of_band(pending.scalars)
             if odd:
                 self._look_closer(pending.step)
-            if odd or self._to_act_on or self._reviewer.is_due(pending.step):
+            if odd or self._to_act_on or self._rules.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
@@ -287,9 +286,9 @@ class Monitor:
         if step + 1 != self.steps or step - self._looked_closer < _QUIET:
             return
         self._looked_closer = step
-        for numbers in self._collector.look_closer(lambda kind: self._intake.has_rows(kind, step)):
+        for numbers in self._collector.look_closer(lambda kind: self._buffer.has_rows(kind, step)):
             for arrived in numbers.split(numbers.table()):
-                self._intake.take_rows(step, arrived)
+                self._buffer.take_rows(step, arrived)
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
@@ -303,9 +302,9 @@ class Monitor:
 
     def _judge(self, before: int | None = None) -> None:
         """Lets all rules look at the steps before ``before``, a step that is just being taken in, or at all steps."""
-        if self._intake.is_empty:
+        if self._buffer.is_empty:
             return
-        steps, scalars, tables, observations = self._intake.close(before)
+        steps, scalars, tables, observations = self._buffer.close(before)
         self._history.keep(steps, scalars, tables)
         facts = Facts(
             self._collector.backward_order,
@@ -315,7 +314,7 @@ class Monitor:
             second_moment_decay_of(self._optimizer),
             self._collector.classes,
         )
-        found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
+        found = self._rules.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
         self._to_act_on += found
 
@@ -351,7 +350,9 @@ class Monitor:
         try:
             self.save(path, why)
         except (OSError, ValueError) as error:  # a full disk must not end what is watched
-            warnings.warn(f"gradstat: {path} could not be saved: {error}", RuntimeWarning, stacklevel=outside())
+            warnings.warn(
+                f"gradstat: {path} could not be saved: {error}", RuntimeWarning, stacklevel=find_stack_level()
+            )
 
     def _replay_once(self, finding: Finding) -> None:
         """Replays the step that was found bad, once in an incident; says what came of it."""
@@ -362,7 +363,7 @@ class Monitor:
             self.replay()
         except Exception as error:  # watching must not end what is watched
             self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {finding.step}: {self._replayed}", AnomalyWarning, stacklevel=outside())
+        warnings.warn(f"gradstat: step {finding.step}: {self._replayed}", AnomalyWarning, stacklevel=find_stack_level())
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
@@ -371,7 +372,7 @@ class Monitor:
             warnings.warn(
                 f"gradstat: no healthy state of this model to go back to, at {finding}",
                 RuntimeWarning,
-                stacklevel=outside(),
+                stacklevel=find_stack_level(),
             )
         else:
             self._pending.clear()
@@ -408,7 +409,7 @@ class Monitor:
 
     def latest(self) -> LatestStep | None:
         """The newest step whose numbers were read: report and scalars. None before the first. No host sync."""
-        newest = self._intake.newest
+        newest = self._buffer.newest
         return None if newest is None else LatestStep.of(*newest)
 
     def diagnose(self) -> Diagnosis:
@@ -429,7 +430,7 @@ class Monitor:
         Raises:
             OSError: The disk does not take it; nothing is left behind.
         """
-        from gradstat.monitor.recorder import save
+        from gradstat.monitor.recording.file import save
 
         target = Path(path)
         save(self.recording(why), target)
@@ -443,7 +444,7 @@ class Monitor:
             "steps": self.steps,
             "should_stop": self.should_stop,
             "findings": [finding.to_dict() for finding in self.findings],
-            "rules": [(rule.name, rule.state_dict()) for rule in self._reviewer.rules],
+            "rules": [(rule.name, rule.state_dict()) for rule in self._rules.rules],
             "backward_order": list(self._collector.backward_order),
             "history": as_state(self._history.recording()),
         }
@@ -465,7 +466,7 @@ class Monitor:
                 "which knows version 1. Upgrade gradstat: pip install -U gradstat"
             )
         self._pending.clear()
-        self._intake.clear()
+        self._buffer.clear()
         self._to_act_on = []
         if self._snapshots is not None:
             self._snapshots.clear()
@@ -474,12 +475,12 @@ class Monitor:
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.findings = [Finding.from_dict(values) for values in state["findings"]]
         saved = dict(state["rules"])
-        for rule in self._reviewer.rules:
+        for rule in self._rules.rules:
             if rule.name in saved:
                 rule.load_state_dict(saved[rule.name])
         self._collector.backward_order = tuple(state["backward_order"])
         self._history.load(from_state(state["history"]))
-        self._reviewer.refresh(self.steps)
+        self._rules.refresh(self.steps)
         self._collector.resume(self.steps)
 
     def detach(self, why: str = "the run ended") -> None:
@@ -504,8 +505,8 @@ class Monitor:
             self._collector.remove()
             if self._skipping is not None:
                 self._skipping.remove()
-            if self._replaying is not None:
-                self._replaying.remove()
+            if self._replayer is not None:
+                self._replayer.remove()
             if self._save_to is not None:
                 self.save(self._save_to, why)
 
@@ -525,7 +526,7 @@ class Monitor:
         except AnomalyError as found:
             if error is None:
                 raise
-            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=outside())
+            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=find_stack_level())
 
 
 def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) -> None:

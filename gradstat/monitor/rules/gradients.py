@@ -10,17 +10,17 @@ import numpy as np
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Band, Episodes, PerName, Rule, runs
-from gradstat.monitor.rules.leaping import LeapingRule
+from gradstat.monitor.rules.spikes import SpikeRule
 
 
-class ExplodingGradient(LeapingRule):
+class ExplodingGradient(SpikeRule):
     """A total norm that is too large by itself, or beside the steps before.
 
     Args:
         limit: Of the total norm of one step. Where norms are always large, as those of a loss that is summed, it is
             told once; when the window is half full, a norm has to be above ``factor`` times its median as well.
         mean_limit: Of the mean of ten steps, likewise.
-        sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails,
+        sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `SpikeRule`. Norms have heavy tails,
             so three standard deviations alone are exceeded by healthy steps every day.
     """
 

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor._differences import Measured, measured_of, unwrapped
-from gradstat.monitor._incident import one_line
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording import Recording
-
-__all__ = ["TOLERANCE", "Comparison", "Parting", "compare"]
+from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
+from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.recording.verdict import one_line
 
 TOLERANCE = 1e-3
 _SHOWN = 10

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.kinds import in_order, kind_of, place_of
-from gradstat.monitor.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 
 _FIRST_SERIES = ("lr", "loss_scale")  # set before the step
 _LOSS = "loss"

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.kinds import in_order
-from gradstat.monitor.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 
 _NAN, _INF = COLUMNS.index("nan_count"), COLUMNS.index("inf_count")
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding
 
-__all__ = ["COLUMNS", "Recording", "Series"]
-
 COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 """What is kept of a tensor in a step, all over its finite elements but the last three."""
 

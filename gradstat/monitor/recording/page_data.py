@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._version import __version__
-from gradstat.monitor import _archive
-from gradstat.monitor._incident import bad_cells, first_incident, verdict
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import GRADIENT, in_order
-from gradstat.monitor.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording import archive
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.verdict import bad_cells, first_incident, verdict
 
 CELLS = 2_000_000
 """Tensors times steps, of all kinds together, that a page may hold; about 8 bytes each."""
@@ -140,4 +140,4 @@ def _word(value: Any) -> str:
         return str(value)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_word, value))
-    return json.dumps(_archive.encoded(value))
+    return json.dumps(archive.encoded(value))

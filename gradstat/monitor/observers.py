@@ -13,9 +13,9 @@ from gradstat import _fields
 from gradstat._measurement import Measurement
 from gradstat._nested import tensors_in
 from gradstat._tensors import TensorInfo
-from gradstat.monitor._hooks import Hook, removed_with
+from gradstat.monitor.hooks import Hook, removed_with
 from gradstat.monitor.kinds import name_of_state
-from gradstat.monitor.measuring import Segment
+from gradstat.monitor.segments import Segment
 from gradstat.stats import stats
 
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
