@@ -99,10 +99,12 @@ class Program:
         self.options = {
             "on_anomaly": {"error": (self.policy, "record"), "warning": "record"},
             "watch": self.watch,
-            "history": self.history,
-            "review_every": self.random.choice([1, 3, 10, 64]),
             "classes": 3,
-            "snapshot_every": self.random.choice([1, 4]),
+            "options": {
+                "history": self.history,
+                "review_every": self.random.choice([1, 3, 10, 64]),
+                "rollback_every": self.random.choice([1, 4]),
+            },
             "save_to": self.random.choice([None, file]) if self.policy != "snapshot" else file,
         }
         self.monitor = self.monitored()

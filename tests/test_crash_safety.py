@@ -402,7 +402,9 @@ def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> No
 
     rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
     model = nn.Linear(2, 2)
-    monitor = gradstat.Monitor(model, rules=[made() for made in rules], on_anomaly="snapshot", review_every=1)
+    monitor = gradstat.Monitor(
+        model, rules=[made() for made in rules], on_anomaly="snapshot", options={"review_every": 1}
+    )
     monitor._save_to = tmp_path / "in" / "run.gradstat"
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -128,7 +128,7 @@ def test_activations_are_not_kept_alive() -> None:
 
 def test_a_bad_step_is_found_at_once_on_the_cpu_whatever_the_lag() -> None:
     for lag in (0, 1, 3):
-        model, optimizer, monitor = made(lag=lag)
+        model, optimizer, monitor = made(options={"lag": lag})
         found = trained(model, optimizer, monitor, 12, bad=10)
         assert [len(some) > 0 for some in found[:11]] == [False] * 10 + [True]
         finding = monitor.findings[0]
@@ -166,7 +166,7 @@ def test_numbers_that_travel_are_read_so_many_steps_later(monkeypatch: pytest.Mo
         return pending._replace(numbers=[late[-1], *pending.numbers[1:]])
 
     monkeypatch.setattr(Collector, "collect", collected)
-    model, optimizer, monitor = made(lag=lag)
+    model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
     assert [one.asked > 0 for one in late] == [True] * (12 - lag) + [False] * lag
     assert not any(found[: 10 + lag])
@@ -267,7 +267,7 @@ def test_stops_by_itself_when_the_loss_is_lost() -> None:
 
 
 def test_rolls_back_to_the_last_healthy_state() -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, snapshot_every=5)
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 5})
     trained(model, optimizer, monitor, 10)
     at_ten = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     trained(model, optimizer, monitor, 3)
@@ -291,7 +291,9 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
 
 
 def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": "rollback", "warning": "record"}, snapshot_every=1)
+    model, optimizer, monitor = made(
+        on_anomaly={"error": "rollback", "warning": "record"}, options={"rollback_every": 1}
+    )
     trained(model, optimizer, monitor, 4)
     model.second = nn.Linear(model.second.in_features, model.second.out_features, bias=False)
     optimizer.add_param_group({"params": [model.second.weight]})
@@ -340,8 +342,10 @@ def test_policies_that_are_not_known(given: Any, message: str) -> None:
     ("options", "error", "message"),
     [
         ({"optimizer": "adam"}, TypeError, "optimizer: expected"),
-        ({"history": -1}, ValueError, "history is -1"),
-        ({"lag": 0.5}, ValueError, "lag is 0.5"),
+        ({"options": {"history": -1}}, ValueError, "history is -1"),
+        ({"options": {"lag": 0.5}}, ValueError, "lag is 0.5"),
+        ({"options": {"lagg": 1}}, ValueError, "unknown name 'lagg'; known: history, max_bytes, lag, review_every, "),
+        ({"options": 5}, TypeError, "options: expected MonitorOptions or a mapping, got int"),
         ({"watch": {"weights": 1}}, ValueError, "cannot watch 'weights'; known: gradients"),
         ({"watch": {"parameters": -1}}, ValueError, "expected 0 for never"),
         ({"watch": {"parameters": 0.5}}, TypeError, "expected a number of steps"),
@@ -524,7 +528,7 @@ def test_every_step_is_reviewed_once_in_order() -> None:
         assert window.rows("gradient").steps.tolist() == window.steps.tolist()
         return ()
 
-    model, optimizer, monitor = made(rules=[noting()], review_every=7)
+    model, optimizer, monitor = made(rules=[noting()], options={"review_every": 7})
     trained(model, optimizer, monitor, 40, bad=17)
     monitor.flush()
     assert steps == list(range(40))
@@ -614,7 +618,9 @@ def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": ("rollback", "warn")}, snapshot_every=3, watch=["updates"])
+    model, optimizer, monitor = made(
+        on_anomaly={"error": ("rollback", "warn")}, options={"rollback_every": 3}, watch=["updates"]
+    )
     trained(model, optimizer, monitor, 10)
     state = monitor.state_dict()
     trained(model, optimizer, monitor, 3)  # nobody has looked at these yet
@@ -631,7 +637,9 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
 
 
 def test_no_update_is_measured_across_a_rollback() -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, snapshot_every=1, watch={"updates": 1})
+    model, optimizer, monitor = made(
+        on_anomaly={"error": "rollback"}, options={"rollback_every": 1}, watch={"updates": 1}
+    )
     trained(model, optimizer, monitor, 4, bad=3)
     trained(model, optimizer, monitor, 3)
     assert monitor.recording().tables["update"].steps.tolist() == [1, 2, 3, 5, 6]
@@ -658,10 +666,12 @@ def test_a_layer_may_get_another_shape_while_updates_are_measured() -> None:
 
 
 def test_what_has_grown_too_old_to_keep_is_no_part_of_a_state() -> None:
-    model, optimizer, monitor = made(history=4, review_every=3, watch={"parameters": 7, "buffers": 0, "outputs": 0})
+    model, optimizer, monitor = made(
+        options={"history": 4, "review_every": 3}, watch={"parameters": 7, "buffers": 0, "outputs": 0}
+    )
     trained(model, optimizer, monitor, 13)
     state = monitor.state_dict()
-    _, _, resumed = made(history=4, review_every=3)
+    _, _, resumed = made(options={"history": 4, "review_every": 3})
     resumed.load_state_dict(state)
     assert "parameter" not in resumed.recording().tables
     trained(model, optimizer, resumed, 7)
@@ -702,7 +712,7 @@ def test_a_state_of_the_future_is_refused() -> None:
 
 
 def test_history_is_bounded() -> None:
-    model, optimizer, monitor = made(history=100, review_every=10)
+    model, optimizer, monitor = made(options={"history": 100, "review_every": 10})
     trained(model, optimizer, monitor, 350)
     recording = monitor.recording()
     assert recording.steps[-1] == 349
@@ -832,7 +842,7 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
         return loss
 
     monitor = gradstat.Monitor(
-        model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step, keep_batch=True
+        model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step, options={"keep_batch": True}
     )
     torch.manual_seed(1)
 

@@ -478,7 +478,7 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
     with pytest.raises(TypeError, match="optimizer is taken from the trainer"):
         install(trainer, optimizer=None)
     with pytest.raises(TypeError, match="keep_batch"):
-        install(trainer, keep_batch=True)
+        install(trainer, options={"keep_batch": True})
     with pytest.raises(ValueError, match="max_norm is -1"):
         install(trainer, max_norm=-1)
     with pytest.raises(TypeError, match="max_norm: expected a number"):

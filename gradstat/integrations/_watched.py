@@ -114,7 +114,7 @@ class Watched:
         self._policies = options.policies
         watched = model if options.wraps else without_ddp(model)
         self.monitor = Monitor(watched, optimizer, scaler=scaler, **given)
-        self._attribution = Attribution(without_ddp(model), keep=int(given.get("lag", 1)) + 2)
+        self._attribution = Attribution(without_ddp(model), keep=self.monitor.options.lag + 2)
         self._ids = {id(parameter) for parameter in model.parameters()}
         self._several = several
         self._agreed: Arrival | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from gradstat.integrations._lightning_clip import Clip
 from gradstat.integrations._lightning_replay import StepAgain
 from gradstat.integrations._policies import names_in, translated
 from gradstat.integrations.loggers import Choice, log_scalars
-from gradstat.monitor import AnomalyWarning, Finding, Monitor
+from gradstat.monitor import AnomalyWarning, Finding, Monitor, MonitorOptions
 from gradstat.monitor.kinds import periods
 from gradstat.report import NonFiniteGradientError
 
 __all__ = ["GradStatCallback"]
 
 # The callback gives these to a monitor itself.
-_OWN = ("model", "optimizer", "scaler", "on_anomaly", "max_norm", "replay", "keep_batch")
+_OWN = ("model", "optimizer", "scaler", "on_anomaly", "max_norm", "replay")
 
 
 class GradStatCallback(*callback_classes()):  # type: ignore[misc]
@@ -53,7 +54,7 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
             Inf. One more read of the gradients for each.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
-        options: For the monitor: ``rules``, ``watch``, ``history``, ``save_to``, ``lag`` and so on.
+        options: For the monitor: ``rules``, ``watch``, ``save_to``, ``options`` and so on.
 
     Attributes:
         monitor: The monitor, since training began; None before. With several optimizers, the first one's.
@@ -179,7 +180,8 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         elif periods(options.get("watch"))["origin"]:
             model = trainer.strategy.model  # DDP's
         if self._again is not None:
-            options["lag"] = 0  # the next step would overwrite what a replay needs
+            # Later, the next step would have overwritten what a replay needs.
+            options["options"] = replace(MonitorOptions.of(options.get("options")), lag=0)
         monitor = Monitor(
             model,
             optimizer,

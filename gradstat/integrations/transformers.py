@@ -17,7 +17,7 @@ from gradstat.integrations._refusals import checked_limit, refuse_impossible, re
 from gradstat.integrations._replaced import Replaced
 from gradstat.integrations._requirements import require
 from gradstat.integrations._watched import Options, Watched, unwrapped
-from gradstat.monitor import AnomalyWarning, Finding, Monitor
+from gradstat.monitor import AnomalyWarning, Finding, Monitor, MonitorOptions
 from gradstat.monitor.policies import find_stack_level
 from gradstat.monitor.replay.step_state import is_replaying
 
@@ -91,7 +91,7 @@ def install(
     if not any(log is known for known in _LOGS) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     refuse_second(trainer.accelerator)
-    if monitor_options.get("keep_batch"):
+    if MonitorOptions.of(monitor_options.get("options")).keep_batch:
         raise TypeError("keep_batch is for loops; a replay here runs the Trainer's step on inputs that are kept anyway")
     options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "trainer")
     max_norm = checked_limit(max_norm)

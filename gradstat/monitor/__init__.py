@@ -4,6 +4,7 @@ from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import DEFAULT_WATCH
 from gradstat.monitor.monitor import Monitor
+from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
 from gradstat.monitor.recording import Recording, Series
 from gradstat.monitor.replay import Culprit, Schedule, find_culprit
@@ -23,6 +24,7 @@ __all__ = [
     "Incident",
     "LatestStep",
     "Monitor",
+    "MonitorOptions",
     "Recording",
     "Rule",
     "Schedule",

@@ -28,6 +28,7 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.hooks import Hook
 from gradstat.monitor.kinds import periods
+from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, find_stack_level
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
@@ -64,32 +65,26 @@ class Monitor:
         model: The module that is trained; as wrapped by DDP or FSDP, if it is.
         optimizer: Gives the learning rate and the optimizer's states; needed to skip, roll back and replay.
         scaler: The loss scaler, if there is one: the loss scale is watched and taken out of the statistics.
-        rules: What to look for; None for `gradstat.monitor.default_rules()`.
         on_anomaly: What to do about findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
             ``"rollback"``, ``"replay"``, ``"record"`` (nothing but `findings`), a callable ``(monitor, finding)``, or
             several; for errors, or in a mapping by severity or by the name of a rule, which goes before its severity.
-        history: How many steps are kept for `recording`.
         watch: What is looked at every how many steps; on top of `gradstat.monitor.DEFAULT_WATCH`.
-        lag: On a GPU the numbers of a step are read so many steps later, when they have long arrived. 0 reads them at
-            once, with a host sync in every step. On the CPU nothing travels and all is read at once.
-        max_norm: What gradients are clipped to, so that the rule on clipping can judge.
-        classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
-            ``{"batch['labels']": 10}``, if not all of them are labels.
-        ignore_index: A label that stands for none.
+        rules: What to look for; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none.
         replay: The function that does a step, for ``on_anomaly="replay"``; True to remember what `replay` needs, and do
             none by itself. Costs tens of microseconds for each forward pass, for the states of random generators, and
-            a copy of the buffers. ``on_anomaly="replay"`` reads numbers at once, as ``lag=0``.
-        keep_batch: Whether `batch` keeps the batch, so that a replay calls the function with it.
-        review_every: At most so many steps are between two reviews of healthy steps.
-        max_bytes: For the history.
-        snapshot_every: For ``"rollback"``: every how many steps the state is copied to the host's memory.
-        backend: As in `gradstat.check`.
+            a copy of the buffers. ``on_anomaly="replay"`` reads numbers at once, as the option ``lag=0``.
+        max_norm: What gradients are clipped to, so that the rule on clipping can judge.
+        classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
+            ``{"batch['labels']": 10}``, if not all of them are labels.
+        options: What is seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for example:
+            how much is kept, how late numbers are read, how often rules look, what a replay and a rollback keep.
 
     Attributes:
         findings: What was found, in order.
         should_stop: Whether the policy ``"stop"`` has been met; for the training loop to look at.
         steps: How many steps were taken.
+        options: As given, the defaults for the rest.
         culprit: What the last replay found; None if there was none, or it was clean.
 
     Raises:
@@ -101,41 +96,27 @@ class Monitor:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         scaler: Any = None,
-        rules: Iterable[Rule] | None = None,
-        on_anomaly: Policies = None,
-        history: int = 1000,
         *,
+        on_anomaly: Policies = None,
         watch: Mapping[str, int] | Sequence[str] | None = None,
-        lag: int = 1,
-        max_norm: float | AdaptiveClip | None = None,
-        classes: int | Mapping[str, int] | None = None,
-        ignore_index: int = -100,
+        rules: Iterable[Rule] | None = None,
         save_to: str | Path | None = None,
         replay: Callable[..., Any] | bool = False,
-        keep_batch: bool = False,
-        review_every: int = 64,
-        max_bytes: int = 256 * 2**20,
-        snapshot_every: int = 100,
-        backend: str | None = None,
+        max_norm: float | AdaptiveClip | None = None,
+        classes: int | Mapping[str, int] | None = None,
+        options: MonitorOptions | Mapping[str, Any] | None = None,
     ) -> None:
         rules = None if rules is None else list(rules)
         _refuse_nonsense(model, optimizer, rules)
-        for name, number, least in (
-            ("history", history, 0),
-            ("lag", lag, 0),
-            ("review_every", review_every, 1),
-            ("snapshot_every", snapshot_every, 1),
-        ):
-            if type(number) is not int or number < least:
-                raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
-        self._rules = RuleRunner(default_rules() if rules is None else rules, review_every)
+        self.options = options = MonitorOptions.of(options)
+        self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._watch = periods(watch)
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
-        self._lag = lag
+        self._lag = options.lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         self._save_to = None if save_to is None else Path(save_to)
-        self._history = History(history, max_bytes)
+        self._history = History(options.history, options.max_bytes)
         self._warner = Warner()
         self.findings: list[Finding] = []
         self.should_stop = False
@@ -146,13 +127,19 @@ class Monitor:
         self._looked_closer = self._saved = self._last_replay = -_QUIET
         self._paused = False
         self._collector = Collector(
-            model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
+            model,
+            optimizer,
+            scaler,
+            self._watch,
+            classes,
+            options.ignore_index,
+            options.backend,
+            self._policies.uses("skip"),
         )
         self._buffer = StepBuffer(Hook(self._judge), self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
-        self._snapshot_every = snapshot_every
         self._replayer: Replayer | None = None
         step_fn = replay if callable(replay) else None
         if self._policies.uses("replay"):
@@ -162,7 +149,7 @@ class Monitor:
                 )
             self._lag = 0  # the next step would overwrite what a replay needs
         if replay:
-            self._replayer = Replayer(model, optimizer, scaler, step_fn, keep_batch)
+            self._replayer = Replayer(model, optimizer, scaler, step_fn, options.keep_batch)
         if self._save_to is not None:
             _unsaved.add(self)
 
@@ -171,7 +158,8 @@ class Monitor:
     def step(self, loss: Tensor | float | None = None, lr: float | Tensor | None = None) -> list[Finding]:
         """Takes note of a step: call it after ``backward()``, before gradients are clipped, once per step.
 
-        No host sync on a GPU unless ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not fused.
+        No host sync on a GPU unless the option ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not
+        fused.
 
         Args:
             loss: The loss: a tensor of one element, or a number.
@@ -197,7 +185,7 @@ class Monitor:
         self._pending.append(pending)
         if self._skipping is not None:
             self._skipping.arm(pending.numbers[0].flag, self._scaler)
-        if self._snapshots is not None and pending.step % self._snapshot_every == 0:
+        if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
         known = len(self.findings)
         # On the CPU nothing travels, and there is nothing to wait for.
