@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, values_of
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.recording.verdict import one_line
@@ -95,25 +95,10 @@ class Comparison:
         return {
             "same": self.same,
             "comparable": self.comparable,
-            "tolerance": self.tolerance,
+            **values_of(self),
             "steps_a": self.steps_a and list(self.steps_a),
             "steps_b": self.steps_b and list(self.steps_b),
-            "common_steps": self.common_steps,
-            "exact_step": self.exact_step,
-            "step": self.step,
-            "backward_first": self.backward_first,
-            "partings": [
-                {
-                    "kind": p.kind,
-                    "name": p.name,
-                    "exact_step": p.exact_step,
-                    "step": p.step,
-                    "column": p.column,
-                    "a": _jsonable(p.a),
-                    "b": _jsonable(p.b),
-                }
-                for p in self.partings
-            ],
+            "partings": [{**values_of(p), "a": _jsonable(p.a), "b": _jsonable(p.b)} for p in self.partings],
             "structure": list(self.structure),
             "findings_a": [finding.to_dict() for finding in self.findings_a],
             "findings_b": [finding.to_dict() for finding in self.findings_b],

@@ -119,16 +119,9 @@ def _packed(values: npt.NDArray[Any]) -> str:
 
 def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
     return {
-        "rule": finding.rule,
-        "severity": finding.severity,
-        "step": finding.step,
+        **finding.to_dict(),
         "at": _place(steps, finding.step) if len(steps) else -1,
-        "name": finding.name,
-        "about": finding.about,
-        "text": finding.text,
         "evidence": [[str(key), _word(value)] for key, value in finding.evidence.items()],
-        "causes": list(finding.causes),
-        "advice": list(finding.advice),
     }
 
 

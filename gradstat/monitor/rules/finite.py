@@ -10,7 +10,7 @@ import numpy as np
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Episodes, Rule
+from gradstat.monitor.rules.base import Rule
 
 
 def _counts(rows: Rows, look: int, position: int) -> dict[str, Any]:
@@ -41,6 +41,7 @@ class NonfiniteGradient(Rule):
 
     name = "nonfinite-gradient"
     severity = "error"
+    quiet = 1
     causes = (
         "an operation whose derivative is not finite: sqrt or norm at 0, log or division near 0, pow",
         "an overflow in the forward pass that reached the loss: exp, float16 beyond 65,504",
@@ -52,9 +53,6 @@ class NonfiniteGradient(Rule):
         "guard the operation: add eps inside sqrt and log, clamp before exp, divide by x.norm().clamp_min(eps)",
         "skip such steps: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
     )
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("gradient")
@@ -87,6 +85,7 @@ class NonfiniteLoss(Rule):
 
     name = "nonfinite-loss"
     severity = "error"
+    quiet = 1
     causes = (
         "log of 0, division by 0 or an overflow in the loss or in the model before it",
         "a batch with NaN or Inf, or one in which everything is masked out, so that a mean is 0 / 0",
@@ -97,9 +96,6 @@ class NonfiniteLoss(Rule):
         "monitor.replay(step_fn) names the operation that made it",
         "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
     )
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
         bad = window.scalars.get("loss_nonfinite")
@@ -151,9 +147,6 @@ class _NonfiniteTensor(Rule):
 
     severity = "error"
     kind = what = ""
-
-    def __init__(self) -> None:
-        self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in window.tables:
