@@ -182,8 +182,7 @@ import gradstat
 from recordings import recording
 from gradstat._files import replacing
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
-from gradstat.monitor.recording import load, save
-from gradstat.monitor.recording import write_page
+from gradstat.monitor.recording import load, save, write_page
 
 folder = sys.argv[1]
 run, page = folder + "/run.gradstat", folder + "/run.html"
