@@ -201,7 +201,7 @@ MONITOR_LAYERS = [
     {"hooks", "kinds", "findings", "options"},
     {"recording"},
     {"rows", "replay"},
-    {"rules", "policies", "actions", "history", "measurement"},
+    {"rules", "policies", "actions", "history", "segments"},
     {"observers", "diagnosis"},
     {"collector", "command"},
     {"step_buffer"},
