@@ -605,6 +605,8 @@ def test_arguments_without_sense_are_refused_at_once(options: dict[str, Any], wo
 def test_options_that_are_the_callbacks_own_are_refused() -> None:
     with pytest.raises(TypeError, match="scaler is not for the monitor's options"):
         GradStatCallback(scaler=None)
+    with pytest.raises(TypeError, match="keep_batch is not for the monitor's options"):
+        GradStatCallback(options={"keep_batch": True})
     with pytest.raises(TypeError, match="unexpected keyword argument 'histroy'"):
         GradStatCallback(histroy=5)
 

@@ -82,9 +82,10 @@ class GradStatCallback(*callback_classes()):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        for name in _OWN:
-            if name in options:
-                raise TypeError(f"{name} is not for the monitor's options: the callback gives it to its monitor itself")
+        own = [name for name in _OWN if name in options]
+        own += ["keep_batch"] * MonitorOptions.of(options.get("options")).keep_batch
+        if own:
+            raise TypeError(f"{own[0]} is not for the monitor's options: the callback gives it to its monitor itself")
         if max_norm is not None and not isinstance(max_norm, AdaptiveClip) and not float(max_norm) > 0:
             raise ValueError(f"max_norm is {max_norm!r}; expected a number above 0, an adaptive clip, or None")
         if log_every is not None and (type(log_every) is not int or log_every < 0):
