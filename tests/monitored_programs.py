@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import gradstat
 from gradstat.monitor import AnomalyError, AnomalyWarning
+from gradstat.monitor.recording import load
 from gradstat.monitor.segments import PendingRows
 
 POLICIES = ("record", "skip", "rollback", "stop", "snapshot", "raise")
@@ -314,7 +315,7 @@ class Program:
                 assert all(map(math.isnan, recorded.values())), (kind, step, recorded)  # others had none
         for kind, series in recording.tables.items():
             assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
-        loaded = recording.load(self.monitor.save(self.folder / "now.gradstat"))
+        loaded = load(self.monitor.save(self.folder / "now.gradstat"))
         assert loaded.steps.tolist() == wanted
 
 
