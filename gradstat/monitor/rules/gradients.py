@@ -211,7 +211,7 @@ class _LastingRule(Rule):
         self.in_a_row = in_a_row
         self._lasts_for = PerName(0.0)
 
-    def lasting(self, rows: Rows, condition: Bools) -> Iterator[tuple[int, Floats, list[str], list[str]]]:
+    def _lasting(self, rows: Rows, condition: Bools) -> Iterator[tuple[int, Floats, list[str], list[str]]]:
         """Where ``condition`` has held for so long that it is told: look, lengths, names that are new and all names."""
         for look, lengths in runs(condition, self._lasts_for.of(rows.names)):
             due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
@@ -219,7 +219,7 @@ class _LastingRule(Rule):
             if fresh:
                 yield look, lengths, fresh, [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
 
-    def lasting_finding(self, rows: Rows, look: int, name: str, text: str, others: str, every: list[str]) -> Finding:
+    def _lasting_finding(self, rows: Rows, look: int, name: str, text: str, others: str, every: list[str]) -> Finding:
         """The finding about ``name``, and about the ``others`` of ``every``."""
         text += f", {others} {len(every) - 1} others" * (len(every) > 1)
         since = int(rows.steps[look]) - self.in_a_row + 1
@@ -252,13 +252,13 @@ class DeadGradient(_LastingRule):
         if rows is None:
             return
         dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
-        for look, lengths, fresh, every in self.lasting(rows, dead):
+        for look, lengths, fresh, every in self._lasting(rows, dead):
             # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
             # weight lives, the weight has a zero for its input, and the cause is what makes that.
             alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
             name = window.facts.first_in_backward([n for n in fresh if _module(n) not in alive] or fresh)
             text = f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
-            yield self.lasting_finding(rows, look, name, text, "as have", every)
+            yield self._lasting_finding(rows, look, name, text, "as have", every)
 
 
 class MissingGradient(_LastingRule):
@@ -289,7 +289,7 @@ class MissingGradient(_LastingRule):
         for seen in window.observations:  # rows do not tell which parameters are frozen
             if seen.kind == "missing":
                 missing[np.ix_(rows.steps == seen.step, seen.value)] = True
-        for look, _, fresh, every in self.lasting(rows, missing):
+        for look, _, fresh, every in self._lasting(rows, missing):
             name = fresh[-1]  # the one nearest to the loss: those before it are cut off with it
             text = f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"
-            yield self.lasting_finding(rows, look, name, text, "with", every)
+            yield self._lasting_finding(rows, look, name, text, "with", every)
