@@ -20,8 +20,7 @@ from gradstat.demo import corpus as text
 from gradstat.demo.model import GPT, SMALL
 from gradstat.demo.train import corrupt
 from gradstat.monitor import Recording
-from gradstat.monitor.recorder import save
-from gradstat.monitor.view import write_page
+from gradstat.monitor.recording import save, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, FAULT, LAYER = 80, 64, 2

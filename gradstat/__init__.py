@@ -1,7 +1,7 @@
 """Gradient statistics for PyTorch in one pass: NaN and Inf, norms and extremes, on every step."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradstat import _torch_version as _torch_version  # first: it refuses a torch that is too old
 from gradstat import amp
@@ -9,20 +9,24 @@ from gradstat._backends import BackendStatus, backends
 from gradstat._fields import NAMES as FIELDS
 from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._version import __version__
-from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
-from gradstat.automatic import AutoHandle, auto
 from gradstat.check import PendingReport, check, check_async, check_tensors
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.clip_value import clip_grad_value_
 from gradstat.counters import StepCounters, StepCounts, step_counters
-from gradstat.monitor import Monitor
-from gradstat.patch import patch_torch
 from gradstat.report import NonFiniteGradientError, Report
 from gradstat.stats import stats
 from gradstat.step import StepResult, guarded_step
 from gradstat.tensor_stats import TensorStats
 from gradstat.total_norm import get_total_norm
+
+if TYPE_CHECKING:
+    from gradstat import distributed as distributed
+    from gradstat import monitor as monitor
+    from gradstat.accumulation import AccumulationReport, MicroBatches
+    from gradstat.automatic import AutoHandle, auto
+    from gradstat.monitor import Monitor
+    from gradstat.patch import patch_torch
 
 __all__ = [
     "AGC",
@@ -64,7 +68,29 @@ __all__ = [
 ]
 
 
+# Imported when first asked for: not every program needs them, and they more than double what an import takes. By name
+# the module that has it; None for modules themselves.
+_LAZY = {
+    "AccumulationReport": "accumulation",
+    "AutoHandle": "automatic",
+    "MicroBatches": "accumulation",
+    "Monitor": "monitor",
+    "auto": "automatic",
+    "distributed": None,
+    "monitor": None,
+    "patch_torch": "patch",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "distributed":  # needs torch.distributed, which is slow to import, and not everybody does
-        return importlib.import_module("gradstat.distributed")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _LAZY[name]
+    if home is None:
+        return importlib.import_module(f"gradstat.{name}")
+    value = globals()[name] = getattr(importlib.import_module(f"gradstat.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -110,7 +110,7 @@ def monitor_step() -> Callable[[], object]:
         model,
         optimizer,
         on_anomaly="record",
-        history=100,
+        options={"history": 100},
         watch={"activations": 10, "updates": 10, "outputs": 10},
         replay=True,
         save_to=Path(folder.name) / "run.gradstat",

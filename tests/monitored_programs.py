@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import gradstat
-from gradstat.monitor import AnomalyError, AnomalyWarning, recorder
-from gradstat.monitor.measuring import Numbers
+from gradstat.monitor import AnomalyError, AnomalyWarning
+from gradstat.monitor.recording import load
+from gradstat.monitor.segments import PendingRows
 
 POLICIES = ("record", "skip", "rollback", "stop", "snapshot", "raise")
 WATCHED = ("parameters", "buffers", "optimizer", "outputs", "updates", "activations")
@@ -99,10 +100,12 @@ class Program:
         self.options = {
             "on_anomaly": {"error": (self.policy, "record"), "warning": "record"},
             "watch": self.watch,
-            "history": self.history,
-            "review_every": self.random.choice([1, 3, 10, 64]),
             "classes": 3,
-            "snapshot_every": self.random.choice([1, 4]),
+            "options": {
+                "history": self.history,
+                "review_every": self.random.choice([1, 3, 10, 64]),
+                "rollback_every": self.random.choice([1, 4]),
+            },
             "save_to": self.random.choice([None, file]) if self.policy != "snapshot" else file,
         }
         self.monitor = self.monitored()
@@ -312,20 +315,20 @@ class Program:
                 assert all(map(math.isnan, recorded.values())), (kind, step, recorded)  # others had none
         for kind, series in recording.tables.items():
             assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
-        loaded = recorder.load(self.monitor.save(self.folder / "now.gradstat"))
+        loaded = load(self.monitor.save(self.folder / "now.gradstat"))
         assert loaded.steps.tolist() == wanted
 
 
 @contextlib.contextmanager
 def arriving(late: bool) -> Iterator[None]:
     """While it lasts, all numbers say that they are on their way, and so are read a step later, if ``late``."""
-    travels = Numbers.travels
+    travels = PendingRows.travels
     if late:
-        Numbers.travels = True  # type: ignore[method-assign, assignment]
+        PendingRows.travels = True  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Numbers.travels = travels  # type: ignore[method-assign]
+        PendingRows.travels = travels  # type: ignore[method-assign]
 
 
 def finite_norm(tensor: Tensor) -> float:

@@ -143,13 +143,26 @@ def test_every_other_instruction_set_gives_exact_results(instructions: str) -> N
 def test_importing_gradstat_loads_nothing_heavy() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import gradstat\n"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "loaded = {name for name in sys.modules if name.startswith('torch.distributed.')} - before\n"
+        "new = set(sys.modules) - before\n"
         "heavy = {'triton', 'lightning', 'transformers', 'accelerate', 'matplotlib', 'kernels'}\n"
-        "print(sorted(new & heavy), sorted(loaded))"
+        "lazy = ('torch.distributed.', *(f'gradstat.{name}' for name in gradstat._LAZY.values() if name), "
+        "'gradstat.distributed', 'gradstat.integrations', 'gradstat.kernels')\n"
+        "print(sorted({name.split('.')[0] for name in new} & heavy), sorted(n for n in new if n.startswith(lazy)))"
     )
     result = run_python(code)
     assert result.stdout == "[] []\n", result.stderr
+
+
+def test_what_is_imported_late_is_there_all_the_same() -> None:
+    code = (
+        "import sys, gradstat; assert 'gradstat.monitor' not in sys.modules\n"
+        "assert set(gradstat.__all__) | {'monitor', 'distributed'} <= set(dir(gradstat))\n"
+        "assert gradstat.monitor.Monitor is gradstat.Monitor is vars(gradstat)['Monitor']\n"
+        "assert all(getattr(gradstat, name) is not None for name in gradstat._LAZY)\n"
+        "gradstat.moniter"
+    )
+    result = run_python(code)
+    assert "AttributeError: module 'gradstat' has no attribute 'moniter'" in result.stderr, result.stderr
 
 
 def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
@@ -184,28 +197,41 @@ LAYERS = [
     {"__main__"},
 ]
 
+MONITOR_LAYERS = [
+    {"hooks", "kinds", "findings", "options"},
+    {"recording"},
+    {"rows", "replay"},
+    {"rules", "policies", "actions", "history", "segments"},
+    {"observers", "diagnosis"},
+    {"collector", "command"},
+    {"step_buffer"},
+    {"monitor"},
+    {"testing"},
+    {"__init__"},
+]
 
-def test_imports_point_down_only() -> None:
+
+@pytest.mark.parametrize(("package", "layers"), [("gradstat", LAYERS), ("gradstat.monitor", MONITOR_LAYERS)])
+def test_imports_point_down_only(package: str, layers: list[set[str]]) -> None:
     import ast
 
-    level = {name: i for i, names in enumerate(LAYERS) for name in names}
-    for path in sorted((ROOT / "gradstat").rglob("*.py")):
-        relative = path.relative_to(ROOT / "gradstat")
+    level = {name: i for i, names in enumerate(layers) for name in names}
+    folder = ROOT / package.replace(".", "/")
+    for path in sorted(folder.rglob("*.py")):
+        relative = path.relative_to(folder)
         own = relative.parts[0].removesuffix(".py")
         assert own in level, f"{relative} has no place in the layers"
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradstat":
-                parts = (node.module or "").split(".")
-                imported = (
-                    [parts[1]] if len(parts) > 1 else [a.name if a.name in level else "__init__" for a in node.names]
-                )
+            if isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                named = [f"{module}.{a.name}" for a in node.names] if module == package else [module]
             elif isinstance(node, ast.Import):
-                imported = [
-                    a.name.split(".")[1] if "." in a.name else "__init__"
-                    for a in node.names
-                    if a.name.split(".")[0] == "gradstat"
-                ]
+                named = [a.name for a in node.names]
             else:
                 continue
-            for other in imported:
+            for name in named:
+                if name != package and not name.startswith(f"{package}."):
+                    continue
+                other = name.removeprefix(package).split(".")[1] if name != package else "__init__"
+                other = other if other in level else "__init__"
                 assert other == own or level[other] < level[own], f"{relative} imports {other}, which is not below it"

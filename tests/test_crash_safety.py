@@ -34,9 +34,7 @@ from gradstat.integrations.loggers import CsvWriter, JsonlWriter
 from gradstat.monitor import Finding, Recording, Series
 from gradstat.monitor.command import view_main
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.recorder import VERSION, RecordingFileError, load, save
-from gradstat.monitor.recording import COLUMNS
-from gradstat.monitor.view import write_page
+from gradstat.monitor.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
 
 # Names that mean harm to pages, paths, terminals, lines and encodings.
 NAMES = (
@@ -118,7 +116,7 @@ KILLED = """
 import sys
 from recordings import recording
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
-from gradstat.monitor.recorder import save
+from gradstat.monitor.recording import save
 
 folder = sys.argv[1]
 lines, table = JsonlWriter(folder + "/log.jsonl"), CsvWriter(folder + "/log.csv")
@@ -184,8 +182,7 @@ import gradstat
 from recordings import recording
 from gradstat._files import replacing
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
-from gradstat.monitor.recorder import load, save
-from gradstat.monitor.view import write_page
+from gradstat.monitor.recording import load, save, write_page
 
 folder = sys.argv[1]
 run, page = folder + "/run.gradstat", folder + "/run.html"
@@ -404,7 +401,9 @@ def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> No
 
     rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
     model = nn.Linear(2, 2)
-    monitor = gradstat.Monitor(model, rules=[made() for made in rules], on_anomaly="snapshot", review_every=1)
+    monitor = gradstat.Monitor(
+        model, rules=[made() for made in rules], on_anomaly="snapshot", options={"review_every": 1}
+    )
     monitor._save_to = tmp_path / "in" / "run.gradstat"
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -499,4 +498,4 @@ def test_the_package_has_no_way_to_unpickle_a_file() -> None:
                 assert called not in ("np.load", "numpy.load", "torch.jit.load", "torch.package"), path
                 assert arguments.get("allow_pickle", "False") == "False", path
     assert seen == 1  # the monitor's state in a checkpoint of the Trainer
-    assert "pickle" not in sys.modules["gradstat.monitor.recorder"].__dict__
+    assert "pickle" not in sys.modules["gradstat.monitor.recording.file"].__dict__

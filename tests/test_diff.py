@@ -16,9 +16,8 @@ from recordings import HOSTILE, assert_same, recording, series
 from gradstat.__main__ import main
 from gradstat.monitor import Finding, Monitor, Recording
 from gradstat.monitor.command import describe
-from gradstat.monitor.diff import compare
-from gradstat.monitor.recorder import load, save
-from gradstat.monitor.recording import COLUMNS
+from gradstat.monitor.recording import COLUMNS, compare, load, save
+from gradstat.monitor.recording.verdict import verdict
 
 NORM, MEAN, ZEROS, NAN = (COLUMNS.index(name) for name in ("l2_norm", "mean", "zero_fraction", "nan_count"))
 
@@ -403,3 +402,48 @@ def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     bad = recording()
     bad.findings = ()
     assert describe(bad).startswith("Step 30: NaN or Inf in the gradient of blocks.1.mlp.up.weight\n")
+
+
+def spoil_running_variance(r: Recording) -> None:
+    r.tables["buffer"].values[2:, 1, NORM] *= 3
+
+
+def spoil_output(r: Recording) -> None:
+    r.tables["output"].values[2:, 0, MEAN] += 1
+
+
+@pytest.mark.parametrize(("spoil", "blamed"), [(spoil_running_variance, "buffer"), (spoil_output, "output")])
+def test_what_a_step_computes_before_its_gradients_is_blamed_before_them(
+    spoil: Callable[[Recording], None], blamed: str
+) -> None:
+    a, b = run(), run()
+    for r in (a, b):
+        r.tables["buffer"] = series(2, r.steps[::5])
+        r.tables["output"] = series(1, r.steps[::5], names=("logits",))
+    spoil(b)
+    b.tables["gradient"].values[10:, :, NORM] *= 2
+    b.scalars["loss"][10:] *= 2
+    b.scalars["norm"][10:] *= 2
+    kinds = list(dict.fromkeys(p.kind if p.kind != "series" else p.name for p in compare(a, b).first))
+    assert kinds == [blamed, "loss", "gradient", "norm"]
+
+
+def test_a_distributed_run_is_compared_with_one_that_was_not_whatever_was_watched_besides() -> None:
+    a, b = run(), run()
+    for r in (a, b):
+        r.tables["output"] = series(1, r.steps[::5], names=("logits",))
+        r.tables["constant"] = series(1, r.steps[::5], names=("batch['x']",))
+    for kind in ("gradient", "parameter"):
+        b.tables[kind].names = tuple(f"module.{name}" for name in b.tables[kind].names)
+    assert compare(a, b, tolerance=0).same
+
+
+def test_the_verdict_blames_the_cause_among_what_is_bad_in_one_step() -> None:
+    made = recording(incident=None)
+    made.tables |= {"exp_avg": series(2, made.steps), "batch": series(1, made.steps, names=("batch['x']",))}
+    made.tables["parameter"] = series(2, made.steps)
+    for kind in ("gradient", "exp_avg", "batch"):
+        made.tables[kind].values[10, 0, NAN] = 1
+    assert verdict(made) == ("warning", "Step 10: NaN or Inf in the batch of batch['x']")
+    del made.tables["batch"]
+    assert verdict(made)[1].startswith("Step 10: NaN or Inf in the gradient of ")

@@ -438,7 +438,7 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
         ({"watch": ["gradient"]}, ValueError, "cannot watch 'gradient'; known: gradients"),
         ({"watch": {"origin": 1}, "histroy": 5}, TypeError, "unexpected keyword argument 'histroy'"),
         ({"optimizer": None}, TypeError, "optimizer is taken from the trainer; leave it out"),
-        ({"keep_batch": True, "runs_steps": True}, TypeError, "keep_batch is for loops"),
+        ({"options": {"keep_batch": True}, "runs_steps": True}, TypeError, "keep_batch is for loops"),
         ({"max_norm": -1}, ValueError, "max_norm is -1"),
         ({"max_norm": math.nan}, ValueError, "max_norm is nan"),
         ({"max_norm": "1"}, TypeError, "max_norm: expected a number"),

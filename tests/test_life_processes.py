@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from programs import output_of, run
 
-from gradstat.monitor.recorder import load
+from gradstat.monitor.recording import load
 
 # The threads make and free no tensors and ask them nothing: torch gives the lock of the interpreter away for that, too,
 # and when it cannot have it back it aborts by itself.

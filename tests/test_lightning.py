@@ -299,7 +299,7 @@ def test_raise_names_the_parameter_and_ends_the_training(tmp_path: Path) -> None
         fit(callback, Model(spoil={3: "sqrt"}))
     assert caught.value.finding is not None
     assert caught.value.finding.step == 3
-    assert gradstat.monitor.recorder.load(tmp_path / "run.gradstat").meta["why"].startswith("AnomalyError")
+    assert gradstat.monitor.recording.load(tmp_path / "run.gradstat").meta["why"].startswith("AnomalyError")
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -79,7 +79,9 @@ def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> No
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     model[2].weight.requires_grad_(not missing)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", review_every=review_every, watch={"updates": 2})
+    monitor = gradstat.Monitor(
+        model, optimizer, on_anomaly="record", options={"review_every": review_every}, watch={"updates": 2}
+    )
     assert monitor.latest() is None
     assert scalars_of(monitor) == {}
     for i in range(5):
@@ -104,7 +106,7 @@ def test_a_monitors_step_is_told_without_its_loss_scale(history: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     for review_every in (1, 64):
         monitor = gradstat.Monitor(
-            model, optimizer, scaler, on_anomaly="record", review_every=review_every, history=history
+            model, optimizer, scaler, on_anomaly="record", options={"review_every": review_every, "history": history}
         )
         for _ in range(3):  # of which the third is not reviewed at once, if reviews are rare
             model.zero_grad()

@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy, relu
 
 import gradstat
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, rule
-from gradstat.monitor.collecting import Collector
+from gradstat.monitor.collector import Collector
+from gradstat.monitor.kinds import in_order
 
 
 class Net(nn.Module):
@@ -127,7 +128,7 @@ def test_activations_are_not_kept_alive() -> None:
 
 def test_a_bad_step_is_found_at_once_on_the_cpu_whatever_the_lag() -> None:
     for lag in (0, 1, 3):
-        model, optimizer, monitor = made(lag=lag)
+        model, optimizer, monitor = made(options={"lag": lag})
         found = trained(model, optimizer, monitor, 12, bad=10)
         assert [len(some) > 0 for some in found[:11]] == [False] * 10 + [True]
         finding = monitor.findings[0]
@@ -165,7 +166,7 @@ def test_numbers_that_travel_are_read_so_many_steps_later(monkeypatch: pytest.Mo
         return pending._replace(numbers=[late[-1], *pending.numbers[1:]])
 
     monkeypatch.setattr(Collector, "collect", collected)
-    model, optimizer, monitor = made(lag=lag)
+    model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
     assert [one.asked > 0 for one in late] == [True] * (12 - lag) + [False] * lag
     assert not any(found[: 10 + lag])
@@ -266,7 +267,7 @@ def test_stops_by_itself_when_the_loss_is_lost() -> None:
 
 
 def test_rolls_back_to_the_last_healthy_state() -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, snapshot_every=5)
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 5})
     trained(model, optimizer, monitor, 10)
     at_ten = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     trained(model, optimizer, monitor, 3)
@@ -290,7 +291,9 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
 
 
 def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": "rollback", "warning": "record"}, snapshot_every=1)
+    model, optimizer, monitor = made(
+        on_anomaly={"error": "rollback", "warning": "record"}, options={"rollback_every": 1}
+    )
     trained(model, optimizer, monitor, 4)
     model.second = nn.Linear(model.second.in_features, model.second.out_features, bias=False)
     optimizer.add_param_group({"params": [model.second.weight]})
@@ -339,8 +342,10 @@ def test_policies_that_are_not_known(given: Any, message: str) -> None:
     ("options", "error", "message"),
     [
         ({"optimizer": "adam"}, TypeError, "optimizer: expected"),
-        ({"history": -1}, ValueError, "history is -1"),
-        ({"lag": 0.5}, ValueError, "lag is 0.5"),
+        ({"options": {"history": -1}}, ValueError, "history is -1"),
+        ({"options": {"lag": 0.5}}, ValueError, "lag is 0.5"),
+        ({"options": {"lagg": 1}}, ValueError, "unknown name 'lagg'; known: history, max_bytes, lag, review_every, "),
+        ({"options": 5}, TypeError, "options: expected MonitorOptions or a mapping, got int"),
         ({"watch": {"weights": 1}}, ValueError, "cannot watch 'weights'; known: gradients"),
         ({"watch": {"parameters": -1}}, ValueError, "expected 0 for never"),
         ({"watch": {"parameters": 0.5}}, TypeError, "expected a number of steps"),
@@ -422,10 +427,10 @@ def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
     model, optimizer, monitor = made(watch={"parameters": 2})
     trained(model, optimizer, monitor, 3)
     monitor.recording()  # takes what has come, so that the next rows begin a new list
-    monitor._intake._others = Interrupted()
+    monitor._buffer._others = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         trained(model, optimizer, monitor, 8)
-    monitor._intake._others = dict(monitor._intake._others)
+    monitor._buffer._others = dict(monitor._buffer._others)
     trained(model, optimizer, monitor, 4)
     recording = monitor.recording()
     assert recording.steps.tolist() == list(range(len(recording.steps)))
@@ -523,7 +528,7 @@ def test_every_step_is_reviewed_once_in_order() -> None:
         assert window.rows("gradient").steps.tolist() == window.steps.tolist()
         return ()
 
-    model, optimizer, monitor = made(rules=[noting()], review_every=7)
+    model, optimizer, monitor = made(rules=[noting()], options={"review_every": 7})
     trained(model, optimizer, monitor, 40, bad=17)
     monitor.flush()
     assert steps == list(range(40))
@@ -613,7 +618,9 @@ def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": ("rollback", "warn")}, snapshot_every=3, watch=["updates"])
+    model, optimizer, monitor = made(
+        on_anomaly={"error": ("rollback", "warn")}, options={"rollback_every": 3}, watch=["updates"]
+    )
     trained(model, optimizer, monitor, 10)
     state = monitor.state_dict()
     trained(model, optimizer, monitor, 3)  # nobody has looked at these yet
@@ -630,7 +637,9 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
 
 
 def test_no_update_is_measured_across_a_rollback() -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, snapshot_every=1, watch={"updates": 1})
+    model, optimizer, monitor = made(
+        on_anomaly={"error": "rollback"}, options={"rollback_every": 1}, watch={"updates": 1}
+    )
     trained(model, optimizer, monitor, 4, bad=3)
     trained(model, optimizer, monitor, 3)
     assert monitor.recording().tables["update"].steps.tolist() == [1, 2, 3, 5, 6]
@@ -657,10 +666,12 @@ def test_a_layer_may_get_another_shape_while_updates_are_measured() -> None:
 
 
 def test_what_has_grown_too_old_to_keep_is_no_part_of_a_state() -> None:
-    model, optimizer, monitor = made(history=4, review_every=3, watch={"parameters": 7, "buffers": 0, "outputs": 0})
+    model, optimizer, monitor = made(
+        options={"history": 4, "review_every": 3}, watch={"parameters": 7, "buffers": 0, "outputs": 0}
+    )
     trained(model, optimizer, monitor, 13)
     state = monitor.state_dict()
-    _, _, resumed = made(history=4, review_every=3)
+    _, _, resumed = made(options={"history": 4, "review_every": 3})
     resumed.load_state_dict(state)
     assert "parameter" not in resumed.recording().tables
     trained(model, optimizer, resumed, 7)
@@ -701,7 +712,7 @@ def test_a_state_of_the_future_is_refused() -> None:
 
 
 def test_history_is_bounded() -> None:
-    model, optimizer, monitor = made(history=100, review_every=10)
+    model, optimizer, monitor = made(options={"history": 100, "review_every": 10})
     trained(model, optimizer, monitor, 350)
     recording = monitor.recording()
     assert recording.steps[-1] == 349
@@ -831,7 +842,7 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
         return loss
 
     monitor = gradstat.Monitor(
-        model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step, keep_batch=True
+        model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step, options={"keep_batch": True}
     )
     torch.manual_seed(1)
 
@@ -915,7 +926,7 @@ def test_gradients_that_are_all_nan_are_not_vanishing() -> None:
 
 
 def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
-    from gradstat.monitor.recorder import load
+    from gradstat.monitor.recording import load
 
     path = tmp_path / "run.gradstat"
     model, optimizer, monitor = made(save_to=path, on_anomaly={"error": ("record", "snapshot", "raise")})
@@ -971,3 +982,32 @@ def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
         monitor.step(1.0)
     monitor.flush()
     assert "exploding-gradient" in {finding.rule for finding in monitor.findings}
+
+
+def test_every_kind_that_is_measured_is_in_the_table_of_kinds() -> None:
+    rows = ("updates", "activations", "parameters", "buffers", "optimizer", "outputs")
+    model, optimizer, monitor = made(watch=rows)
+    for _ in range(3):
+        monitor.batch([torch.randn(8, 4)])
+        trained(model, optimizer, monitor, 1)
+    monitor.flush()
+    assert in_order(monitor.recording().tables) == [
+        *("batch", "constant", "parameter", "buffer", "activation", "output", "gradient"),
+        *("exp_avg", "exp_avg_sq", "update"),
+    ]
+
+
+def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_its_place() -> None:
+    model, optimizer, monitor = made(watch={"optimizer": 1, "updates": 1})
+    trained(model, optimizer, monitor, 1)
+    for key in ("gradient", "update", "label", "scalars"):
+        for parameter in model.parameters():
+            optimizer.state[parameter][key] = torch.full_like(parameter, 1e6)
+    trained(model, optimizer, monitor, 3)
+    monitor.flush()
+    tables = monitor.recording().tables
+    assert tables["gradient"].column("max_abs").max() < 1e3
+    assert tables["update"].column("max_abs").max() < 1e3
+    for key in ("gradient", "update", "label", "scalars"):
+        assert (tables[f"optimizer {key}"].column("max_abs") == 1e6).all()
+    assert set(tables) & {"label", "scalars"} == set()

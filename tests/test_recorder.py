@@ -18,8 +18,7 @@ from recordings import HOSTILE, assert_same, recording
 from test_backends import ROOT
 
 from gradstat.monitor import Finding, Recording, Series
-from gradstat.monitor.recorder import RecordingFileError, load, save
-from gradstat.monitor.recording import COLUMNS
+from gradstat.monitor.recording import COLUMNS, RecordingFileError, load, save
 
 
 @pytest.fixture
@@ -165,16 +164,16 @@ def test_killed_while_saving_the_old_file_is_read(saved: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from recordings import recording\n"
-        "from gradstat.monitor import _archive, recorder\n"
+        "from gradstat.monitor.recording import archive, file\n"
         "import time\n"
-        "write = _archive.np.lib.format.write_array\n"
+        "write = archive.np.lib.format.write_array\n"
         "def slow(file, array, **options):\n"
         "    write(file, array, **options)\n"
         "    if array.ndim == 3:\n"
         "        print('in the middle', flush=True)\n"
         "        time.sleep(60)\n"
-        "_archive.np.lib.format.write_array = slow\n"
-        "recorder.save(recording(200, 50), sys.argv[1])\n"
+        "archive.np.lib.format.write_array = slow\n"
+        "file.save(recording(200, 50), sys.argv[1])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -220,7 +219,7 @@ def test_a_flipped_bit_is_refused_or_without_effect(saved: Path, tmp_path: Path)
 def test_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(
-        RecordingFileError, match=r"other is not a gradstat recording.*gradstat\.monitor\.recorder\.save"
+        RecordingFileError, match=r"other is not a gradstat recording.*gradstat\.monitor\.recording\.save"
     ):
         load(tmp_path / "other")
 

@@ -19,9 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradstat.monitor.culprit import Culprit
-from gradstat.monitor.replay import find_culprit
-from gradstat.monitor.step_state import Recorder
+from gradstat.monitor.replay import Culprit, StepStateKeeper, find_culprit
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -614,7 +612,7 @@ def test_nonsense_is_refused() -> None:
         find_culprit(lambda: None, model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"step_fn has to be a function that runs the step; got Tensor"):
         find_culprit(model, torch.ones(1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"state has to be Recorder.states or a StepState; got int in it"):
+    with pytest.raises(TypeError, match=r"state has to be StepStateKeeper.states or a StepState; got int in it"):
         find_culprit(model, model, state=[3])  # type: ignore[list-item]
 
 
@@ -631,11 +629,11 @@ def test_a_checkpointed_block(reentrant: bool) -> None:
 
     for f, phase, mark in ((by_log, "forward", "log"), (by_sqrt, "backward", "sqrt")):
         model = Block(f)
-        recorder = Recorder(model)
+        keeper = StepStateKeeper(model)
         x = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
         model(x).sum().backward()
-        assert len(recorder.states) == 1
-        culprit = find_culprit(model, lambda: model(x).sum().backward(), state=recorder.states)  # noqa: B023
+        assert len(keeper.states) == 1
+        culprit = find_culprit(model, lambda: model(x).sum().backward(), state=keeper.states)  # noqa: B023
         assert culprit is not None
         assert (culprit.phase, culprit.module) == (phase, "inner")
         assert_source(culprit, mark)
@@ -721,12 +719,12 @@ def test_scripted_modules_and_wrapped_tensors() -> None:
 
 def test_compiled_models_run_eagerly() -> None:
     model = torch.compile(model_of(by_log), backend="eager")
-    recorder = Recorder(model)
+    keeper = StepStateKeeper(model)
     step = lambda x: model(x).sum().backward()  # noqa: E731
     x = torch.tensor([0.0, 1.0, 2.0])
     step(x)
-    assert len(recorder.states) == 1
-    culprit = find_culprit(model, step, batch=x, state=recorder.states)
+    assert len(keeper.states) == 1
+    culprit = find_culprit(model, step, batch=x, state=keeper.states)
     assert culprit is not None
     assert culprit.op == "log"
     assert culprit.module is not None

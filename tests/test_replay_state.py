@@ -1,4 +1,4 @@
-"""Recorder, StepState and what find_culprit puts back: the same step is run again, and nothing remembers it."""
+"""StepStateKeeper, StepState and what find_culprit puts back: the same step is run again, and nothing remembers it."""
 
 import copy
 import math
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstat import amp, guarded_step, step_counters
-from gradstat.monitor.replay import find_culprit
-from gradstat.monitor.step_state import Recorder, StepState
+from gradstat.monitor.replay import StepState, StepStateKeeper, find_culprit
 
 
 def bits(value: Any) -> Any:
@@ -121,7 +120,7 @@ STEPS: dict[str, Callable[[Training, Tensor], None]] = {
 @pytest.mark.parametrize("poison", [False, True])
 def test_everything_is_as_before_bit_for_bit(kind: str, poison: bool) -> None:
     training = Training()
-    recorder = Recorder(training.model)
+    keeper = StepStateKeeper(training.model)
     x = torch.randn(8, 4)
     training.model(x)
     if poison:
@@ -129,7 +128,7 @@ def test_everything_is_as_before_bit_for_bit(kind: str, poison: bool) -> None:
     batch = bits(x)
     before, identities = training.state(), training.identities()
     next_random = copy.deepcopy(torch.get_rng_state())
-    arguments: dict[str, Any] = {"optimizer": training.optimizer, "scaler": training.scaler, "state": recorder.states}
+    arguments: dict[str, Any] = {"optimizer": training.optimizer, "scaler": training.scaler, "state": keeper.states}
     if kind == "one that raises" and not poison:
         with pytest.raises(KeyError, match="after all"):
             find_culprit(training.model, lambda x: STEPS[kind](training, x), batch=x, **arguments)
@@ -241,13 +240,13 @@ class Unlucky(nn.Module):
 
 def test_a_fault_that_depends_on_dropout_comes_again() -> None:
     model = Unlucky()
-    recorder = Recorder(model)
+    keeper = StepStateKeeper(model)
     outcomes = []
     for _ in range(60):
-        recorder.begin_step()
+        keeper.begin_step()
         bad = not math.isfinite(model(torch.ones(3)).item())
         torch.rand(5)  # what came after must not matter
-        culprit = find_culprit(model, lambda: model(torch.ones(3)).backward(), state=recorder.states)
+        culprit = find_culprit(model, lambda: model(torch.ones(3)).backward(), state=keeper.states)
         assert (culprit is not None) == bad
         outcomes.append(bad)
     assert True in outcomes
@@ -256,7 +255,7 @@ def test_a_fault_that_depends_on_dropout_comes_again() -> None:
 
 def test_every_forward_pass_of_a_step_begins_with_its_own_random_state() -> None:
     model = Unlucky()
-    recorder = Recorder(model)
+    keeper = StepStateKeeper(model)
 
     def step(draws: int) -> list[float]:
         losses = []
@@ -268,12 +267,12 @@ def test_every_forward_pass_of_a_step_begins_with_its_own_random_state() -> None
         return losses
 
     for _ in range(5):
-        recorder.begin_step()
+        keeper.begin_step()
         happened = step(1)
-        assert len(recorder.states) == 4
+        assert len(keeper.states) == 4
         again: list[list[float]] = []
-        find_culprit(model, lambda: again.append(step(7)), state=recorder.states)  # noqa: B023
-        assert len(recorder.states) == 4  # those of the replay are not recorded
+        find_culprit(model, lambda: again.append(step(7)), state=keeper.states)  # noqa: B023
+        assert len(keeper.states) == 4  # those of the replay are not recorded
         assert again == [happened]
 
 
@@ -291,8 +290,8 @@ def test_an_evaluation_between_steps_is_no_part_of_one() -> None:
             return h
 
     model, x = Dropping(), torch.randn(2, 4)
-    recorder = Recorder(model)
-    recorder.end_step()
+    keeper = StepStateKeeper(model)
+    keeper.end_step()
     model.eval()
     with torch.no_grad():
         for _ in range(3):
@@ -307,15 +306,15 @@ def test_an_evaluation_between_steps_is_no_part_of_one() -> None:
 
     masks.clear()
     step(x)
-    assert len(recorder.states) == 2
-    assert find_culprit(model, step, state=recorder.states, batch=x) is not None
+    assert len(keeper.states) == 2
+    assert find_culprit(model, step, state=keeper.states, batch=x) is not None
     assert torch.equal(masks[0], masks[2])
     assert torch.equal(masks[1], masks[3])
 
 
 def test_buffers_begin_as_they_were() -> None:
     model = nn.BatchNorm1d(3)
-    recorder = Recorder(model)
+    keeper = StepStateKeeper(model)
     seen: list[list[float]] = []
 
     def step(x: Tensor) -> None:
@@ -325,7 +324,7 @@ def test_buffers_begin_as_they_were() -> None:
     x = torch.randn(4, 3)
     step(x)
     now = bits(dict(model.named_buffers()))
-    find_culprit(model, step, batch=x, state=recorder.states)
+    find_culprit(model, step, batch=x, state=keeper.states)
     assert seen[0] == seen[1] == [0.0, 0.0, 0.0]
     assert bits(dict(model.named_buffers())) == now
 
@@ -334,33 +333,33 @@ def test_a_recorder_copies_large_buffers_only_when_they_changed() -> None:
     model = nn.Module()
     model.register_buffer("mask", torch.zeros(70_000))
     model.forward = lambda: None  # type: ignore[method-assign]
-    recorder = Recorder(model)
+    keeper = StepStateKeeper(model)
     for change in (False, False, True):
         if change:
             model.mask[5] = 1.0
         model()
-    a, b, c = (state._buffers["mask"].copy for state in recorder.states)
+    a, b, c = (state._buffers["mask"].copy for state in keeper.states)
     assert a is b
     assert c is not a
     assert c[5] == 1.0
-    recorder.states[0].restore(model)
+    keeper.states[0].restore(model)
     assert model.mask[5] == 0.0
 
 
 def test_a_recorder_starts_over_and_goes_away() -> None:
     model = nn.Linear(2, 2)
-    recorder = Recorder(model, keep_batch=True)
+    keeper = StepStateKeeper(model, keep_batch=True)
     x = torch.ones(1, 2)
     model(x)
     model(input=x)
-    assert [len(args) + len(kwargs) for args, kwargs in recorder.inputs] == [1, 1]
-    assert recorder.inputs[0][0][0] is x
-    recorder.begin_step()
-    assert (recorder.states, recorder.inputs) == ([], [])
+    assert [len(args) + len(kwargs) for args, kwargs in keeper.inputs] == [1, 1]
+    assert keeper.inputs[0][0][0] is x
+    keeper.begin_step()
+    assert (keeper.states, keeper.inputs) == ([], [])
     model(x)
-    recorder.detach()
+    keeper.detach()
     model(x)
-    assert recorder.states == []
+    assert keeper.states == []
     assert not model._forward_pre_hooks
     gone = weakref.ref(model)
     del model
@@ -370,11 +369,11 @@ def test_a_recorder_starts_over_and_goes_away() -> None:
 def test_a_model_compiled_in_place_is_recorded() -> None:
     model = nn.Linear(3, 3)
     model.compile(backend="eager")
-    recorder = Recorder(model)
+    keeper = StepStateKeeper(model)
     for _ in range(2):
         model(torch.ones(1, 3))
-    assert len(recorder.states) == 2
-    assert find_culprit(model, lambda: model(torch.ones(1, 3)).sum().backward(), state=recorder.states) is None
+    assert len(keeper.states) == 2
+    assert find_culprit(model, lambda: model(torch.ones(1, 3)).sum().backward(), state=keeper.states) is None
 
 
 def test_capturing_does_not_initialise_cuda() -> None:
@@ -389,13 +388,13 @@ def test_capturing_does_not_initialise_cuda() -> None:
 @pytest.mark.cuda
 def test_on_a_gpu_dropout_comes_again_and_the_backward_pass_is_seen() -> None:
     model = Unlucky().cuda()
-    recorder = Recorder(model)
+    keeper = StepStateKeeper(model)
     x = torch.ones(3, device="cuda")
     for _ in range(30):
-        recorder.begin_step()
+        keeper.begin_step()
         bad = not math.isfinite(model(x).item())
         state = torch.cuda.get_rng_state()
-        culprit = find_culprit(model, lambda: model(x).backward(), state=recorder.states)
+        culprit = find_culprit(model, lambda: model(x).backward(), state=keeper.states)
         assert torch.equal(torch.cuda.get_rng_state(), state)
         assert (culprit is not None) == bad
     weight = nn.Parameter(torch.zeros(3, device="cuda"))

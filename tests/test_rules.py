@@ -21,9 +21,9 @@ import gradstat.monitor as monitoring
 from gradstat import _fields
 from gradstat._tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
+from gradstat.monitor.observers import Outputs
 from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
-from gradstat.monitor.watching import Outputs
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 SHAPES = ((8, 8), (8,), (8, 8))

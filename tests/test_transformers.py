@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
 from gradstat.monitor import AnomalyError
-from gradstat.monitor.measuring import Numbers
+from gradstat.monitor.segments import PendingRows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -260,7 +260,7 @@ def test_without_the_filter_there_is_nothing_to_tell(make: Make) -> None:
 @QUIET
 def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: nothing is waited for but on logging steps, and the step is skipped all the same."""
-    monkeypatch.setattr(Numbers, "travels", True)
+    monkeypatch.setattr(PendingRows, "travels", True)
     trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
     trainer.model.bad_at = at(2, 2, 1)
     found_at: list[int] = []
@@ -390,7 +390,7 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
     with pytest.raises(TypeError, match="optimizer is taken from the trainer"):
         install(trainer, optimizer=None)
     with pytest.raises(TypeError, match="keep_batch"):
-        install(trainer, keep_batch=True)
+        install(trainer, options={"keep_batch": True})
     with pytest.raises(ValueError, match="log is 'all'"):
         install(trainer, log="all")
     handle = install(trainer)  # nothing was left behind

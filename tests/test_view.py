@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from recordings import HOSTILE, recording, spoil
 
-from gradstat.monitor import Finding, Recording, _page_data, view
-from gradstat.monitor.recording import COLUMNS
-from gradstat.monitor.view import ViewerMissingError, write_page
+from gradstat.monitor import Finding, Recording
+from gradstat.monitor.recording import COLUMNS, ViewerMissingError, page_data, view, write_page
 
 CULPRIT = "blocks.0.mlp.down.weight"  # of `recording(names=HOSTILE)`
 
@@ -59,12 +58,12 @@ def test_a_long_run_is_of_modest_size(tmp_path: Path) -> None:
 def test_rounding_keeps_four_digits_and_everything_special() -> None:
     rng = np.random.default_rng(0)
     values = rng.integers(0, 2**32, 100_000, np.uint32).view(np.float32)
-    rounded = _page_data._rounded(values)
+    rounded = page_data._rounded(values)
     np.testing.assert_array_equal(np.isnan(values), np.isnan(rounded))
     normal = np.isfinite(values) & (np.abs(values) > 1e-37)
     np.testing.assert_allclose(rounded[normal], values[normal], rtol=1e-4)
     limits = np.array([np.inf, -np.inf, 0, np.finfo(np.float32).max, -np.finfo(np.float32).max], np.float32)
-    np.testing.assert_array_equal(_page_data._rounded(limits), limits)
+    np.testing.assert_array_equal(page_data._rounded(limits), limits)
 
 
 @pytest.mark.parametrize("bad", [[7, 1500], list(range(100, 2000))])
@@ -73,7 +72,7 @@ def test_too_long_a_run_is_thinned_but_keeps_what_matters(bad: list[int]) -> Non
     made.findings = (Finding("rule", "warning", 777, "loss", {}),)
     for i in bad:
         spoil(made.tables["gradient"], i, 2, nan=1)
-    data = _page_data.page_data(made, cells=2000)
+    data = page_data.page_data(made, cells=2000)
     steps = data["steps"]
     assert len(steps) <= 500
     assert data["leftOut"] == 2000 - len(steps)

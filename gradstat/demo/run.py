@@ -14,8 +14,7 @@ from gradstat.demo import corpus, costs, heatmap
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import Run, train
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.recorder import save
-from gradstat.monitor.view import write_page
+from gradstat.monitor.recording import save, write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
-from gradstat.monitor.policies import outside
+from gradstat.monitor.policies import find_stack_level
 
 _MARK = "_gradstat_watch"  # the attribute of an accelerator that is watched
 
@@ -135,7 +135,7 @@ class AcceleratorBase(Handle):
     def _tell_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._told:
             self._told.add(key)
-            warnings.warn(f"gradstat: {text}", category, stacklevel=outside())
+            warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
 
     def _detach(self) -> None:
         """Gives the accelerator its own methods back."""

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from gradstat.integrations._options import Options
-from gradstat.monitor.policies import outside
+from gradstat.monitor.policies import find_stack_level
 
 # By the name of a strategy of Lightning and of Fabric, or of a distributed type of Accelerate.
 _NAMES = {
@@ -80,7 +80,7 @@ def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size
         )
     if max_norm is not None:
         raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
-    warnings.warn(f"gradstat: {_OUT_OF_SIGHT[engine]}", UserWarning, stacklevel=outside())
+    warnings.warn(f"gradstat: {_OUT_OF_SIGHT[engine]}", UserWarning, stacklevel=find_stack_level())
     if engine == "DeepSpeed":
         options.leave_out(_BLIND_UNDER_DEEPSPEED)
     return True

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gradstat.monitor import step_state
+from gradstat.monitor.replay.step_state import is_replaying
 
 
 def require(name: str, least: tuple[int, int], extra: str = "") -> ModuleType:
@@ -67,7 +67,7 @@ class PatchedMethod:
         self._active = True
 
         def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
-            is_used = self._active and not step_state._replays
+            is_used = self._active and not is_replaying()
             return made(*args, **kwargs) if is_used else self._below(*args, **kwargs)
 
         # A bound method, as torch's schedulers expect `step` of an optimizer to be.

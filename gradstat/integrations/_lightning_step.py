@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradstat.monitor.step_state import RngState
+from gradstat.monitor.replay import RngState
 
 
 class _MicroBatch(NamedTuple):

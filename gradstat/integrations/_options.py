@@ -11,7 +11,7 @@ from torch import nn
 
 from gradstat.automatic import Parameters
 from gradstat.integrations._clipping import checked_limit
-from gradstat.monitor import POLICIES, Finding, Monitor, default_rules
+from gradstat.monitor import POLICIES, Finding, Monitor, MonitorOptions, default_rules
 from gradstat.monitor.policies import PolicyTable
 
 NOTED = ("replay", "checkpoint")
@@ -40,10 +40,11 @@ class Options:
     def __init__(
         self, given: Mapping[str, Any], source: str, max_norm: Any = None, runs_steps: bool = False, saves: bool = False
     ) -> None:
-        for name in (*_OWN, "keep_batch") if runs_steps else _OWN:
+        for name in _OWN:
             if name in given:
-                what = "taken from" if name in _OWN else "for loops; inputs of a step are kept by"
-                raise TypeError(f"{name} is {what} the {source}; leave it out")
+                raise TypeError(f"{name} is taken from the {source}; leave it out")
+        if runs_steps and MonitorOptions.of(given.get("options")).keep_batch:
+            raise TypeError(f"keep_batch is for loops; inputs of a step are kept by the {source}; leave it out")
         self.max_norm = checked_limit(max_norm)
         self.given = dict(given)
         self.given["rules"] = default_rules() if given.get("rules") is None else list(given["rules"])

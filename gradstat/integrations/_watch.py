@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from gradstat.integrations._clipping import Limit
 from gradstat.integrations._micro_batches import MicroBatchHistory
 from gradstat.integrations._options import NOTED, Options
 from gradstat.integrations._ranks import Ranks
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor
-from gradstat.monitor.policies import outside
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
+from gradstat.monitor.policies import find_stack_level
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
@@ -70,13 +71,14 @@ class Watch:
         if options.replays and not callable(given.get("replay")):
             given["replay"] = step_fn or given.get("replay", False)
         if "replay" in options.policies:
-            given["lag"] = 0  # the next step would overwrite what a replay needs
+            # The next step would overwrite what a replay needs.
+            given["options"] = replace(MonitorOptions.of(given.get("options")), lag=0)
         if number and given.get("save_to") is not None:
             base = Path(given["save_to"])
             given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         inner = without_ddp(model)
         self.monitor = Monitor(model if options.watches_origin else inner, optimizer, scaler=scaler, **given)
-        self._history = MicroBatchHistory(inner, int(given.get("lag", 1)) + 2, given.get("backend"))
+        self._history = MicroBatchHistory(inner, self.monitor.options.lag + 2, self.monitor.options.backend)
         self._ids = {id(parameter) for parameter in model.parameters()}
         self._ranks = None if device is None else Ranks(device)
         self._losses: list[Tensor] = []
@@ -165,7 +167,7 @@ class Watch:
             text, self.micro_batch_reports[finding.step] = known
             blamed.append(text if self._ranks is None else f"{text} (on this rank)")
             if error is None and self._options.table.of(finding) != ("record",):
-                warnings.warn(f"gradstat: {blamed[-1]}", AnomalyWarning, stacklevel=outside())
+                warnings.warn(f"gradstat: {blamed[-1]}", AnomalyWarning, stacklevel=find_stack_level())
         if error is not None and self._error is None:
             self._error = AnomalyError("\n".join([str(error), *blamed]), error.finding)
         if found:
@@ -199,7 +201,7 @@ class Watch:
             text = str(culprit) if culprit is not None else "the replay was clean on this rank"
         except Exception as error:  # watching must not end what is watched
             text = f"the replay failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {step}: {text}", AnomalyWarning, stacklevel=outside())
+        warnings.warn(f"gradstat: step {step}: {text}", AnomalyWarning, stacklevel=find_stack_level())
         return text
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -214,4 +216,5 @@ class Watch:
         try:
             self.monitor.__exit__(None if error is None else type(error), error, None)
         except (OSError, ValueError) as failure:  # a full disk must not hide what ended the training
-            warnings.warn(f"gradstat: {type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=outside())
+            text = f"gradstat: {type(failure).__name__}: {failure}"
+            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())

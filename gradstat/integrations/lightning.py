@@ -67,7 +67,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
             Inf. One more read of the gradients for each.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
-        options: For the monitor: ``rules``, ``watch``, ``history``, ``save_to``, ``lag`` and so on.
+        options: For the monitor: ``rules``, ``watch``, ``save_to``, ``options`` and so on.
 
     Attributes:
         monitors: One for each optimizer. With several, each watches the parameters of its optimizer only.

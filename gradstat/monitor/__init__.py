@@ -1,17 +1,16 @@
 """From statistics of every step to an answer: what went wrong, since when, where it started, what to try."""
 
-from gradstat.monitor.culprit import Culprit
 from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.latest import LatestStep
+from gradstat.monitor.kinds import DEFAULT_WATCH
 from gradstat.monitor.monitor import Monitor
+from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, AnomalyError, AnomalyWarning
 from gradstat.monitor.recording import Recording, Series
-from gradstat.monitor.replay import find_culprit
+from gradstat.monitor.replay import Culprit, Schedule, find_culprit
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
-from gradstat.monitor.schedule import Schedule
+from gradstat.monitor.step_buffer import LatestStep
 from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
-from gradstat.monitor.watching import DEFAULT_WATCH
 
 __all__ = [
     "DEFAULT_WATCH",
@@ -25,6 +24,7 @@ __all__ = [
     "Incident",
     "LatestStep",
     "Monitor",
+    "MonitorOptions",
     "Recording",
     "Rule",
     "Schedule",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat import _optimizers
-from gradstat.monitor._hooks import Hook
+from gradstat.monitor.hooks import Hook
 
 
 class Skipping:

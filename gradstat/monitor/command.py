@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradstat.monitor import _archive
-from gradstat.monitor._incident import first_incident, one_line, verdict
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.diff import TOLERANCE, compare
-from gradstat.monitor.recorder import RecordingFileError, load
-from gradstat.monitor.recording import Recording
-from gradstat.monitor.view import ViewerMissingError, write_page
+from gradstat.monitor.recording import archive
+from gradstat.monitor.recording.diff import TOLERANCE, compare
+from gradstat.monitor.recording.file import RecordingFileError, load
+from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.recording.verdict import first_incident, one_line, verdict
+from gradstat.monitor.recording.view import ViewerMissingError, write_page
 
 FAILED = 2
 """The exit status when a file cannot be read or written, as of argparse and of diff(1)."""
@@ -146,11 +146,11 @@ def _tolerance(text: str) -> float:
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(_plain(_archive.encoded(content)), indent=2, allow_nan=False))
+    print(json.dumps(_plain(archive.encoded(content)), indent=2, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
-    """What `_archive.encoded` made of NaN and Inf as their names: this is read by others, who do not know its tags."""
+    """What `archive.encoded` made of NaN and Inf as their names: this is read by others, who do not know its tags."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording import Recording
+from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.rules import RULES
 
 # Findings that begin no further apart than this are told together.

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 """From the least to the most severe."""
+
+
+def values_of(made: Any) -> dict[str, Any]:
+    """The values of a dataclass by name, as they are: `dataclasses.asdict` would copy what is in them."""
+    return {field.name: getattr(made, field.name) for field in fields(made)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +45,10 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
         return {
-            "rule": self.rule,
-            "severity": self.severity,
-            "step": self.step,
-            "name": self.name,
+            **values_of(self),
             "evidence": dict(self.evidence),
             "causes": list(self.causes),
             "advice": list(self.advice),
-            "text": self.text,
-            "about": self.about,
         }
 
     @classmethod

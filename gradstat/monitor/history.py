@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor.recording import Recording, Series
+from gradstat.monitor.recording.recording import Recording, Series
 from gradstat.monitor.rows import KEPT, Floats, Layout, Rows, expanded
 
 

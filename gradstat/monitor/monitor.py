@@ -21,22 +21,22 @@ from torch.optim import Optimizer
 from gradstat._compiling import never_traced, outside_of_the_graph
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
-from gradstat.monitor import watching
-from gradstat.monitor._hooks import Hook
 from gradstat.monitor.actions import Skipping, Snapshots
-from gradstat.monitor.collecting import Collector, Pending, eps_of, model_name, second_moment_decay_of
-from gradstat.monitor.culprit import Culprit
+from gradstat.monitor.collector import Collector, Pending, eps_of, model_name, second_moment_decay_of
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
-from gradstat.monitor.intake import Intake
-from gradstat.monitor.latest import LatestStep
-from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, outside
-from gradstat.monitor.recording import Recording
-from gradstat.monitor.replaying import CLEAN, Replaying
-from gradstat.monitor.reviewing import Reviewer
+from gradstat.monitor.hooks import Hook
+from gradstat.monitor.kinds import periods
+from gradstat.monitor.options import MonitorOptions
+from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, find_stack_level
+from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.replay.culprit import Culprit
+from gradstat.monitor.replay.rerun import CLEAN, Replayer
 from gradstat.monitor.rows import Facts, Window
 from gradstat.monitor.rules import Rule, default_rules
+from gradstat.monitor.rules.runner import RuleRunner
+from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,33 +65,27 @@ class Monitor:
         model: The module that is trained; as wrapped by DDP or FSDP, if it is.
         optimizer: Gives the learning rate and the optimizer's states; needed to skip, roll back and replay.
         scaler: The loss scaler, if there is one: the loss scale is watched and taken out of the statistics.
-        rules: What to look for; None for `gradstat.monitor.default_rules()`.
         on_anomaly: What to do about findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
             ``"rollback"``, ``"replay"``, ``"record"`` (nothing but `findings`), a callable ``(monitor, finding)``, or
             several; for errors, or in a mapping by severity or by the name of a rule, which goes before its severity.
-        history: How many steps are kept for `recording`.
         watch: What is looked at every how many steps; on top of `gradstat.monitor.DEFAULT_WATCH`.
-        lag: On a GPU the numbers of a step are read so many steps later, when they have long arrived. 0 reads them at
-            once, with a host sync in every step. On the CPU nothing travels and all is read at once.
-        max_norm: What gradients are clipped to, so that the rule on clipping can judge.
-        classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
-            ``{"batch['labels']": 10}``, if not all of them are labels.
-        ignore_index: A label that stands for none.
+        rules: What to look for; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none.
         replay: The function that does a step, for ``on_anomaly="replay"``; True to remember what `replay` needs, and do
             none by itself. Costs tens of microseconds for each forward pass, for the states of random generators, and
-            a copy of the buffers. ``on_anomaly="replay"`` reads numbers at once, as ``lag=0``.
-        keep_batch: Whether `batch` keeps the batch, so that a replay calls the function with it.
-        review_every: At most so many steps are between two reviews of healthy steps.
-        max_bytes: For the history.
-        snapshot_every: For ``"rollback"``: every how many steps the state is copied to the host's memory.
-        backend: As in `gradstat.check`.
+            a copy of the buffers. ``on_anomaly="replay"`` reads numbers at once, as the option ``lag=0``.
+        max_norm: What gradients are clipped to, so that the rule on clipping can judge.
+        classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
+            ``{"batch['labels']": 10}``, if not all of them are labels.
+        options: What is seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for example:
+            how much is kept, how late numbers are read, how often rules look, what a replay and a rollback keep.
 
     Attributes:
         findings: What was found, in order.
         should_stop: Whether the policy ``"stop"`` has been met; for the training loop to look at.
         steps: How many steps were taken.
         nonfinite_steps: In how many of those that have been read a gradient was not finite.
+        options: As given, the defaults for the rest.
         culprit: What the last replay found; None if there was none, or it was clean.
 
     Raises:
@@ -103,41 +97,27 @@ class Monitor:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         scaler: Any = None,
-        rules: Iterable[Rule] | None = None,
-        on_anomaly: Policies = None,
-        history: int = 1000,
         *,
+        on_anomaly: Policies = None,
         watch: Mapping[str, int] | Sequence[str] | None = None,
-        lag: int = 1,
-        max_norm: float | AdaptiveClip | None = None,
-        classes: int | Mapping[str, int] | None = None,
-        ignore_index: int = -100,
+        rules: Iterable[Rule] | None = None,
         save_to: str | Path | None = None,
         replay: Callable[..., Any] | bool = False,
-        keep_batch: bool = False,
-        review_every: int = 64,
-        max_bytes: int = 256 * 2**20,
-        snapshot_every: int = 100,
-        backend: str | None = None,
+        max_norm: float | AdaptiveClip | None = None,
+        classes: int | Mapping[str, int] | None = None,
+        options: MonitorOptions | Mapping[str, Any] | None = None,
     ) -> None:
         rules = None if rules is None else list(rules)
         _refuse_nonsense(model, optimizer, rules)
-        for name, number, least in (
-            ("history", history, 0),
-            ("lag", lag, 0),
-            ("review_every", review_every, 1),
-            ("snapshot_every", snapshot_every, 1),
-        ):
-            if type(number) is not int or number < least:
-                raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
-        self._reviewer = Reviewer(default_rules() if rules is None else rules, review_every)
-        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._reviewer.rules])
-        self._watch = watching.periods(watch)
+        self.options = options = MonitorOptions.of(options)
+        self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
+        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
+        self._watch = periods(watch)
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
-        self._lag = lag
+        self._lag = options.lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         self._save_to = None if save_to is None else Path(save_to)
-        self._history = History(history, max_bytes)
+        self._history = History(options.history, options.max_bytes)
         self._warner = Warner()
         self.findings: list[Finding] = []
         self.should_stop = False
@@ -148,14 +128,20 @@ class Monitor:
         self._looked_closer = self._saved = self._last_replay = -_QUIET
         self._paused = False
         self._collector = Collector(
-            model, optimizer, scaler, self._watch, classes, ignore_index, backend, self._policies.uses("skip")
+            model,
+            optimizer,
+            scaler,
+            self._watch,
+            classes,
+            options.ignore_index,
+            options.backend,
+            self._policies.uses("skip"),
         )
-        self._intake = Intake(Hook(self._judge), self._collector.judged_label)
+        self._buffer = StepBuffer(Hook(self._judge), self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
-        self._snapshot_every = snapshot_every
-        self._replaying: Replaying | None = None
+        self._replayer: Replayer | None = None
         step_fn = replay if callable(replay) else None
         if self._policies.uses("replay"):
             if step_fn is None:
@@ -164,7 +150,7 @@ class Monitor:
                 )
             self._lag = 0  # the next step would overwrite what a replay needs
         if replay:
-            self._replaying = Replaying(model, optimizer, scaler, step_fn, keep_batch)
+            self._replayer = Replayer(model, optimizer, scaler, step_fn, options.keep_batch)
         if self._save_to is not None:
             _unsaved.add(self)
 
@@ -173,7 +159,8 @@ class Monitor:
     def step(self, loss: Tensor | float | None = None, lr: float | Tensor | None = None) -> list[Finding]:
         """Takes note of a step: call it after ``backward()``, before gradients are clipped, once per step.
 
-        No host sync on a GPU unless ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not fused.
+        No host sync on a GPU unless the option ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not
+        fused.
 
         Args:
             loss: The loss: a tensor of one element, or a number.
@@ -191,15 +178,15 @@ class Monitor:
         if self._paused:
             return []
         pending = self._collector.collect(self.steps, loss, lr)
-        if self._replaying is not None:
-            self._replaying.note(list(self._model.parameters()))
+        if self._replayer is not None:
+            self._replayer.note(list(self._model.parameters()))
         if self._save_to is not None:
             _unsaved.add(self)
         self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
         self._pending.append(pending)
         if self._skipping is not None:
             self._skipping.arm(pending.numbers[0].flag, self._scaler)
-        if self._snapshots is not None and pending.step % self._snapshot_every == 0:
+        if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
         known = len(self.findings)
         # On the CPU nothing travels, and there is nothing to wait for.
@@ -227,11 +214,11 @@ class Monitor:
         if self._paused or not self._watch["batch"]:
             return []
         known = len(self.findings)
-        if self._replaying is not None:
-            self._replaying.see_batch(batch)
+        if self._replayer is not None:
+            self._replayer.see_batch(batch)
         seen = self._collector.see_batch(self.steps, batch)
         if seen:
-            self._intake.observations += seen
+            self._buffer.observations += seen
             self._review()
         return self.findings[known:]
 
@@ -259,11 +246,11 @@ class Monitor:
             RuntimeError: The monitor was made without ``replay``, or the parameters have changed since.
             TypeError: There is no function.
         """
-        if self._replaying is None:
+        if self._replayer is None:
             raise RuntimeError("nothing was kept to run a step again: gradstat.Monitor(..., replay=True)")
         paused, self._paused = self._paused, True  # the step calls this monitor
         try:
-            self.culprit = self._replaying.run(step_fn, self._skipping is not None)
+            self.culprit = self._replayer.run(step_fn, self._skipping is not None)
         finally:
             self._paused = paused
         self._replayed = CLEAN if self.culprit is None else str(self.culprit)
@@ -275,12 +262,12 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            bad = self._intake.take(pending)
+            bad = self._buffer.take(pending)
             self.nonfinite_steps += "nonfinite" in pending.scalars
-            odd = bad or self._reviewer.is_out_of_band(pending.scalars)
+            odd = bad or self._rules.is_out_of_band(pending.scalars)
             if odd:
                 self._look_closer(pending.step)
-            if odd or self._to_act_on or self._reviewer.is_due(pending.step):
+            if odd or self._to_act_on or self._rules.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
@@ -290,9 +277,9 @@ class Monitor:
         if step + 1 != self.steps or step - self._looked_closer < _QUIET:
             return
         self._looked_closer = step
-        for numbers in self._collector.look_closer(lambda kind: self._intake.has_rows(kind, step)):
+        for numbers in self._collector.look_closer(lambda kind: self._buffer.has_rows(kind, step)):
             for arrived in numbers.split(numbers.table()):
-                self._intake.take_rows(step, arrived)
+                self._buffer.take_rows(step, arrived)
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
@@ -306,9 +293,9 @@ class Monitor:
 
     def _judge(self, before: int | None = None) -> None:
         """Lets all rules look at the steps before ``before``, a step that is just being taken in, or at all steps."""
-        if self._intake.is_empty:
+        if self._buffer.is_empty:
             return
-        steps, scalars, tables, observations = self._intake.close(before)
+        steps, scalars, tables, observations = self._buffer.close(before)
         self._history.keep(steps, scalars, tables)
         facts = Facts(
             self._collector.backward_order,
@@ -318,7 +305,7 @@ class Monitor:
             second_moment_decay_of(self._optimizer),
             self._collector.classes,
         )
-        found = self._reviewer.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
+        found = self._rules.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
         self._to_act_on += found
 
@@ -354,7 +341,9 @@ class Monitor:
         try:
             self.save(path, why)
         except (OSError, ValueError) as error:  # a full disk must not end what is watched
-            warnings.warn(f"gradstat: {path} could not be saved: {error}", RuntimeWarning, stacklevel=outside())
+            warnings.warn(
+                f"gradstat: {path} could not be saved: {error}", RuntimeWarning, stacklevel=find_stack_level()
+            )
 
     def _replay_once(self, finding: Finding) -> None:
         """Replays the step that was found bad, once in an incident; says what came of it."""
@@ -365,7 +354,7 @@ class Monitor:
             self.replay()
         except Exception as error:  # watching must not end what is watched
             self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {finding.step}: {self._replayed}", AnomalyWarning, stacklevel=outside())
+        warnings.warn(f"gradstat: step {finding.step}: {self._replayed}", AnomalyWarning, stacklevel=find_stack_level())
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
@@ -374,7 +363,7 @@ class Monitor:
             warnings.warn(
                 f"gradstat: no healthy state of this model to go back to, at {finding}",
                 RuntimeWarning,
-                stacklevel=outside(),
+                stacklevel=find_stack_level(),
             )
         else:
             self._pending.clear()
@@ -411,7 +400,7 @@ class Monitor:
 
     def latest(self) -> LatestStep | None:
         """The newest step whose numbers were read: report and scalars. None before the first. No host sync."""
-        newest = self._intake.newest
+        newest = self._buffer.newest
         return None if newest is None else LatestStep.of(*newest)
 
     def diagnose(self) -> Diagnosis:
@@ -432,7 +421,7 @@ class Monitor:
         Raises:
             OSError: The disk does not take it; nothing is left behind.
         """
-        from gradstat.monitor.recorder import save
+        from gradstat.monitor.recording.file import save
 
         target = Path(path)
         save(self.recording(why), target)
@@ -447,7 +436,7 @@ class Monitor:
             "nonfinite_steps": self.nonfinite_steps,
             "should_stop": self.should_stop,
             "findings": [finding.to_dict() for finding in self.findings],
-            "rules": [(rule.name, rule.state_dict()) for rule in self._reviewer.rules],
+            "rules": [(rule.name, rule.state_dict()) for rule in self._rules.rules],
             "backward_order": list(self._collector.backward_order),
             "history": as_state(self._history.recording()),
         }
@@ -469,7 +458,7 @@ class Monitor:
                 "which knows version 1. Upgrade gradstat: pip install -U gradstat"
             )
         self._pending.clear()
-        self._intake.clear()
+        self._buffer.clear()
         self._to_act_on = []
         if self._snapshots is not None:
             self._snapshots.clear()
@@ -479,12 +468,12 @@ class Monitor:
         self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
         self.findings = [Finding.from_dict(values) for values in state["findings"]]
         saved = dict(state["rules"])
-        for rule in self._reviewer.rules:
+        for rule in self._rules.rules:
             if rule.name in saved:
                 rule.load_state_dict(saved[rule.name])
         self._collector.backward_order = tuple(state["backward_order"])
         self._history.load(from_state(state["history"]))
-        self._reviewer.refresh(self.steps)
+        self._rules.refresh(self.steps)
         self._collector.resume(self.steps)
 
     def detach(self, why: str = "the run ended") -> None:
@@ -509,8 +498,8 @@ class Monitor:
             self._collector.remove()
             if self._skipping is not None:
                 self._skipping.remove()
-            if self._replaying is not None:
-                self._replaying.remove()
+            if self._replayer is not None:
+                self._replayer.remove()
             if self._save_to is not None:
                 self.save(self._save_to, why)
 
@@ -530,7 +519,7 @@ class Monitor:
         except AnomalyError as found:
             if error is None:
                 raise
-            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=outside())
+            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=find_stack_level())
 
 
 def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) -> None:

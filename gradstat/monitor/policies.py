@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradstat.monitor.findings import SEVERITIES, Finding
-
-if TYPE_CHECKING:
-    from gradstat.monitor.monitor import Monitor
 
 POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
 """Names of policies; docs/monitor.md says what each does."""
 
-Policy = str | Callable[["Monitor", Finding], object]
+Policy = str | Callable[[Any, Finding], object]  # which is called with the `Monitor`
 Policies = Policy | Sequence[Policy] | Mapping[str, Policy | Sequence[Policy]] | None
 
 # The same rule warns once in so many steps.
@@ -113,10 +110,10 @@ class Warner:
         held = self._held.pop(finding.rule, 0)
         more = f" ({held} more since the last warning)" if held else ""
         advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
-        warnings.warn(f"gradstat: {finding}{more}.{advice}", AnomalyWarning, stacklevel=outside())
+        warnings.warn(f"gradstat: {finding}{more}.{advice}", AnomalyWarning, stacklevel=find_stack_level())
 
 
-def outside() -> int:
+def find_stack_level() -> int:
     """The stack level of the first frame outside of gradstat, as ``warnings.warn`` counts from the caller."""
     import sys
 

@@ -13,7 +13,7 @@ import torch
 
 from gradstat import _fields
 from gradstat._tensors import TensorInfo
-from gradstat.monitor.recording import COLUMNS
+from gradstat.monitor.recording.recording import COLUMNS
 from gradstat.tensor_stats import TensorStats, l2_norm_of
 
 __all__ = ["Facts", "Observation", "Rows", "Window"]

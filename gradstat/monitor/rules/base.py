@@ -27,12 +27,17 @@ class Rule:
         name: What it is called in findings.
         severity: Of its findings, unless a finding says otherwise.
         causes, advice: What goes into its findings: likely causes and what to try, first things first.
+        quiet: After so many steps without it, the same is reported again.
     """
 
     name: ClassVar[str] = ""
     severity: ClassVar[Severity] = "warning"
     causes: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[tuple[str, ...]] = ()
+    quiet: ClassVar[int] = 100
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(self.quiet)
 
     def review(self, window: Window) -> Iterable[Finding]:
         """What is wrong in the steps of ``window``, which are looked at once, in order.

@@ -19,11 +19,9 @@ class NonfiniteBatch(Rule):
 
     name = "nonfinite-batch"
     severity = "error"
+    quiet = 1
     causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
     advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("batch")
@@ -143,9 +141,6 @@ class LabelRange(Rule):
     )
     advice = ("compare labels with the number of outputs before training", "pass the right ignore_index to the loss")
 
-    def __init__(self) -> None:
-        self._episodes = Episodes()
-
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observations:
             if seen.kind == "label" and self._episodes.begins(seen.value["name"], seen.step):
@@ -167,11 +162,9 @@ class RepeatedBatch(Rule):
 
     name = "repeated-batch"
     severity = "error"
+    quiet = 1000
     causes = ("a sampler that does not know its rank: no DistributedSampler, or one without set_epoch",)
     advice = ("DistributedSampler(dataset), and a generator seeded by rank for what is drawn at random",)
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observations:
@@ -185,15 +178,13 @@ class ReplicaMismatch(Rule):
 
     name = "replica-mismatch"
     severity = "error"
+    quiet = 1000
     causes = (
         "a rank that skipped or took a step alone: a decision on the host that not all ranks made",
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
         "memory that was overwritten on one rank",
     )
     advice = ("broadcast parameters from a good rank, or go back to a checkpoint", "decide skips on reduced numbers")
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observations:
@@ -208,11 +199,9 @@ class BadRank(Rule):
 
     name = "bad-rank"
     severity = "error"
+    quiet = 1
     causes = ("a bad batch or bad memory on that rank: gradients of the others were finite before the reduction",)
     advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observations:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Episodes, Rule
+from gradstat.monitor.rules.base import Rule
 
 
 def _counts(rows: Rows, look: int, position: int) -> dict[str, Any]:
@@ -40,6 +41,7 @@ class NonfiniteGradient(Rule):
 
     name = "nonfinite-gradient"
     severity = "error"
+    quiet = 1
     causes = (
         "an operation whose derivative is not finite: sqrt or norm at 0, log or division near 0, pow",
         "an overflow in the forward pass that reached the loss: exp, float16 beyond 65,504",
@@ -51,9 +53,6 @@ class NonfiniteGradient(Rule):
         "guard the operation: add eps inside sqrt and log, clamp before exp, divide by x.norm().clamp_min(eps)",
         "skip such steps: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
     )
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("gradient")
@@ -86,6 +85,7 @@ class NonfiniteLoss(Rule):
 
     name = "nonfinite-loss"
     severity = "error"
+    quiet = 1
     causes = (
         "log of 0, division by 0 or an overflow in the loss or in the model before it",
         "a batch with NaN or Inf, or one in which everything is masked out, so that a mean is 0 / 0",
@@ -96,9 +96,6 @@ class NonfiniteLoss(Rule):
         "monitor.replay(step_fn) names the operation that made it",
         "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
     )
-
-    def __init__(self) -> None:
-        self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
         bad = window.scalars.get("loss_nonfinite")
@@ -146,22 +143,15 @@ class LostLoss(Rule):
 
 
 class _NonfiniteTensor(Rule):
-    """NaN or Inf in tensors of one kind, or of several."""
+    """NaN or Inf in tensors of one kind, of `gradstat.monitor.kinds.KINDS`."""
 
     severity = "error"
-    what = ""
-
-    def __init__(self) -> None:
-        self._episodes = Episodes()
-
-    def kinds(self, window: Window) -> Iterable[str]:
-        """The kinds of tensors that this rule looks at, of those in ``window``."""
-        raise NotImplementedError
+    kind = what = ""
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for kind in self.kinds(window):
+        for kind in window.tables:
             rows = window.rows(kind)
-            if rows is None or not rows.nonfinite.any():
+            if kind_of(kind).name != self.kind or rows is None or not rows.nonfinite.any():
                 continue
             for look in np.flatnonzero(rows.nonfinite.any(1)):
                 bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
@@ -185,7 +175,7 @@ class NonfiniteParameter(_NonfiniteTensor):
     """NaN or Inf in a parameter."""
 
     name = "nonfinite-parameter"
-    what = "parameter"
+    kind = what = "parameter"
     causes = (
         "a step of the optimizer on gradients that were not finite",
         "memory that was overwritten, or a checkpoint that was bad when it was loaded",
@@ -195,9 +185,6 @@ class NonfiniteParameter(_NonfiniteTensor):
         "skip steps with bad gradients: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
     )
 
-    def kinds(self, window: Window) -> Iterable[str]:
-        return ("parameter",)
-
 
 class NonfiniteBuffer(_NonfiniteTensor):
     """NaN or Inf in a buffer, such as the running variance of a batch norm.
@@ -206,21 +193,19 @@ class NonfiniteBuffer(_NonfiniteTensor):
     """
 
     name = "nonfinite-buffer"
-    what = "buffer"
+    kind = what = "buffer"
     causes = ("a forward pass with a bad batch updated running statistics", "memory that was overwritten")
     advice = (
         "reset the running statistics (module.reset_running_stats()) and let some batches pass, or load a checkpoint",
         "check batches before the forward pass: monitor.batch(batch)",
     )
 
-    def kinds(self, window: Window) -> Iterable[str]:
-        return ("buffer",)
-
 
 class NonfiniteActivation(_NonfiniteTensor):
     """NaN or Inf in the output of a module; the module nearest to the input is named."""
 
     name = "nonfinite-activation"
+    kind = "activation"
     what = "output of module"
     causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
     advice = (
@@ -228,14 +213,12 @@ class NonfiniteActivation(_NonfiniteTensor):
         "in float16, run it in float32: torch.autocast(..., enabled=False)",
     )
 
-    def kinds(self, window: Window) -> Iterable[str]:
-        return ("activation",)
-
 
 class NonfiniteOptimizerState(_NonfiniteTensor):
     """NaN or Inf in the state of an optimizer: all later updates of that parameter are NaN."""
 
     name = "nonfinite-optimizer-state"
+    kind = "optimizer state"
     what = "optimizer's {kind} of"
     causes = (
         "a step on gradients that were not finite",
@@ -245,10 +228,6 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
         "clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint",
         "skip steps with bad gradients: gradstat.guarded_step",
     )
-
-    def kinds(self, window: Window) -> Iterable[str]:
-        other = {"gradient", "parameter", "buffer", "activation", "update", "batch", "label", "constant", "output"}
-        return [kind for kind in window.tables if kind not in other]
 
 
 class SporadicNonfinite(Rule):

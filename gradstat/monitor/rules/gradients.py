@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Floats, Rows, Window
+from gradstat.monitor.rows import Bools, Floats, Rows, Window
 from gradstat.monitor.rules.base import Band, Episodes, PerName, Rule, runs
-from gradstat.monitor.rules.leaping import LeapingRule
+from gradstat.monitor.rules.spikes import SpikeRule
 
 
-class ExplodingGradient(LeapingRule):
+class ExplodingGradient(SpikeRule):
     """A total norm that is too large by itself, or beside the steps before.
 
     Args:
         limit: Of the total norm of one step. Where norms are always large, as those of a loss that is summed, it is
             told once; when the window is half full, a norm has to be above ``factor`` times its median as well.
         mean_limit: Of the mean of ten steps, likewise.
-        sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `LeapingRule`. Norms have heavy tails,
+        sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `SpikeRule`. Norms have heavy tails,
             so three standard deviations alone are exceeded by healthy steps every day.
     """
 
@@ -201,7 +201,32 @@ def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-class DeadGradient(Rule):
+class _LastingRule(Rule):
+    """Something about gradients that goes on for ``in_a_row`` steps."""
+
+    quiet = 1000
+
+    def __init__(self, in_a_row: int) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
+        self._lasts_for = PerName(0.0)
+
+    def _lasting(self, rows: Rows, condition: Bools) -> Iterator[tuple[int, Floats, list[str], list[str]]]:
+        """Where ``condition`` has held for so long that it is told: look, lengths, names that are new and all names."""
+        for look, lengths in runs(condition, self._lasts_for.of(rows.names)):
+            due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
+            fresh = [name for name in due if self._episodes.begins(name, int(rows.steps[look]))]
+            if fresh:
+                yield look, lengths, fresh, [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
+
+    def _lasting_finding(self, rows: Rows, look: int, name: str, text: str, others: str, every: list[str]) -> Finding:
+        """The finding about ``name``, and about the ``others`` of ``every``."""
+        text += f", {others} {len(every) - 1} others" * (len(every) > 1)
+        since = int(rows.steps[look]) - self.in_a_row + 1
+        return self.found(since, name, text, about="gradient", parameters=every[:20], in_a_row=self.in_a_row)
+
+
+class DeadGradient(_LastingRule):
     """Gradients that are zero throughout, step after step.
 
     Args:
@@ -220,37 +245,23 @@ class DeadGradient(Rule):
     )
 
     def __init__(self, in_a_row: int = 20) -> None:
-        self.in_a_row = in_a_row
-        self._zero_for = PerName(0.0)
-        self._episodes = Episodes(quiet=1000)
+        super().__init__(in_a_row)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("gradient")
         if rows is None:
             return
         dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
-        for look, lengths in runs(dead, self._zero_for.of(rows.names)):
-            due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
-            step = int(rows.steps[look])
-            fresh = [name for name in due if self._episodes.begins(name, step)]
-            if fresh:
-                every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
-                # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
-                # weight lives, the weight has a zero for its input, and the cause is what makes that.
-                alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
-                name = window.facts.first_in_backward([n for n in fresh if _module(n) not in alive] or fresh)
-                yield self.found(
-                    step - self.in_a_row + 1,
-                    name,
-                    f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
-                    + f", as have {len(every) - 1} others" * (len(every) > 1),
-                    about="gradient",
-                    parameters=every[:20],
-                    in_a_row=self.in_a_row,
-                )
+        for look, lengths, fresh, every in self._lasting(rows, dead):
+            # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
+            # weight lives, the weight has a zero for its input, and the cause is what makes that.
+            alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
+            name = window.facts.first_in_backward([n for n in fresh if _module(n) not in alive] or fresh)
+            text = f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
+            yield self._lasting_finding(rows, look, name, text, "as have", every)
 
 
-class MissingGradient(Rule):
+class MissingGradient(_LastingRule):
     """Parameters that require a gradient and never get one.
 
     Args:
@@ -268,9 +279,7 @@ class MissingGradient(Rule):
     )
 
     def __init__(self, in_a_row: int = 5) -> None:
-        self.in_a_row = in_a_row
-        self._missing_for = PerName(0.0)
-        self._episodes = Episodes(quiet=1000)
+        super().__init__(in_a_row)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("gradient")
@@ -280,19 +289,7 @@ class MissingGradient(Rule):
         for seen in window.observations:  # rows do not tell which parameters are frozen
             if seen.kind == "missing":
                 missing[np.ix_(rows.steps == seen.step, seen.value)] = True
-        for look, lengths in runs(missing, self._missing_for.of(rows.names)):
-            due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
-            step = int(rows.steps[look])
-            fresh = [name for name in due if self._episodes.begins(name, step)]
-            if fresh:
-                every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
-                name = fresh[-1]  # the one nearest to the loss: those before it are cut off with it
-                yield self.found(
-                    step - self.in_a_row + 1,
-                    name,
-                    f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"
-                    + f", with {len(every) - 1} others" * (len(every) > 1),
-                    about="gradient",
-                    parameters=every[:20],
-                    in_a_row=self.in_a_row,
-                )
+        for look, _, fresh, every in self._lasting(rows, missing):
+            name = fresh[-1]  # the one nearest to the loss: those before it are cut off with it
+            text = f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"
+            yield self._lasting_finding(rows, look, name, text, "with", every)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Window
+from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import Episodes, PerName, Rule
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+
+
+def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows, tuple[str, ...]]]:
+    """Of each kind there is: its name, its rows, and names of its tensors that no other kind has."""
+    for kind in kinds:
+        rows = window.rows(kind)
+        if rows is not None:
+            yield kind, rows, tuple(f"{kind} {name}" for name in rows.names)
 
 
 class MomentumDrift(Rule):
@@ -45,15 +53,11 @@ class MomentumDrift(Rule):
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for kind in _MOMENTA:
-            rows = window.rows(kind)
-            if rows is None:
-                continue
-            names = [f"{kind} {name}" for name in rows.names]
-            if self._names.get(kind) != names:
-                self._names[kind], self._norms[kind] = names, []
+        for kind, rows, names in _states(window, _MOMENTA):
+            if self._names.get(kind) != list(names):
+                self._names[kind], self._norms[kind] = list(names), []
             before = self._norms[kind]
-            growing = self._growing.of(tuple(names))
+            growing = self._growing.of(names)
             for look, step in enumerate(rows.steps.tolist()):
                 norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
                 if len(before) >= 2:
@@ -115,11 +119,7 @@ class SecondMomentDrop(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         decay = window.facts.second_moment_decay or self.decay
-        for kind in _SECOND_MOMENTS:
-            rows = window.rows(kind)
-            if rows is None:
-                continue
-            names = tuple(f"{kind} {name}" for name in rows.names)
+        for kind, rows, names in _states(window, _SECOND_MOMENTS):
             before, when = self._norms.of(names), self._when.of(names)
             for look, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[look]
@@ -173,11 +173,7 @@ class SmallSecondMoment(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         eps = window.facts.optimizer_eps
         limit = (self.beside_eps * eps) ** 2 if eps else self.limit
-        for kind in _SECOND_MOMENTS:
-            rows = window.rows(kind)
-            if rows is None:
-                continue
-            names = tuple(f"{kind} {name}" for name in rows.names)
+        for kind, rows, names in _states(window, _SECOND_MOMENTS):
             low_for, since = self._low_for.of(names), self._since.of(names)
             largest = rows.field("max")
             judged = rows.layout.matrices

@@ -10,14 +10,14 @@ import numpy as np
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Band, Episodes, Rule
-from gradstat.monitor.rules.leaping import LeapingRule
+from gradstat.monitor.rules.spikes import SpikeRule
 
 
-class LossSpike(LeapingRule):
+class LossSpike(SpikeRule):
     """A loss that leaps and stays up, leaps beyond anything there was, or has climbed well above where it was.
 
     Args:
-        sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `LeapingRule`.
+        sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `SpikeRule`.
         climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest mean of a
             window so far, and above it by ``floor``, by so large a share of the way back to where training began, and
             by five standard errors.

@@ -11,11 +11,9 @@ import numpy.typing as npt
 
 from gradstat._files import replacing
 from gradstat._version import __version__
-from gradstat.monitor import _archive
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording import COLUMNS, Recording, Series
-
-__all__ = ["LIMIT", "SUFFIX", "VERSION", "RecordingFileError", "load", "save"]
+from gradstat.monitor.recording import archive
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 
 SUFFIX = ".gradstat"
 FORMAT = "gradstat recording"
@@ -73,7 +71,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         arrays[f"tables/{i}/values"] = np.asarray(series.values, np.float32).transpose(2, 1, 0)
     target = Path(path)
     with replacing(target) as file:
-        _archive.write(file, header, arrays)
+        archive.write(file, header, arrays)
     return target
 
 
@@ -94,7 +92,7 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
     target = Path(path)
     with open(target, "rb") as file:
         try:
-            return _read(_archive.Reader(file, limit))
+            return _read(archive.Reader(file, limit))
         except RecordingFileError as error:
             raise RecordingFileError(f"{target}: {error}") from None
         except Exception as error:
@@ -102,14 +100,14 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
             reason = str(error) or type(error).__name__
             raise RecordingFileError(
                 f"{target} is not a gradstat recording, or is damaged: {reason}. Expected is a file that "
-                "gradstat.monitor.recorder.save wrote; if it was copied, copy it again"
+                "gradstat.monitor.recording.save wrote; if it was copied, copy it again"
             ) from error
 
 
-def _read(archive: _archive.Reader) -> Recording:
-    header = archive.header()
+def _read(reader: archive.Reader) -> Recording:
+    header = reader.header()
     if header.get("format") != FORMAT:
-        raise _archive.DamagedError(f"its header does not say {FORMAT!r}")
+        raise archive.DamagedError(f"its header does not say {FORMAT!r}")
     major, minor = map(int, header["version"])
     if major != VERSION[0]:
         raise RecordingFileError(
@@ -122,14 +120,14 @@ def _read(archive: _archive.Reader) -> Recording:
     n_steps, scalars = int(header["n_steps"]), _strings(header["scalars"])
     tables: dict[str, Series] = {}
     if not isinstance(header["tables"], list):
-        raise _archive.DamagedError("its tables are not a list")
-    steps = archive.array("steps", "<i8", (n_steps,))
-    rows = archive.array("scalars", "<f8", (len(scalars), n_steps))
+        raise archive.DamagedError("its tables are not a list")
+    steps = reader.array("steps", "<i8", (n_steps,))
+    rows = reader.array("scalars", "<f8", (len(scalars), n_steps))
     for i, table in enumerate(header["tables"]):
         names, measured = _strings(table["names"]), int(table["n_steps"])
-        numel = archive.array(f"tables/{i}/numel", "<i8", (len(names),))
-        when = archive.array(f"tables/{i}/steps", "<i8", (measured,))
-        values = archive.array(f"tables/{i}/values", "<f4", (len(columns), len(names), measured))
+        numel = reader.array(f"tables/{i}/numel", "<i8", (len(names),))
+        when = reader.array(f"tables/{i}/steps", "<i8", (measured,))
+        values = reader.array(f"tables/{i}/values", "<f4", (len(columns), len(names), measured))
         restored = np.ascontiguousarray(values[order].transpose(2, 1, 0))
         tables[_strings([table["kind"]])[0]] = Series(names, numel, when, restored)
     recording = Recording(
@@ -142,16 +140,16 @@ def _read(archive: _archive.Reader) -> Recording:
         dict(header["meta"]),
     )
     if any(abs(finding.step) >= 1 << 63 for finding in recording.findings):
-        raise _archive.DamagedError("a finding is of no possible step")
+        raise archive.DamagedError("a finding is of no possible step")
     if len(recording.scalars) != len(scalars) or len(tables) != len(header["tables"]):
-        raise _archive.DamagedError("two of its series have one name")
+        raise archive.DamagedError("two of its series have one name")
     _check(recording)
     return recording
 
 
 def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise _archive.DamagedError("a list of names is not one of strings")
+        raise archive.DamagedError("a list of names is not one of strings")
     return tuple(values)
 
 

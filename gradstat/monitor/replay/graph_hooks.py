@@ -9,21 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from gradstat.monitor import _frames
-from gradstat.monitor._calls import is_leaf_node
-from gradstat.monitor._taint import first, is_bad, kind_of, report_of, values_of
-from gradstat.monitor._watch import Watch
-from gradstat.monitor.culprit import Culprit
+from gradstat.monitor.replay import frames
+from gradstat.monitor.replay.culprit import Culprit
+from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
+from gradstat.monitor.replay.operator_call import is_leaf_node
+from gradstat.monitor.replay.taint import first, is_bad, kind_of, report_of, values_of
 
 
-class GraphWatch:
+class GraphHooks:
     """Hooks on the nodes of each graph that is run backward.
 
     They see what no operation shows: which node is done while the engine adds gradients up, and bad values that a
     kernel has written behind torch's back or a hook has brought along.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: NonfiniteMode) -> None:
         self._watch = watch
         self._nodes: set[Any] = set()
         self._handles: list[Any] = []
@@ -92,10 +92,10 @@ def _address(tensor: Tensor) -> int:
     return 0 if values is None else values.data_ptr()
 
 
-class LeafWatch:
+class LeafHooks:
     """Hooks on parameters, around those of the user: what is bad in a gradient when it is complete, and who made it."""
 
-    def __init__(self, watch: Watch, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, watch: NonfiniteMode, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._watch = watch
         self._parameters = [(name, p) for name, p in parameters if p.requires_grad and p.is_leaf]
         self._handles: list[Any] = []
@@ -136,7 +136,7 @@ class LeafWatch:
 
     def _blame(self, gradient: Tensor, name: str, hook: Any, given: Tensor | None) -> None:
         code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-        place = _frames.Place() if code is None else _frames.Place.of_code(code)
+        place = frames.Place() if code is None else frames.Place.of_code(code)
         inputs = None if given is None else report_of({"gradient": given})
         output, module = report_of({"gradient": gradient}), name.rpartition(".")[0]
         culprit = Culprit(kind_of(gradient), "hook", module, name=name, inputs=inputs, output=output, **place.fields())

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_GRADSTAT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_REPLAY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "replay.py")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_GRADSTAT = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_REPLAY = os.path.join(_HERE, "rerun.py")
 # Decorators and context managers of the standard library stand between the user's frames and say nothing.
 _PASSED_THROUGH = ("contextlib.py", "functools.py")
 _ENGINE = (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward")

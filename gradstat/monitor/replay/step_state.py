@@ -1,4 +1,4 @@
-"""What a forward pass depends on besides parameters and batch, kept so that a step can be run again: `Recorder`."""
+"""What a forward pass depends on besides parameters and batch, kept so that a step can be run again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from gradstat.monitor._hooks import Hook, removed_with
-
-__all__ = ["Recorder", "RngState", "StepState"]
+from gradstat.monitor.hooks import Hook, removed_with
 
 # Running statistics change without a new version, so small buffers are always copied; large ones are masks and tables.
 _ALWAYS_COPIED = 1 << 16
@@ -118,19 +116,19 @@ def same_version(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return keeps
 
 
-class Recorder:
+class StepStateKeeper:
     """Keeps the `StepState` of each forward pass of the current step, so that the step can be run again.
 
     A step of gradient accumulation has several. The recomputation of a checkpointed model is not one of them, nor are
     the forward passes of a replay, and of evaluations between steps.
 
     Example:
-        >>> recorder = Recorder(model)
+        >>> keeper = StepStateKeeper(model)
         >>> for batch in loader:
-        ...     recorder.begin_step()
+        ...     keeper.begin_step()
         ...     loss = train_step(batch)
         ...     if not math.isfinite(loss):
-        ...         print(find_culprit(model, train_step, state=recorder.states, batch=batch))
+        ...         print(find_culprit(model, train_step, state=keeper.states, batch=batch))
 
     Attributes:
         states: The `StepState` of each forward pass since `begin_step`, in order.
@@ -156,7 +154,7 @@ class Recorder:
         self._remove = removed_with(self, [handle])
 
     def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward() or _replays or torch.compiler.is_compiling() or is_evaluation(model):
+        if in_backward() or is_replaying() or torch.compiler.is_compiling() or is_evaluation(model):
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # copies would become part of the graph
@@ -189,12 +187,17 @@ _replays: list[object] = []  # those that run now
 
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
-    """No `Recorder` records inside."""
+    """No `StepStateKeeper` keeps anything inside."""
     _replays.append(None)
     try:
         yield
     finally:
         _replays.pop()
+
+
+def is_replaying() -> bool:
+    """Whether a replay runs now."""
+    return bool(_replays)
 
 
 def is_evaluation(model: Module) -> bool:

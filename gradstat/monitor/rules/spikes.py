@@ -17,7 +17,7 @@ _BEGINNING = 20
 _EVERY = 32
 
 
-class LeapingRule(Rule):
+class SpikeRule(Rule):
     """A series that leaps and stays up, or that leaps beyond anything there was.
 
     A leap of one step means little: the better a model has learned, the more a single hard sample stands out, at any

@@ -14,13 +14,18 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat._nested import tensors_in
-from gradstat.monitor._graph import GraphWatch, LeafWatch
-from gradstat.monitor._modules import ModuleTracker
-from gradstat.monitor._taint import Origin, first, is_bad, kind_of, looks_like_mask, report_of
-from gradstat.monitor._undo import Undo
-from gradstat.monitor._watch import Watch
-from gradstat.monitor.culprit import Culprit
-from gradstat.monitor.step_state import StepState, in_backward, is_evaluation, replaying
+from gradstat.monitor.replay.culprit import Culprit
+from gradstat.monitor.replay.graph_hooks import GraphHooks, LeafHooks
+from gradstat.monitor.replay.module_tracker import ModuleTracker
+from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
+from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replaying
+from gradstat.monitor.replay.taint import Origin, first, is_bad, kind_of, looks_like_mask, report_of
+from gradstat.monitor.replay.undo import Undo
+
+CLEAN = (
+    "the replay was clean: the same step gave finite values this time. So it depends on something that was not put "
+    "back (an iterator, other state of your own), or it was no fault of the program: hardware, or a race"
+)
 
 
 def find_culprit(
@@ -45,8 +50,8 @@ def find_culprit(
     Args:
         model: The model whose modules and parameters are named.
         step_fn: Forward and backward, or a whole training step. Called with ``batch`` if there is one.
-        state: `Recorder.states`, or one state: each forward pass of ``model`` begins with its own. None begins as
-            things are now.
+        state: `StepStateKeeper.states`, or one state: each forward pass of ``model`` begins with its own. None begins
+            as things are now.
         batch: What ``step_fn`` is called with. Its tensors are named if they are bad.
         optimizer: The optimizer, or several. Others that step are put back, too, but do step.
         scaler: The loss scaler.
@@ -56,7 +61,7 @@ def find_culprit(
         something that was not put back.
 
     Raises:
-        TypeError: ``model`` is no module, ``step_fn`` cannot be called, or ``state`` is not what a recorder keeps.
+        TypeError: ``model`` is no module, ``step_fn`` cannot be called, or ``state`` is not what a keeper has.
         RuntimeError: A backward pass is running.
         Exception: What ``step_fn`` raised, unless there is a culprit: a step that refuses a bad loss is no surprise.
     """
@@ -69,15 +74,15 @@ def find_culprit(
     states = [state] if isinstance(state, StepState) else list(state or ())
     for item in states:
         if not isinstance(item, StepState):
-            raise TypeError(f"state has to be Recorder.states or a StepState; got {type(item).__name__} in it")
+            raise TypeError(f"state has to be StepStateKeeper.states or a StepState; got {type(item).__name__} in it")
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     named = _all_parameters(model, given)
     inputs = [] if batch is None else list(tensors_in(batch, "batch"))
     undo = Undo()
     modules = ModuleTracker(model)
-    watch = Watch(modules, {id(p): name for name, p in named}, undo.before_write)
-    graph = GraphWatch(watch)
-    leaves = LeafWatch(watch, named)
+    watch = NonfiniteMode(modules, {id(p): name for name, p in named}, undo.before_write)
+    graph = GraphHooks(watch)
+    leaves = LeafHooks(watch, named)
     returned: Any = None
     failure: Exception | None = None
     try:
@@ -117,7 +122,7 @@ def find_culprit(
     return None if origin is None else origin.culprit
 
 
-def _verdict(watch: Watch, returned: Any, failed: bool) -> Origin | None:
+def _verdict(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None:
     """What to blame, if anything is bad that a step leaves behind."""
     results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_bad(t)]
     final = [*watch.reached, *(origin for origin in results if origin is not None)]
@@ -134,20 +139,20 @@ def _verdict(watch: Watch, returned: Any, failed: bool) -> Origin | None:
 # What is bad before the step begins -------------------------------------------------------------------------
 
 
-def _read_inputs(watch: Watch, inputs: list[tuple[str, Tensor]]) -> None:
+def _read_inputs(watch: NonfiniteMode, inputs: list[tuple[str, Tensor]]) -> None:
     for name, tensor in inputs:
         if is_bad(tensor):
             culprit = Culprit(kind_of(tensor), "input", name=name, output=report_of({name: tensor}))
             watch.add(tensor, culprit, intended=looks_like_mask(tensor))
 
 
-def _read_parameters(watch: Watch, named: Iterable[tuple[str, Tensor]]) -> None:
+def _read_parameters(watch: NonfiniteMode, named: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         if is_bad(tensor):
             watch.add(tensor, _of_leaf(name, tensor))
 
 
-def _read_buffers(watch: Watch, model: Module) -> None:
+def _read_buffers(watch: NonfiniteMode, model: Module) -> None:
     for name, tensor in model.named_buffers():
         if is_bad(tensor) and first(watch.taint.of(tensor)) is None:
             watch.add(tensor, _of_leaf(name, tensor), intended=looks_like_mask(tensor))
@@ -176,7 +181,7 @@ def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tupl
 
 @contextlib.contextmanager
 def _as_it_was(
-    model: Module, states: list[StepState], watch: Watch, before_write: Callable[[Tensor], None]
+    model: Module, states: list[StepState], watch: NonfiniteMode, before_write: Callable[[Tensor], None]
 ) -> Iterator[None]:
     """The i-th forward pass of ``model`` begins with the i-th of ``states``; so does what comes before the first."""
     todo = list(states)
@@ -210,3 +215,58 @@ def _anomaly_mode() -> Iterator[None]:
         warnings.simplefilter("ignore")
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             yield
+
+
+class Replayer:
+    """Keeps what a replay of the newest step needs.
+
+    Args:
+        model, optimizer, scaler: As for `gradstat.Monitor`.
+        step_fn: What does a step; None if it is only given when a replay is asked for.
+        keep_batch: Whether to keep the newest batch.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer | None,
+        scaler: Any,
+        step_fn: Callable[..., Any] | None,
+        keep_batch: bool,
+    ) -> None:
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._step_fn = step_fn
+        self._keep_batch = keep_batch
+        self._states = StepStateKeeper(model)
+        self._batch: Any = None
+        self._versions: list[int] = []
+
+    def see_batch(self, batch: Any) -> None:
+        """Takes note of the batch of the coming step."""
+        if self._keep_batch:
+            self._batch = batch
+
+    def note(self, parameters: list[Tensor]) -> None:
+        """A step was taken: its gradients are there, and the optimizer has not been."""
+        self._versions = [parameter._version for parameter in parameters]
+        self._states.end_step()
+
+    def run(self, step_fn: Callable[..., Any] | None, was_skipped: bool) -> Culprit | None:
+        """Runs the newest step again; see `gradstat.Monitor.replay`."""
+        chosen = step_fn or self._step_fn
+        if chosen is None:
+            raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
+        now = [parameter._version for parameter in self._model.parameters()]
+        # A fused optimizer that was told to skip counts as a writer all the same.
+        if self._versions and now != self._versions and not was_skipped:
+            raise RuntimeError(
+                "the parameters have changed since that step, so it cannot be run again as it was. Call replay() "
+                "before optimizer.step(); or let on_anomaly='replay' do it; or skip bad steps: on_anomaly='skip'"
+            )
+        held = {"batch": self._batch, "optimizer": self._optimizer, "scaler": self._scaler}
+        return find_culprit(self._model, chosen, state=self._states.states, **held)
+
+    def remove(self) -> None:
+        """Takes the hook off the model and lets go of everything kept."""
+        self._states.detach()
+        self._batch = None

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor.recording import COLUMNS, Recording, Series
+from gradstat.monitor.kinds import in_order, kind_of, place_of
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 
-# What a step computes from what. A kind that is not here is a state of the optimizer.
-_FIRST_KINDS = ("batch", "parameter", "activation")
-_LAST_KIND = "update"
 _FIRST_SERIES = ("lr", "loss_scale")  # set before the step
 _LOSS = "loss"
 # Float32 has 24 bits: below this share of the whole norm, elements are what rounding left of larger ones.
@@ -55,8 +53,12 @@ def unwrapped(recording: Recording) -> Recording:
     a kind keeps its own.
     """
     bare = _bare_names(recording)
-    tables = {kind: _renamed(series, bare) if kind != "batch" else series for kind, series in recording.tables.items()}
-    findings = tuple(f if f.about in ("series", "batch") else replace(f, name=bare(f.name)) for f in recording.findings)
+    tables = {
+        kind: series if _is_of_input(kind) else _renamed(series, bare) for kind, series in recording.tables.items()
+    }
+    findings = tuple(
+        f if f.about == "series" or _is_of_input(f.about) else replace(f, name=bare(f.name)) for f in recording.findings
+    )
     order = tuple(map(bare, recording.backward_order))
     return replace(recording, tables=tables, findings=findings, backward_order=order)
 
@@ -65,11 +67,15 @@ def _bare_names(recording: Recording) -> Callable[[str], str]:
     def bare(name: str) -> str:
         return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
-    of_parameters = [series.names for kind, series in recording.tables.items() if kind not in ("batch", "activation")]
+    of_parameters = [s.names for kind, s in recording.tables.items() if kind_of(kind).names == "parameter"]
     parameters = [bare(name) for names in of_parameters for name in names]
     if parameters and all(name.startswith(_DDP) for name in parameters):
         return lambda name: bare(name).removeprefix(_DDP)
     return bare
+
+
+def _is_of_input(kind: str) -> bool:
+    return kind_of(kind).names == "batch"
 
 
 def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
@@ -81,8 +87,7 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
     """What both have, in the order in which a step computes it, and sentences about what only one has."""
     structure = _one_sided("series", tuple(a.scalars), tuple(b.scalars))
     structure += _one_sided("tables of kind", tuple(a.tables), tuple(b.tables))
-    kinds = [kind for kind in a.tables if kind in b.tables]
-    states = [kind for kind in kinds if kind not in (*_FIRST_KINDS, "gradient", _LAST_KIND)]
+    kinds = in_order(kind for kind in a.tables if kind in b.tables)
     tables: dict[str, Measured] = {}
     for kind in kinds:
         tables[kind] = _tables(kind, a.tables[kind], b.tables[kind])
@@ -90,13 +95,14 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
         structure += _sizes(kind, a.tables[kind], b.tables[kind])
     scalars = [name for name in a.scalars if name in b.scalars]
     rest = [name for name in scalars if name not in (*_FIRST_SERIES, _LOSS)]
+    gradient = place_of("gradient")
     order = [
         _scalars(a, b, [name for name in scalars if name in _FIRST_SERIES]),
-        *(tables[kind] for kind in _FIRST_KINDS if kind in tables),
+        *(tables[kind] for kind in kinds if place_of(kind) < gradient),
         _scalars(a, b, [name for name in scalars if name == _LOSS]),
-        *(tables[kind] for kind in ("gradient",) if kind in tables),
+        *(tables[kind] for kind in kinds if place_of(kind) == gradient),
         _scalars(a, b, rest),
-        *(tables[kind] for kind in (*states, _LAST_KIND) if kind in tables),
+        *(tables[kind] for kind in kinds if place_of(kind) > gradient),
     ]
     return [measured for measured in order if measured.names], tuple(structure)
 
@@ -166,7 +172,7 @@ def _one_sided(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> list[str]:
 
 
 def _sizes(kind: str, a: Series, b: Series) -> list[str]:
-    if kind in ("activation", "batch"):  # whose sizes vary with the input
+    if kind_of(kind).sizes_vary:
         return []
     size = dict(zip(b.names, b.numel.tolist(), strict=True))
     pairs = zip(a.names, a.numel.tolist(), strict=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gradstat._render import bad_words
+from gradstat.monitor.findings import values_of
 from gradstat.report import Report
 from gradstat.tensor_stats import TensorStats
 
@@ -46,18 +47,9 @@ class Culprit:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; a report as the list of its tensors."""
-        return {
-            "kind": self.kind,
-            "phase": self.phase,
-            "module": self.module,
-            "op": self.op,
-            "source": self.source,
-            "line": self.line,
-            "name": self.name,
-            "inputs": None if self.inputs is None else [stats.to_dict() for stats in self.inputs],
-            "output": None if self.output is None else [stats.to_dict() for stats in self.output],
-            "stack": list(self.stack),
-        }
+        reports = {"inputs": self.inputs, "output": self.output}
+        told = {key: None if report is None else [s.to_dict() for s in report] for key, report in reports.items()}
+        return {**values_of(self), **told, "stack": list(self.stack)}
 
     def _headline(self) -> str:
         what = {"nan": "NaN", "inf": "Inf"}[self.kind]

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor._differences import Measured, measured_of, unwrapped
-from gradstat.monitor._incident import one_line
-from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording import Recording
-
-__all__ = ["TOLERANCE", "Comparison", "Parting", "compare"]
+from gradstat.monitor.findings import Finding, values_of
+from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
+from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.recording.verdict import one_line
 
 TOLERANCE = 1e-3
 _SHOWN = 10
@@ -58,8 +56,8 @@ class Comparison:
         exact_step: The first common step in which any bit differs; None if none does.
         step: The first one in which anything differs by more than ``tolerance``; None if none does.
         partings: Everything that differs in any bit: what parts in a way that matters first, by step; within a step
-            what comes first in it (learning rate, batch, parameters, activations, loss, gradients, norms, optimizer,
-            updates), tensors in the order of the model.
+            what comes first in it (learning rate, then `gradstat.monitor.kinds.KINDS` in order, the loss before the
+            gradients and norms behind them), tensors in the order of the model.
         structure: Sentences about what cannot be compared: kinds, names or sizes that only one has.
         findings_a, findings_b: Findings, of the common steps, that only one has.
         backward_first: Of the gradients that part in ``step``, the one that was complete first; None if not known.
@@ -97,25 +95,10 @@ class Comparison:
         return {
             "same": self.same,
             "comparable": self.comparable,
-            "tolerance": self.tolerance,
+            **values_of(self),
             "steps_a": self.steps_a and list(self.steps_a),
             "steps_b": self.steps_b and list(self.steps_b),
-            "common_steps": self.common_steps,
-            "exact_step": self.exact_step,
-            "step": self.step,
-            "backward_first": self.backward_first,
-            "partings": [
-                {
-                    "kind": p.kind,
-                    "name": p.name,
-                    "exact_step": p.exact_step,
-                    "step": p.step,
-                    "column": p.column,
-                    "a": _jsonable(p.a),
-                    "b": _jsonable(p.b),
-                }
-                for p in self.partings
-            ],
+            "partings": [{**values_of(p), "a": _jsonable(p.a), "b": _jsonable(p.b)} for p in self.partings],
             "structure": list(self.structure),
             "findings_a": [finding.to_dict() for finding in self.findings_a],
             "findings_b": [finding.to_dict() for finding in self.findings_b],

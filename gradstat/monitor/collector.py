@@ -18,9 +18,9 @@ from gradstat._nested import tensors_in
 from gradstat._plan import gradients_of, source_of
 from gradstat._tensors import is_distributed
 from gradstat._wrappers import uncompiled, without_ddp
-from gradstat.monitor import watching
-from gradstat.monitor.measuring import Numbers, Segment, measured
+from gradstat.monitor import observers
 from gradstat.monitor.rows import Observation
+from gradstat.monitor.segments import PendingRows, Segment, measure_segments
 
 
 class Pending(NamedTuple):
@@ -37,7 +37,7 @@ class Pending(NamedTuple):
     """
 
     step: int
-    numbers: list[Numbers]
+    numbers: list[PendingRows]
     scalars: dict[str, float]
     is_scaled: bool
     origin: Callable[[], Any] | None
@@ -63,7 +63,7 @@ class Collector:
         backend: str | None,
         flagged: bool,
     ) -> None:
-        """``flagged``: whether the device has to tell if gradients are finite (see `Numbers`)."""
+        """``flagged``: whether the device has to tell if gradients are finite (see `PendingRows`)."""
         self._flagged = flagged
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._watch, self._backend = watch, backend
@@ -77,12 +77,12 @@ class Collector:
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
         self.backward_order: tuple[str, ...] = ()
-        self._learning: watching.BackwardOrder | None = watching.BackwardOrder(
+        self._learning: observers.BackwardOrder | None = observers.BackwardOrder(
             list(zip(source.names(), source.parameters, strict=True))
         )
-        self._buffers = watching.Buffers(model)
-        self._outputs = watching.Outputs(model) if watch["outputs"] else None
-        self._activations = watching.Activations(model, backend) if watch["activations"] else None
+        self._buffers = observers.Buffers(model)
+        self._outputs = observers.Outputs(model) if watch["outputs"] else None
+        self._activations = observers.Activations(model, backend) if watch["activations"] else None
         self._origin = _watch_origin(model, backend) if watch["origin"] else None
         self._segments = [Segment("gradient", (), None, 0)]
         self._on_device: list[str] = []
@@ -113,7 +113,7 @@ class Collector:
             segments = self._segments = [Segment("gradient", listed, gradients.positions, len(gradients.tensors))]
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device), None, len(on_device)))
-        others: list[Numbers] = []
+        others: list[PendingRows] = []
         self._notice_change(step, source.parameters, segments[0].names, observations)
         if self._batch or self._before is not None or self._is_any_due(step):
             segments = [*segments]
@@ -121,7 +121,7 @@ class Collector:
                 segments.append(segment)
                 tensors += more
             others = self._rows_of_activations()
-        numbers = measured(segments, tensors, source.parameters, self._backend, self._flagged) + others
+        numbers = measure_segments(segments, tensors, source.parameters, self._backend, self._flagged) + others
         is_scaled = self._scaler is not None and "loss_scale" in on_device and not self._is_unscaled()
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
@@ -141,7 +141,7 @@ class Collector:
             return
         self._before = None  # another parameter is no update
         if self._optimizer is not None and self._watch["optimizer"]:
-            observations.append(Observation("coverage", step, watching.coverage(self._optimizer, parameters, names)))
+            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
 
     def _is_any_due(self, step: int) -> bool:
         return any(step % period == 0 for period in self._sampled)
@@ -209,9 +209,9 @@ class Collector:
         for path, tensor in tensors_in(batch, "batch"):
             if not tensor.numel() or tensor.is_meta:
                 continue
-            if watching.measurable(tensor):
+            if observers.measurable(tensor):
                 self._batch.append(("batch", path, tensor.detach()))
-                share = watching.constant_features(tensor) if self.is_due("parameters", step) else None
+                share = observers.constant_features(tensor) if self.is_due("parameters", step) else None
                 if share is not None:
                     self._batch.append(("constant", path, share))
             elif self._classes_of(path) and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
@@ -270,7 +270,7 @@ class Collector:
             observations.append(Observation("replicas", step, verify_replicas(self._model, what=("parameters",))))
         yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
         if self._optimizer is not None and self.is_due("optimizer", step):
-            observations.append(Observation("coverage", step, watching.coverage(self._optimizer, parameters, names)))
+            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
 
     def states(
         self, parameters: list[Tensor], names: tuple[str, ...], wanted: Callable[[str], bool]
@@ -283,9 +283,9 @@ class Collector:
             if buffers:
                 yield segment, buffers
         if wanted("optimizer") and self._optimizer is not None:
-            yield from watching.states_of(self._optimizer, parameters, names)
+            yield from observers.states_of(self._optimizer, parameters, names)
 
-    def look_closer(self, has: Callable[[str], bool]) -> list[Numbers]:
+    def look_closer(self, has: Callable[[str], bool]) -> list[PendingRows]:
         """Everything that has a state, measured now, less the kinds that ``has`` says are known; nothing over ranks."""
         source = source_of(self._model)
         if is_distributed(source.parameters):
@@ -297,13 +297,13 @@ class Collector:
             if not has(segment.kind):
                 segments.append(segment)
                 tensors += some
-        return measured(segments, tensors, None, self._backend) if segments else []
+        return measure_segments(segments, tensors, None, self._backend) if segments else []
 
-    def _rows_of_activations(self) -> list[Numbers]:
+    def _rows_of_activations(self) -> list[PendingRows]:
         if self._activations is None:
             return []
         segment, measured = self._activations.take()
-        return [Numbers([segment], measured)] if measured.tables else []
+        return [PendingRows([segment], measured)] if measured.tables else []
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:

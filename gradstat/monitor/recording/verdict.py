@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor.recording import COLUMNS, Recording, Series
+from gradstat.monitor.kinds import in_order
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 
 _NAN, _INF = COLUMNS.index("nan_count"), COLUMNS.index("inf_count")
 
@@ -56,7 +57,8 @@ def one_line(text: str) -> str:
 def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:
     """The first step with NaN or Inf, of which kind, and in which tensors, in model order."""
     found: tuple[int, str, list[str]] | None = None
-    for kind, series in recording.tables.items():
+    for kind in in_order(recording.tables):  # of what is bad in one step, the cause
+        series = recording.tables[kind]
         bad = bad_cells(series)
         rows = np.flatnonzero(bad.any(axis=1))
         if len(rows) and (found is None or series.steps[rows[0]] < found[0]):

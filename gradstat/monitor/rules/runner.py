@@ -15,7 +15,7 @@ from gradstat.monitor.rules import Rule
 from gradstat.monitor.rules.base import Band
 
 
-class Reviewer:
+class RuleRunner:
     """Asks the rules.
 
     Args:

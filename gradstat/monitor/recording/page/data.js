@@ -1,4 +1,4 @@
-// The recording as the page holds it: what gradstat/monitor/_page_data.py packed, unpacked, and its words and numbers.
+// The recording as the page holds it: what gradstat/monitor/recording/page_data.py packed, unpacked, and its words and numbers.
 
 const COLUMN_LABELS = {
   l2_norm: "L2 norm", mean: "mean", std: "standard deviation", min: "smallest", max: "largest", max_abs: "largest |x|",

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding
 
-__all__ = ["COLUMNS", "Recording", "Series"]
-
 COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 """What is kept of a tensor in a step, all over its finite elements but the last three."""
 
@@ -59,8 +57,8 @@ class Recording:
         scalars: By name, ``[k]`` float64, NaN where there was none: ``"norm"`` (total norm of the gradients, NaN or Inf
             if an element is), ``"finite_norm"``, ``"nonfinite"`` (elements), ``"missing"`` (gradients that are None),
             and if given ``"loss"``, ``"lr"``, ``"loss_scale"``.
-        tables: By kind: ``"gradient"``, ``"parameter"``, ``"update"``, ``"activation"``, ``"batch"``, and the states of
-            the optimizer by their names in it, ``"exp_avg"`` and so on.
+        tables: By kind, as `gradstat.monitor.kinds.KINDS` names them; the states of the optimizer by their names in it,
+            ``"exp_avg"`` and so on.
         findings: What rules noticed, in the order in which they did.
         backward_order: Parameters in the order in which their gradients were complete; empty if not known.
         meta: JSON-able words about the run: versions, device, model, when and why it was saved.

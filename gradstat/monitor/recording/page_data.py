@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._version import __version__
-from gradstat.monitor import _archive
-from gradstat.monitor._incident import bad_cells, first_incident, verdict
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording import COLUMNS, Recording, Series
+from gradstat.monitor.kinds import GRADIENT, in_order
+from gradstat.monitor.recording import archive
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.verdict import bad_cells, first_incident, verdict
 
 CELLS = 2_000_000
 """Tensors times steps, of all kinds together, that a page may hold; about 8 bytes each."""
@@ -45,13 +46,18 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         # Of one that is older than what was kept, the oldest that was.
         "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
         "scalars": _scalars(recording, steps),
-        "tables": [_table(kind, series, steps) for kind, series in recording.tables.items()],
+        "tables": [_table(kind, recording.tables[kind], steps) for kind in _tables_of_page(recording)],
         "columns": list(COLUMNS),
         "findings": [_finding(finding, steps) for finding in recording.findings],
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _word(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,
     }
+
+
+def _tables_of_page(recording: Recording) -> list[str]:
+    """Gradients, which the page opens with, and the others as a step computes them."""
+    return sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
 
 
 def _place(steps: npt.NDArray[np.int64], step: int) -> int:
@@ -113,16 +119,9 @@ def _packed(values: npt.NDArray[Any]) -> str:
 
 def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
     return {
-        "rule": finding.rule,
-        "severity": finding.severity,
-        "step": finding.step,
+        **finding.to_dict(),
         "at": _place(steps, finding.step) if len(steps) else -1,
-        "name": finding.name,
-        "about": finding.about,
-        "text": finding.text,
         "evidence": [[str(key), _word(value)] for key, value in finding.evidence.items()],
-        "causes": list(finding.causes),
-        "advice": list(finding.advice),
     }
 
 
@@ -134,4 +133,4 @@ def _word(value: Any) -> str:
         return str(value)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_word, value))
-    return json.dumps(_archive.encoded(value))
+    return json.dumps(archive.encoded(value))

@@ -10,10 +10,8 @@ import os
 from pathlib import Path
 
 from gradstat._files import replacing
-from gradstat.monitor._page_data import page_data
-from gradstat.monitor.recording import Recording
-
-__all__ = ["ViewerMissingError", "write_page"]
+from gradstat.monitor.recording.page_data import page_data
+from gradstat.monitor.recording.recording import Recording
 
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = ("data.js", "charts.js", "heat.js", "lists.js", "replay.js")

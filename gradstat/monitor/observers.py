@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,47 +13,12 @@ from gradstat import _fields
 from gradstat._measurement import Measurement
 from gradstat._nested import tensors_in
 from gradstat._tensors import TensorInfo
-from gradstat.monitor._hooks import Hook, removed_with
-from gradstat.monitor.measuring import Segment
+from gradstat.monitor.hooks import Hook, removed_with
+from gradstat.monitor.kinds import name_of_state
+from gradstat.monitor.segments import Segment
 from gradstat.stats import stats
 
-DEFAULT_WATCH: dict[str, int] = {
-    "gradients": 1,
-    "parameters": 50,
-    "buffers": 50,
-    "optimizer": 50,
-    "outputs": 50,
-    "batch": 1,
-    "updates": 0,
-    "activations": 0,
-    "origin": 0,
-    "replicas": 0,
-    "batches": 0,
-}
-"""What is looked at every how many steps; 0 for never."""
-
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-
-
-def periods(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
-    """The default with ``watch`` on top; a sequence of names means every step.
-
-    Raises:
-        ValueError: A name is not known, or a period is negative. TypeError: It is no whole number.
-    """
-    chosen = dict(DEFAULT_WATCH)
-    wanted = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
-    for name, period in wanted.items():
-        if name not in chosen:
-            raise ValueError(f"cannot watch {name!r}; known: {', '.join(chosen)}")
-        if isinstance(period, bool) or not isinstance(period, int):
-            raise TypeError(f"watch[{name!r}] is {period!r}; expected a number of steps, 0 for never")
-        if period < 0:
-            raise ValueError(f"watch[{name!r}] is {period}; expected 0 for never, 1 for every step, or more")
-        chosen[name] = period
-    if chosen["gradients"] != 1:
-        raise ValueError("gradients are what a monitor lives on; they are watched on every step")
-    return chosen
 
 
 def measurable(tensor: object) -> bool:
@@ -106,7 +71,7 @@ def states_of(
                 positions.append(i)
                 tensors.append(value)
     for key, (positions, tensors) in found.items():
-        yield Segment(key, tuple(names[i] for i in positions), None, len(tensors)), tensors
+        yield Segment(name_of_state(key), tuple(names[i] for i in positions), None, len(tensors)), tensors
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:

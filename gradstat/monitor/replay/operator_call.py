@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from gradstat._nested import tensors_in
-from gradstat.monitor._taint import finite
+from gradstat.monitor.replay.taint import finite
 
 # What the first argument held before does not matter to these.
 _OVERWRITE = {

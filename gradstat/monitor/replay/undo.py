@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradstat.counters import _counters
-from gradstat.monitor.step_state import RngState, same_version
+from gradstat.monitor.replay.step_state import RngState, same_version
 
 # Below this, a tensor is copied at once; it may be one that changes without a new version, as running statistics do.
 _SMALL = 1 << 16

@@ -14,16 +14,26 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradstat.monitor import _frames
-from gradstat.monitor._calls import Argument, Call, is_leaf_node, node_name, overlap
-from gradstat.monitor._modules import ModuleTracker, current_node
-from gradstat.monitor._taint import Origin, Taint, finite, first, has_nan, is_bad, kind_of, looks_like_mask, report_of
-from gradstat.monitor.culprit import Culprit
+from gradstat.monitor.replay import frames
+from gradstat.monitor.replay.culprit import Culprit
+from gradstat.monitor.replay.module_tracker import ModuleTracker, current_node
+from gradstat.monitor.replay.operator_call import Argument, Call, is_leaf_node, node_name, overlap
+from gradstat.monitor.replay.taint import (
+    Origin,
+    Taint,
+    finite,
+    first,
+    has_nan,
+    is_bad,
+    kind_of,
+    looks_like_mask,
+    report_of,
+)
 
 _PLAIN = (Tensor, Parameter)
 
 
-class Watch(TorchDispatchMode):
+class NonfiniteMode(TorchDispatchMode):
     """A mode to run a step under; the origins of what is bad are in `taint` afterwards.
 
     Attributes:
@@ -185,22 +195,22 @@ class Watch(TorchDispatchMode):
 
     def _here(self, call: Call) -> dict[str, Any]:
         """Phase, module, operation, place and name: what a `Culprit` tells besides numbers."""
-        lines = _frames.running()
+        lines = frames.running()
         node = current_node()
         here: dict[str, Any] = {"op": call.readable_name, "module": self.modules.current(), "phase": "forward"}
         if node is None:
-            return {**here, **_frames.users(lines).fields()}
-        inside = [line for line in _frames.below_engine(lines) if not _frames.is_machinery(line)]
+            return {**here, **frames.users(lines).fields()}
+        inside = [line for line in frames.below_engine(lines) if not frames.is_machinery(line)]
         if not inside:
             return self._in_node(node, [argument.tensor for argument in call.arguments])
-        place = _frames.users(lines)
+        place = frames.users(lines)
         if here["module"] is None:
             here["module"] = self.owner_of(node)
         if not any(line.is_users for line in inside):
-            place = _frames.of_node(node)
-        if _frames.is_recomputation(inside):
+            place = frames.of_node(node)
+        if frames.is_recomputation(inside):
             return {**here, **place.fields()}
-        if _frames.is_torch(inside[-1], "autograd", "function.py"):
+        if frames.is_torch(inside[-1], "autograd", "function.py"):
             return {**here, "phase": "backward", **place.fields()}
         name = getattr(self._local, "hook_on", None)
         return {**here, "phase": "hook", "name": name, **place.fields()}
@@ -215,13 +225,13 @@ class Watch(TorchDispatchMode):
         here: dict[str, Any] = {"phase": "accumulation", "op": "add"}
         if is_leaf_node(node):
             name = self.names.get(id(node.variable))
-            place = _frames.users(_frames.running())
+            place = frames.users(frames.running())
             return {**here, "name": name, "module": self.owner_of(node), **place.fields()}
-        return {**here, "module": self.owner_of(node), **_frames.of_node(node).fields()}
+        return {**here, "module": self.owner_of(node), **frames.of_node(node).fields()}
 
     def at_node(self, node: Any) -> dict[str, Any]:
         """The derivative that ``node`` is."""
-        place = _frames.of_node(node).fields()
+        place = frames.of_node(node).fields()
         return {"phase": "backward", "op": node_name(node), "module": self.modules.maker_of(node), **place}
 
     def owner_of(self, node: Any) -> str | None:

@@ -1,9 +1,9 @@
-"""Takes in the numbers of steps when they have arrived, and holds them until rules look at them."""
+"""Takes in the numbers of steps when they have arrived, holds them until rules look at them, and shows the newest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from gradstat import _fields
 from gradstat._measured import without_scale
-from gradstat.monitor.collecting import Pending
-from gradstat.monitor.measuring import Arrived
+from gradstat.monitor.collector import Pending
 from gradstat.monitor.rows import Floats, Layout, Observation, Rows
+from gradstat.monitor.segments import SegmentRows
+from gradstat.report import Report
 from gradstat.tensor_stats import l2_norm_of
 
 _NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]
@@ -34,6 +35,45 @@ class _Step(NamedTuple):
     table: Floats
 
 
+class LatestStep(NamedTuple):
+    """A step of a monitor, on the host.
+
+    Attributes:
+        step: Its number, counted from 0.
+        report: About its gradients, without the loss scale.
+        scalars: What else is known of it: ``"loss"``, ``"lr"``, ``"loss_scale"``, ``"norm"`` and so on.
+    """
+
+    step: int
+    report: Report
+    scalars: dict[str, float]
+
+    @classmethod
+    def of(cls, pending: Pending, table: Floats) -> LatestStep:
+        """A step, ``pending`` until now, whose numbers have arrived: ``table``."""
+        numbers = pending.numbers[0]
+        segment = numbers.segments[0]
+        rows, total = table[: segment.measured], numbers.total()
+        scale = pending.scalars.get("loss_scale")
+        if pending.is_scaled and scale:
+            rows, total = without_scale(rows, scale), total if total is None else without_scale(total[None], scale)[0]
+        missing = [position for seen in pending.seen_at_once if seen.kind == "missing" for position in seen.value]
+        positions = range(len(segment.names)) if segment.positions is None else segment.positions
+        report = Report(
+            _names_at(segment.names, positions),
+            rows,
+            numbers.infos()[: segment.measured],
+            _names_at(segment.names, missing),
+            loss_scale=scale,
+            total=total,
+        )
+        return cls(pending.step, report, dict(pending.scalars))
+
+
+def _names_at(names: tuple[str, ...], positions: Sequence[int]) -> Callable[[], list[str]]:
+    return lambda: [names[position] for position in positions]
+
+
 class Closed(NamedTuple):
     """What had come of some steps; every row of ``tables`` is of one of ``steps``."""
 
@@ -43,7 +83,7 @@ class Closed(NamedTuple):
     observations: list[Observation]
 
 
-class Intake:
+class StepBuffer:
     """Holds steps that have arrived until they are reviewed.
 
     A healthy step costs a look at its totals; everything else is worked out for all steps together in `close`.
@@ -135,7 +175,7 @@ class Intake:
         """Whether rows of a kind have come for a step, the newest of its kind."""
         return self._newest_of.get(kind) == step
 
-    def take_rows(self, step: int, arrived: Arrived) -> None:
+    def take_rows(self, step: int, arrived: SegmentRows) -> None:
         """Takes in rows of another kind than gradients; nothing if there are some of that kind and step already."""
         kind = arrived.segment.kind
         if kind == "label":
@@ -212,13 +252,13 @@ class Intake:
                 rows[segment.positions] = one.table[: segment.measured]
             infos = numbers.infos()
             if infos is not seen[0] or segment is not seen[1]:
-                layout, seen = self._layout_of(Arrived(segment, one.table, infos, 0)), (infos, segment)
+                layout, seen = self._layout_of(SegmentRows(segment, one.table, infos, 0)), (infos, segment)
             if one.pending.is_scaled:
                 rows[:] = without_scale(rows, one.pending.scalars["loss_scale"])
         assert layout is not None
         return Rows(layout, steps, raw)
 
-    def _layout_of(self, arrived: Arrived) -> Layout:
+    def _layout_of(self, arrived: SegmentRows) -> Layout:
         """The layout of the tensors of a segment, remembered from step to step."""
         segment = arrived.segment
         known = self._layouts.get(segment.kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradstat.check import check_tensors
-from gradstat.monitor.culprit import Culprit
+from gradstat.monitor.replay.culprit import Culprit
 from gradstat.report import Report
 
 

@@ -33,7 +33,7 @@ class Segment(NamedTuple):
     measured: int
 
 
-class Arrived(NamedTuple):
+class SegmentRows(NamedTuple):
     """Rows of one segment on the host.
 
     Attributes:
@@ -54,7 +54,7 @@ class Arrived(NamedTuple):
         return self.every[self.start : self.start + self.segment.measured]
 
 
-class Numbers:
+class PendingRows:
     """Rows of some segments on their way to the host."""
 
     __slots__ = ("_rows", "flag", "segments")
@@ -84,12 +84,12 @@ class Numbers:
         """Of the tensors of all rows; the same object as long as they stay alike."""
         return self._rows.infos
 
-    def split(self, table: Floats) -> list[Arrived]:
+    def split(self, table: Floats) -> list[SegmentRows]:
         """The rows of each segment."""
         arrived, start, infos = [], 0, self.infos()
         for segment in self.segments:
             end = start + segment.measured
-            arrived.append(Arrived(segment, table[start:end], infos, start))
+            arrived.append(SegmentRows(segment, table[start:end], infos, start))
             start = end
         return arrived
 
@@ -109,13 +109,13 @@ def _nonfinite_flag(count: int, measured: Measurement) -> Tensor:
     return flags[0] if len(flags) == 1 else torch.stack([moved(flag, home) for flag in flags]).amax()
 
 
-def measured(
+def measure_segments(
     segments: list[Segment],
     tensors: list[Tensor],
     owners: list[Tensor] | None,
     backend: str | None,
     flagged: bool = False,
-) -> list[Numbers]:
+) -> list[PendingRows]:
     """Measures tensors, those of each segment behind those of the segment before.
 
     Ordinary tensors on one device take one launch and one transfer. If some are distributed, each segment is measured
@@ -127,7 +127,7 @@ def measured(
         owners: Of the first segment, if it is gradients: all parameters, so that ranks without some of the gradients
             take part as well.
         backend: As in `gradstat.check`.
-        flagged: As for `Numbers`, of the first segment.
+        flagged: As for `PendingRows`, of the first segment.
 
     Raises:
         As `gradstat.check`.
@@ -135,12 +135,12 @@ def measured(
     name_of = _namer(segments)
     measured = measure_directly(tensors, name_of, backend)
     if measured is not None or not is_distributed(tensors):
-        return [Numbers(segments, measured or measure(tensors, name_of, backend), flagged)]
+        return [PendingRows(segments, measured or measure(tensors, name_of, backend), flagged)]
     numbers = []
     for i, (segment, some) in enumerate(_split(segments, tensors)):
         rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
         # If another rank could not measure its part, nothing is known here either.
-        numbers.append(Numbers([segment], rows.nan_if_failed(), flagged and i == 0))
+        numbers.append(PendingRows([segment], rows.nan_if_failed(), flagged and i == 0))
     return numbers
 
 

@@ -1,0 +1,59 @@
+"""`MonitorOptions`: what is seldom changed about a monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """What is seldom changed about a `gradstat.Monitor`, which takes these or a mapping of some of them.
+
+    Attributes:
+        history: How many steps are kept for `Monitor.recording`.
+        max_bytes: For the history; fewer steps are kept if need be.
+        lag: On a GPU the numbers of a step are read so many steps later, when they have long arrived. 0 reads them at
+            once, with a host sync in every step. On the CPU nothing travels and all is read at once.
+        review_every: At most so many steps are between two reviews of healthy steps.
+        rollback_every: For ``"rollback"``: every how many steps the state is copied to the host's memory.
+        keep_batch: Whether `Monitor.batch` keeps the batch, so that a replay calls the function with it.
+        ignore_index: A label that stands for none.
+        backend: As in `gradstat.check`.
+
+    Raises:
+        ValueError: A number is not a whole one, or too small.
+    """
+
+    history: int = 1000
+    max_bytes: int = 256 * 2**20
+    lag: int = 1
+    review_every: int = 64
+    rollback_every: int = 100
+    keep_batch: bool = False
+    ignore_index: int = -100
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("history", 0), ("max_bytes", 0), ("lag", 0), ("review_every", 1), ("rollback_every", 1)):
+            number = getattr(self, name)
+            if type(number) is not int or number < least:
+                raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
+
+    @classmethod
+    def of(cls, given: MonitorOptions | Mapping[str, Any] | None) -> MonitorOptions:
+        """The options that were given, the defaults for the rest.
+
+        Raises:
+            TypeError: ``given`` is neither options nor a mapping. ValueError: A name is not known, or as above.
+        """
+        if isinstance(given, MonitorOptions):
+            return given
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"options: expected MonitorOptions or a mapping, got {type(given).__name__}")
+        known = [field.name for field in fields(cls)]
+        for name in given or ():
+            if name not in known:
+                raise ValueError(f"options: unknown name {name!r}; known: {', '.join(known)}")
+        return cls(**(given or {}))

@@ -1,0 +1,24 @@
+"""The flight recorder: the last steps of a run as arrays, as a file, as a page, and beside those of another run."""
+
+from gradstat.monitor.recording.diff import TOLERANCE, Comparison, Parting, compare
+from gradstat.monitor.recording.file import LIMIT, SUFFIX, VERSION, RecordingFileError, load, save
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.view import ViewerMissingError, write_page
+
+__all__ = [
+    "COLUMNS",
+    "LIMIT",
+    "SUFFIX",
+    "TOLERANCE",
+    "VERSION",
+    "Comparison",
+    "Parting",
+    "Recording",
+    "RecordingFileError",
+    "Series",
+    "ViewerMissingError",
+    "compare",
+    "load",
+    "save",
+    "write_page",
+]
