@@ -34,7 +34,7 @@ import tables  # noqa: E402
 from rows import Row  # noqa: E402
 
 import gradstat  # noqa: E402
-from gradstat import _norms  # noqa: E402
+from gradstat._core import norms as _norms  # noqa: E402
 from gradstat.bench.progress import Progress  # noqa: E402
 
 GROUP = "numerics"

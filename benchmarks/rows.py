@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gradstat._files import replacing
+from gradstat._core.files import replacing
 from gradstat.bench import machine
 from gradstat.bench.timing import Quartiles
 

@@ -43,7 +43,7 @@ from optimizer_steps import CIRCUMSTANCES, Circumstance, OptimizerChoice, Settin
 from rows import Row, add_arguments, append, dtype_name, row
 
 import gradstat
-from gradstat._plan import gradients_of, source_of
+from gradstat._core.parameters import gradients_of, source_of
 from gradstat.bench import machine, steps
 from gradstat.bench.memory import peak_bytes
 from gradstat.bench.progress import Progress

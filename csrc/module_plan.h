@@ -1,5 +1,5 @@
 // Finding parameters and their gradients without running Python code for each of them: what
-// gradstat/_plan.py does on every step.
+// gradstat/_core/parameters.py does on every step.
 #pragma once
 
 #include <memory>

@@ -52,7 +52,7 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) { GRADSTAT_REGISTER(library, gradstat::Cpu); }
 
-// The extension module gradstat._C, which gradstat/_native.py imports.
+// The extension module gradstat._C, which gradstat/_core/native.py imports.
 PyMODINIT_FUNC PyInit__C() {
   using namespace gradstat;
   static const auto instructions = [](PyObject*, PyObject*) {

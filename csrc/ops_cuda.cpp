@@ -61,7 +61,7 @@ struct Cuda {
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, gradstat::Cuda); }
 
-// The extension module gradstat._C_cuda, which gradstat/_native.py imports.
+// The extension module gradstat._C_cuda, which gradstat/_core/native.py imports.
 PyMODINIT_FUNC PyInit__C_cuda() {
   using namespace gradstat;
   // What the build compiled for, as given by setup.py: "sm_80 sm_86 ...".

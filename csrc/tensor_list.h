@@ -1,7 +1,7 @@
 // From a list of tensors to what a kernel needs: address, number of elements, element type; of each tensor, or
 // of each of its units.
 // Accepts only what the kernels read in place (dense, strided, floating or complex, one device); anything
-// else raises, and gradstat/_tensors.py then either turns it into something accepted or explains.
+// else raises, and gradstat/_core/tensors.py then either turns it into something accepted or explains.
 #pragma once
 
 #include <algorithm>

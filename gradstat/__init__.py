@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from gradstat import _torch_version as _torch_version  # first: it refuses a torch that is too old
 from gradstat import amp
-from gradstat._backends import BackendStatus, backends
+from gradstat._core.backends import BackendStatus, backends
+from gradstat._core.native import BackendUnavailableError, StaleExtensionError
 from gradstat._fields import NAMES as FIELDS
-from gradstat._native import BackendUnavailableError, StaleExtensionError
 from gradstat._version import __version__
 from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
 from gradstat.check import PendingReport, check, check_async, check_tensors

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from gradstat import _render
-from gradstat._compiling import never_traced
-from gradstat._plan import source_of
+from gradstat._core.compiling import never_traced
+from gradstat._core.parameters import source_of
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report
 from gradstat.tensor_stats import TensorStats

@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
-from gradstat import _norms, _optimizers, _scaling
-from gradstat._arrival import Mirror, Streams, behind, refuse_capture, streams_of
-from gradstat._measured import Measured, Unscaled, refuse_half
-from gradstat._plan import gradients_of, names_of, source_of
-from gradstat._tensors import moved
+from gradstat._core import norms
+from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture, streams_of
+from gradstat._core.parameters import gradients_of, names_of, source_of
+from gradstat._core.tensors import moved
+from gradstat._step import loss_scale, optimizers
+from gradstat._step.measured import Measured, Unscaled, refuse_half
 from gradstat.adaptive import AdaptiveClip
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
 
 if TYPE_CHECKING:
-    from gradstat._sharded import ExtraGroups
+    from gradstat._core.sharded import ExtraGroups
 
 __all__ = ["GradScaler", "ScalerStatus"]
 
@@ -138,7 +139,7 @@ class GradScaler(TorchGradScaler):
         parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
         gradients = gradients_of(parameters).tensors
         self.unscale_(optimizer)
-        unscaled: Unscaled | None = _scaling.state_of(self, optimizer).get("unscaled")
+        unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
         return torch.tensor(0.0, device="cpu") if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -158,29 +159,29 @@ class GradScaler(TorchGradScaler):
                 ``unscale_``, or lost its scale with another optimizer's. Nothing has been changed then.
             AssertionError: None of its parameters had a gradient when it was unscaled.
         """
-        if not self._enabled or _optimizers.accepts_scaler(optimizer):
+        if not self._enabled or optimizers.accepts_scaler(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        scale = _scaling.require_scale(self, "step")
-        is_unscaled = _scaling.is_unscaled(self, optimizer)
+        scale = loss_scale.require_scale(self, "step")
+        is_unscaled = loss_scale.is_unscaled(self, optimizer)
         source = source_of(optimizer)
         found = gradients_of(source.parameters)
-        obeys = _optimizers.obeys_verdict(optimizer)
+        obeys = optimizers.obeys_verdict(optimizer)
         if not is_unscaled and not obeys:
             self.unscale_(optimizer)
         elif is_unscaled:
-            _scaling.refuse_added_gradients(self, optimizer, source, found)
+            loss_scale.refuse_added_gradients(self, optimizer, source, found)
         divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # whoever set it means it, as in torch
         if is_unscaled or not obeys:
-            flags = _scaling.found_by(self, optimizer)
+            flags = loss_scale.found_by(self, optimizer)
             if not flags:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             found_inf = flags[0] if len(flags) == 1 else self._together(flags)
         else:
-            _scaling.refuse_shared_gradients(self, optimizer, source)
+            loss_scale.refuse_shared_gradients(self, optimizer, source)
             if not found.tensors:  # a step that changes nothing and finds nothing, as in torch
-                _scaling.record_step(self, optimizer, None)
+                loss_scale.record_step(self, optimizer, None)
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
             names, missing = names_of(source, found)
@@ -191,11 +192,11 @@ class GradScaler(TorchGradScaler):
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
         returned: float | None = None
-        decides_itself = obeys and not _optimizers.first_momentum_is_at_risk(optimizer)
+        decides_itself = obeys and not optimizers.first_momentum_is_at_risk(optimizer)
         if decides_itself or not found_inf.item():
-            with _optimizers.told(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
+            with optimizers.told(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
                 returned = optimizer.step(*args, **kwargs)
-        _scaling.record_step(self, optimizer, found_inf)
+        loss_scale.record_step(self, optimizer, found_inf)
         return returned
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -247,9 +248,9 @@ class GradScaler(TorchGradScaler):
         names, missing = names_of(source, found)
         if not allow_fp16:
             refuse_half(found.tensors, lambda i: names()[i])
-        _scaling.refuse_shared_gradients(self, optimizer, source)
+        loss_scale.refuse_shared_gradients(self, optimizer, source)
         unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale, source.parameters, self.extra_groups)
-        _scaling.record_unscaling(self, optimizer, found.positions, unscaled)
+        loss_scale.record_unscaling(self, optimizer, found.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()
 
@@ -270,7 +271,7 @@ class GradScaler(TorchGradScaler):
             self._counters = torch.zeros(3, dtype=torch.int64, device=skipped.device)
             if before is not None:
                 self._counters.copy_(before)
-        _norms.count_step(self._counters, skipped)
+        norms.count_step(self._counters, skipped)
         self._streams = streams_of([self._counters])
 
     def _numbers(self) -> Tensor:

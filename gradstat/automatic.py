@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradstat._plan import source_of
+from gradstat._core.parameters import source_of
 from gradstat.clip import clip_grad_norm_
 from gradstat.monitor import Monitor
 

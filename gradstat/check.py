@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstat._arrival import Arrival
-from gradstat._compiling import never_traced, outside_of_the_graph
-from gradstat._measure import measure
-from gradstat._measurement import HostRows, Measurement
-from gradstat._plan import gradients_of, names_of, source_of
+from gradstat._core.compiling import never_traced, outside_of_the_graph
+from gradstat._core.host_copy import HostCopy
+from gradstat._core.measure import measure
+from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.parameters import gradients_of, names_of, source_of
 from gradstat.report import Report
 
 if TYPE_CHECKING:
-    from gradstat._sharded import ExtraGroups
+    from gradstat._core.sharded import ExtraGroups
 
 
 class PendingReport:
@@ -28,7 +28,7 @@ class PendingReport:
     def __init__(self, measurement: Measurement, make_report: Callable[..., Report], *others: Tensor) -> None:
         """``make_report`` is given the rows and the arrays of ``others``, tensors that are copied along."""
         self._rows: HostRows | None = HostRows(measurement)
-        self._others = [Arrival(tensor) for tensor in others]
+        self._others = [HostCopy(tensor) for tensor in others]
         self._make_report = make_report
         self._report: Report | None = None
 

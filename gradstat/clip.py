@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from gradstat import _norms
-from gradstat._arguments import gradients_to_clip, listed, listed_parameters, require_foreach
-from gradstat._backends import Kernels
-from gradstat._measure import by_device, direct_for, resolve_for
-from gradstat._native import operators
-from gradstat._tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, shard_of
+from gradstat._core import norms
+from gradstat._core.arguments import gradients_to_clip, listed, listed_parameters, require_foreach
+from gradstat._core.backends import Kernels
+from gradstat._core.measure import by_device, direct_for, resolve_for
+from gradstat._core.native import operators
+from gradstat._core.tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, shard_of
 from gradstat.total_norm import is_fused, norm_of, raise_if_nonfinite, refuse_in_compiled
 
 if TYPE_CHECKING:
-    from gradstat._sharded import ExtraGroups
+    from gradstat._core.sharded import ExtraGroups
 
 _INF = math.inf
 
@@ -89,11 +89,11 @@ def clip_grad_norm_(
             gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, prepare=prepare
         )
         measured = targets or gradients  # the same dtypes, and plain tensors are quicker to ask
-        norm = total.to(_norms.norm_dtype(measured) if measured else torch.float32)
+        norm = total.to(norms.norm_dtype(measured) if measured else torch.float32)
         if error_if_nonfinite:
             raise_if_nonfinite(norm, norm_type)
         if gradients and max_norm != _INF:
-            coefficient = _norms.clip_coefficient(total, max_norm)
+            coefficient = norms.clip_coefficient(total, max_norm)
             scale_gradients_(targets or list(map(shard_of, gradients)), coefficient, name_of, backend)
     if max_norm != _INF:
         _note_change(gradients)
@@ -161,7 +161,7 @@ def clip_grads_with_norm_(
     if not gradients or max_norm == _INF:
         return
     with torch.no_grad():
-        coefficient = _norms.clip_coefficient(norm, max_norm)
+        coefficient = norms.clip_coefficient(norm, max_norm)
         if torch.compiler.is_compiling():
             if backend is not None:
                 raise NotImplementedError("inside torch.compile, clip_grads_with_norm_ takes no backend")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradstat._arrival import Mirror, Streams, behind, refuse_capture
+from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat import _fields, _render
-from gradstat._compiling import never_traced
-from gradstat._tensors import TensorInfo
+from gradstat._core.compiling import never_traced
+from gradstat._core.tensors import TensorInfo
 from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
 # What `Report.worst` can order by.

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradstat._measure import COMPILED_FOR, measure, resolve_for
-from gradstat._native import operators
-from gradstat._tensors import readable
+from gradstat._core.measure import COMPILED_FOR, measure, resolve_for
+from gradstat._core.native import operators
+from gradstat._core.tensors import readable
 
 
 def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
@@ -42,7 +42,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     measured = measure(listed, _position_name, backend)
     if measured.failed is None:
         return measured.table()
-    from gradstat._sharded import without_ranks
+    from gradstat._core.sharded import without_ranks
 
     return without_ranks(measured.nan_if_failed().table())
 

@@ -13,17 +13,19 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from gradstat import _norms, _optimizers, _scaling
-from gradstat._compiling import outside_of_the_graph
-from gradstat._measured import Measured
-from gradstat._plan import gradients_of, named_by, names_of, source_of
-from gradstat._tensors import moved
+from gradstat._core import norms
+from gradstat._core.compiling import outside_of_the_graph
+from gradstat._core.parameters import gradients_of, named_by, names_of, source_of
+from gradstat._core.tensors import moved
+from gradstat._step import loss_scale as _scaling
+from gradstat._step import optimizers
+from gradstat._step.measured import Measured
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
 
 if TYPE_CHECKING:
-    from gradstat._sharded import ExtraGroups
+    from gradstat._core.sharded import ExtraGroups
 
 
 class StepResult:
@@ -140,10 +142,10 @@ def guarded_step(
         scaling = _Scaling.of(scaler, optimizer, skip_nonfinite, closure)
     request = _Request(optimizer, limit, clip, skip_nonfinite, scaling, model, backend, extra_groups)
     if closure is None:
-        if _optimizers.needs_closure(optimizer):
+        if optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
         return _step(request, None)
-    if _optimizers.repeats_closure(optimizer):
+    if optimizers.repeats_closure(optimizer):
         if clip is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} evaluates the loss several times in a step, each of which an adaptive "
@@ -160,7 +162,7 @@ def _check_optimizer(optimizer: object) -> None:
         inner = getattr(optimizer, "optimizer", None)
         hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
-    _optimizers.refuse_foreign_verdict(optimizer)
+    optimizers.refuse_foreign_verdict(optimizer)
 
 
 class _Scaling(NamedTuple):
@@ -210,7 +212,7 @@ class _Request(NamedTuple):
 def _step(request: _Request, loss: Any) -> StepResult:
     optimizer = request.optimizer
     gradients, measured = _measure(request, counts=True)
-    obeys = _optimizers.obeys_verdict(optimizer)
+    obeys = optimizers.obeys_verdict(optimizer)
     rewrites = request.limit != math.inf or request.loss_scale is not None
     clip = request.clip if gradients else None
     if isinstance(clip, NormClip):
@@ -221,7 +223,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         measured.limit_tensors_(clip, parameters, gradients)
         rewrites = False
-    if request.skips and (not obeys or _optimizers.first_momentum_is_at_risk(optimizer)):
+    if request.skips and (not obeys or optimizers.first_momentum_is_at_risk(optimizer)):
         skip, divisor = measured.on_host()
         if skip:
             # torch's schedulers warn if no step came before theirs, and this was one.
@@ -232,7 +234,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
         found_inf, grad_scale, _ = measured.verdict.unbind()
         # Given a divisor, an optimizer writes the gradients back even if it is 1.
         rewrites = rewrites and not measured.is_known_to_leave_gradients
-        with _optimizers.told(optimizer, found_inf if request.skips else None, grad_scale if rewrites else None):
+        with optimizers.told(optimizer, found_inf if request.skips else None, grad_scale if rewrites else None):
             returned = optimizer.step()
     else:
         if rewrites and gradients:
@@ -265,7 +267,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
         nonlocal measured
         with torch.enable_grad():
             loss = closure()
-        if loss is None and _optimizers.needs_closure(optimizer):
+        if loss is None and optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
         gradients, measured = _measure(request, counts=False)
         skip, divisor = measured.on_host() if request.skips else (False, math.nan)
@@ -340,4 +342,4 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
 def _count(request: _Request, measured: Measured) -> None:
     counters = counters_on(request.optimizer, measured.verdict.device)
     skipped = measured.verdict[0] if request.skips else torch.zeros((), device=measured.verdict.device)
-    _norms.count_step(counters.tensor, skipped)
+    norms.count_step(counters.tensor, skipped)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gradstat import _fields
-from gradstat._tensors import TensorInfo
+from gradstat._core.tensors import TensorInfo
 
 Array = npt.NDArray[np.float64]
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradstat import _norms
-from gradstat._arguments import listed, require_foreach
-from gradstat._measure import by_device, direct_for, measure, resolve_for
-from gradstat._native import operators
-from gradstat._tensors import NameOf, is_distributed, moved, readable
+from gradstat._core import norms as _norms
+from gradstat._core.arguments import listed, require_foreach
+from gradstat._core.measure import by_device, direct_for, measure, resolve_for
+from gradstat._core.native import operators
+from gradstat._core.tensors import NameOf, is_distributed, moved, readable
 
 if TYPE_CHECKING:
-    from gradstat._sharded import ExtraGroups
+    from gradstat._core.sharded import ExtraGroups
 
 
 def get_total_norm(

@@ -40,7 +40,7 @@ def levels(folder: Path, variables: dict[str, str]) -> list[str]:
     """The levels of instructions that this machine has."""
     found = []
     for level in LEVELS:
-        program = "from gradstat import _native; print(_native.load_cpu().instructions(), _native._PACKAGE)"
+        program = "from gradstat._core import native; print(native.load_cpu().instructions(), native._PACKAGE)"
         said = said_by(program, folder, {**variables, "GRADSTAT_CPU_INSTRUCTIONS": level})
         if said.stdout.split() == [level, str(folder / "gradstat")]:
             found.append(level)

@@ -19,7 +19,8 @@ from fuzzing import FLOAT8, KIND_OF, Account, Batch, Floats, Memory, decoded_fro
 from torch import Tensor, nn
 
 import gradstat
-from gradstat import _backends, _fields
+from gradstat import _fields
+from gradstat._core import backends
 from gradstat.report import Report
 
 NARROW_TOLERANCE = 1e-7  # the contract, for every input
@@ -167,7 +168,7 @@ def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
             accounts.append(Account(unit.reshape(-1, KIND_OF[recipe.dtype].parts)))
             dtypes.append(recipe.dtype)
             where.append(("a unit", recipe))
-    kernels = _backends.resolve(backend, batch.tensors[0].device.type)
+    kernels = backends.resolve(backend, batch.tensors[0].device.type)
     assert_rows(kernels.unit_stats([batch.tensors[i] for i in few]), accounts, dtypes, where)
     assert_unchanged(batch, before)
 
@@ -334,7 +335,7 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
         return
     tensors = [batch.tensors[i] for i in chosen]
     device = tensors[0].device
-    kernels = _backends.resolve(backend, device.type)
+    kernels = backends.resolve(backend, device.type)
     before = batch.memory()
     numbers = [source.choice((1.0, 0.0, -0.37, 0.8125, 3.7, 2.0**-16, math.inf, math.nan)) for _ in chosen]
     kernels.scale_each_(tensors, torch.tensor(numbers, dtype=torch.float64, device=device))

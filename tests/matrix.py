@@ -99,7 +99,7 @@ class Environment:
     def cuda_library(self) -> dict[str, str]:
         """What the CUDA library, if there is one, was compiled for: loading it needs this torch, but no GPU."""
         code = (
-            "import torch, gradstat._native as native\n"
+            "import torch, gradstat._core.native as native\n"
             "if torch.version.cuda and native.library_path('_C_cuda'):\n"
             "    native.load_cpu(); import gradstat._C_cuda as library; print(library.architectures())"
         )

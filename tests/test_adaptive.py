@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstat
-from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip, _backends
+from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
+from gradstat._core import backends
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 
 # The rules in plain Python: each takes the norms of all steps and gives all coefficients -------------------------
@@ -324,7 +325,7 @@ def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, where: tup
     backend, device = where
     scaled, plain = make(), make()
     parameters = parameters_on(device)
-    kernels = _backends.resolve(backend, device)
+    kernels = backends.resolve(backend, device)
     scale = 1024.0
     for step in range(6):
         give_gradients(parameters, 1.0 if step == 4 else 0.1)
@@ -476,7 +477,7 @@ def test_expanded_gradients_are_refused_by_name_before_anything_changes(make: An
     if isinstance(clip, TensorClip):
         gradients = [gradient_of(parameters[i]) for i in (0, 2)]
         table = gradstat.stats(gradients, backend=backend)
-        kernels = _backends.resolve(backend, device)
+        kernels = backends.resolve(backend, device)
         with pytest.raises(RuntimeError, match="expanded"):
             clip.scale_([parameters[0], parameters[2]], gradients, table, kernels, None)
         assert clip.summary().steps == 0

@@ -127,9 +127,9 @@ def test_unscaled_gradients_are_bit_for_bit_torchs(device: str) -> None:
 
 def passes_over_gradients(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the compiled functions that were handed the gradients."""
-    from gradstat import _native
+    from gradstat._core import native
 
-    module, seen = _native.load_cpu(), []
+    module, seen = native.load_cpu(), []
     for name in ("check", "clip_", "measure", "measure_step", "scale_", "unscale_"):
         original = getattr(module, name)
 

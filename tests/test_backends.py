@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradstat
-from gradstat import _backends
+from gradstat._core import backends
 from gradstat.stats import resolve_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ def test_every_unavailable_backend_says_why() -> None:
         assert status.detail
         if not status.available:
             with pytest.raises(gradstat.BackendUnavailableError, match=f"backend '{status.name}' is not available"):
-                _backends.resolve(status.name, status.device)
+                backends.resolve(status.name, status.device)
 
 
 def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
@@ -54,7 +54,7 @@ def test_a_forced_backend_without_kernels_for_the_device_names_the_tensor() -> N
 
 def test_a_device_without_float64_is_refused_with_the_remedy() -> None:
     with pytest.raises(gradstat.BackendUnavailableError, match=r"no backend serves.*'mps'.*copies on the CPU"):
-        _backends.resolve(None, "mps")
+        backends.resolve(None, "mps")
 
 
 def parameter() -> torch.nn.Parameter:
@@ -97,7 +97,7 @@ def test_a_stale_build_is_an_error_even_when_nothing_is_forced() -> None:
 
 def test_without_the_compiled_extension_the_reference_serves() -> None:
     code = (
-        "from gradstat import _native; _native.library_path = lambda name: None\n"
+        "from gradstat._core import native; native.library_path = lambda name: None\n"
         "import gradstat, torch\n"
         "print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])\n"
         "model = torch.nn.Linear(2, 2); model(torch.ones(1, 2)).sum().backward()\n"
@@ -175,18 +175,16 @@ def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
 
 
 LAYERS = [
-    {"_fields", "_files", "_torch_version", "_version"},
-    {"_norms", "_tensors", "_arrival", "_compiling", "_collectives", "_nested", "_wrappers", "reference", "kernels"},
-    {"_native"},
-    {"_backends", "_plan"},
-    {"_measurement", "_placements", "tensor_stats", "_arguments"},
-    {"_render", "_sharded"},
-    {"_measure"},
+    {"_fields", "_torch_version", "_version"},
+    {"kernels"},
+    {"_core"},
+    {"tensor_stats"},
+    {"_render"},
     {"stats", "report"},
     {"check", "total_norm"},
     {"clip", "clip_value", "accumulation"},
-    {"adaptive", "patch", "_optimizers", "_scaling", "counters"},
-    {"_measured"},
+    {"adaptive", "patch", "counters"},
+    {"_step"},
     {"step", "amp"},
     {"distributed"},
     {"monitor"},
@@ -195,6 +193,16 @@ LAYERS = [
     {"bench", "integrations", "pytest_plugin"},
     {"demo"},
     {"__main__"},
+]
+
+CORE_LAYERS = [
+    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy", "reference"},
+    {"native"},
+    {"backends", "parameters"},
+    {"measurement", "placements", "arguments"},
+    {"sharded"},
+    {"measure"},
+    {"__init__"},
 ]
 
 MONITOR_LAYERS = [
@@ -211,7 +219,10 @@ MONITOR_LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("package", "layers"), [("gradstat", LAYERS), ("gradstat.monitor", MONITOR_LAYERS)])
+@pytest.mark.parametrize(
+    ("package", "layers"),
+    [("gradstat", LAYERS), ("gradstat._core", CORE_LAYERS), ("gradstat.monitor", MONITOR_LAYERS)],
+)
 def test_imports_point_down_only(package: str, layers: list[set[str]]) -> None:
     import ast
 

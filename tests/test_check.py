@@ -17,7 +17,7 @@ from test_conformance import assert_rows_match
 from torch import nn
 
 import gradstat
-from gradstat._measurement import HostRows, Measurement
+from gradstat._core.measurement import HostRows, Measurement
 
 
 def trained(model: nn.Module, features: int = 6) -> nn.Module:

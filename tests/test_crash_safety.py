@@ -28,7 +28,7 @@ from recordings import HOSTILE, assert_same, recording
 from torch import nn
 
 import gradstat
-from gradstat._files import replacing
+from gradstat._core.files import replacing
 from gradstat._version import __version__
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
 from gradstat.monitor import Finding, Recording, Series
@@ -180,7 +180,7 @@ import numpy as np
 import torch
 import gradstat
 from recordings import recording
-from gradstat._files import replacing
+from gradstat._core.files import replacing
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
 from gradstat.monitor.recording import load, save, write_page
 

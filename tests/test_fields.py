@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradstat
-from gradstat import _fields, _native, _norms
+from gradstat import _fields
+from gradstat._core import native, norms
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,8 +54,8 @@ def test_an_unknown_field_is_named_with_the_known_ones() -> None:
 def test_a_stale_extension_is_refused_with_the_remedy() -> None:
     stale = _fields.FINGERPRINT.replace("zero_count:sum,", "")
     with pytest.raises(gradstat.StaleExtensionError, match=r"stale.*zero_count.*Rebuild"):
-        _native.check_fingerprint(stale, Path("_C.abi3.so"))
-    _native.check_fingerprint(_fields.FINGERPRINT, Path("_C.abi3.so"))
+        native.check_fingerprint(stale, Path("_C.abi3.so"))
+    native.check_fingerprint(_fields.FINGERPRINT, Path("_C.abi3.so"))
 
 
 @settings(deadline=None)
@@ -132,10 +133,10 @@ def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> No
 def test_norms_of_a_table_say_nan_before_inf(norm_type: float) -> None:
     tensors = [torch.tensor([3.0, -4.0]), torch.zeros(0)]
     expected = 5.0 if norm_type == 2.0 else 4.0
-    assert _norms.total_norm(gradstat.stats(tensors), norm_type).item() == pytest.approx(expected)
-    assert _norms.total_norm(gradstat.stats([*tensors, torch.tensor(-math.inf)]), norm_type).item() == math.inf
+    assert norms.total_norm(gradstat.stats(tensors), norm_type).item() == pytest.approx(expected)
+    assert norms.total_norm(gradstat.stats([*tensors, torch.tensor(-math.inf)]), norm_type).item() == math.inf
     both = [*tensors, torch.tensor([math.inf, math.nan])]
-    assert math.isnan(_norms.total_norm(gradstat.stats(both), norm_type).item())
+    assert math.isnan(norms.total_norm(gradstat.stats(both), norm_type).item())
 
 
 def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
@@ -144,6 +145,6 @@ def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
 
 
 def test_summed_columns_come_first() -> None:
-    """gradstat/_sharded.py takes them as a view."""
+    """gradstat/_core/sharded.py takes them as a view."""
     merges = [field.merge for field in _fields.FIELDS]
     assert "sum" not in merges[merges.count("sum") :]

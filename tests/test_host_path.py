@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradstat
-from gradstat import _backends, _native, _plan
+from gradstat._core import backends, native
+from gradstat._core import parameters as _plan
 
-HELPERS = _native.load_cpu()
+HELPERS = native.load_cpu()
 OPS = torch.ops.gradstat
 DTYPES = [
     torch.float32,
@@ -34,8 +35,8 @@ DTYPES = [
 ]
 
 
-def direct(device: str) -> _native.DeviceModule:
-    return HELPERS if device == "cpu" else _native.load_cuda()
+def direct(device: str) -> native.DeviceModule:
+    return HELPERS if device == "cpu" else native.load_cuda()
 
 
 def ordinary(device: str = "cpu") -> list[Tensor]:
@@ -232,7 +233,7 @@ def test_gradients_that_cannot_be_scaled_directly_are_scaled_nevertheless(monkey
         def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> bool:
             return False
 
-    monkeypatch.setattr(_backends.resolve(None, "cpu"), "direct", Refusing())
+    monkeypatch.setattr(backends.resolve(None, "cpu"), "direct", Refusing())
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
     assert gradstat.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True) == 2.0
@@ -248,7 +249,7 @@ def test_without_torchs_exchange_interface_the_dispatcher_serves(monkeypatch: py
     tensors = ordinary()
     expected = gradstat.stats(tensors)
 
-    monkeypatch.setattr(_backends.resolve(None, "cpu"), "direct", None)
+    monkeypatch.setattr(backends.resolve(None, "cpu"), "direct", None)
     assert torch.equal(gradstat.stats(tensors), expected)
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.ones(4)
@@ -361,7 +362,7 @@ def test_without_the_extension_the_same_parameters_are_found(monkeypatch: pytest
     model[0].weight.grad = None
     model[0].bias.requires_grad_(False).grad = None
     with_helpers = _plan.gradients_of(_plan.source_of(model).parameters)
-    monkeypatch.setattr(_native, "helpers", lambda: None)
+    monkeypatch.setattr(native, "helpers", lambda: None)
     source = _plan.source_of(model)
     assert list(source.names()) == [name for name, _ in model.named_parameters()]
     without = _plan.gradients_of(source.parameters)

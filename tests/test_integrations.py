@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
 
 import gradstat
-from gradstat._arrival import Arrival
+from gradstat._core.host_copy import HostCopy
 from gradstat.integrations import _framework, accelerate, fabric, transformers
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._handle import Handle
@@ -497,7 +497,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(deepspeed: Any, fsdp: Any) 
 def _votes_that_travel() -> list[list[bool]]:
     first = torch.distributed.get_rank() == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arrival, "travels", True)
+        patch.setattr(HostCopy, "travels", True)
         ranks = Ranks(torch.device("cpu"))
         heard = [ranks.any_of([first, False], wait=False), ranks.any_of([False, False], wait=False)]
         heard.append(ranks.any_of([False, first], wait=False))

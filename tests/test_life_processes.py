@@ -17,13 +17,13 @@ from gradstat.monitor.recording import load
 THREADS_AT_THE_END = """
 import threading
 import torch
-from gradstat import _native
+from gradstat._core import native
 
 def work(size):
     tensors = [torch.ones(size) for _ in range(4)]
     begun.release()
     while True:
-        _native.load_cpu().scale_(tensors, minus)
+        native.load_cpu().scale_(tensors, minus)
 
 minus = torch.full((2,), -1.0, dtype=torch.float64)
 begun = threading.Semaphore(0)

@@ -9,15 +9,15 @@ from exact import COMPLEX, FLOAT8, REAL, rounded_product
 from test_conformance import CASES, assert_rows_match, random
 from torch import Tensor
 
-from gradstat import _backends
-from gradstat._backends import Kernels
+from gradstat._core import backends
+from gradstat._core.backends import Kernels
 
 FACTORS = [3.7, 2.0**-16, 1.0, math.nan, math.inf]
 
 
 @pytest.fixture
 def kernels(where: tuple[str, str]) -> Kernels:
-    return _backends.resolve(*where)
+    return backends.resolve(*where)
 
 
 def skip_unless_scalable(dtype: torch.dtype, where: tuple[str, str]) -> None:
@@ -102,7 +102,7 @@ def test_unscaling_is_scaling_and_measuring(case: str, dtype: torch.dtype, devic
     """In every bit; the other backends do nothing else."""
     for value in FACTORS:
         tensors = [apart(tensor) for tensor in CASES[case](dtype, device)]
-        assert_unscale_is_scale_and_check(_backends.resolve("native", device), tensors, value, device)
+        assert_unscale_is_scale_and_check(backends.resolve("native", device), tensors, value, device)
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -112,7 +112,7 @@ def test_unscaling_several_chunks(dtype: torch.dtype, device: str) -> None:
         x = torch.randn(5 * 65536 + 321).to(dtype).to(device)
         x[70_000] = x[4 * 65536] = math.nan
         tensors = [x, apart(x[3:])]
-        assert_unscale_is_scale_and_check(_backends.resolve("native", device), tensors, value, device)
+        assert_unscale_is_scale_and_check(backends.resolve("native", device), tensors, value, device)
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -143,7 +143,7 @@ def test_unscaling_by_one_leaves_every_bit(where: tuple[str, str]) -> None:
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     tensors = [codes.view(dtype).clone().to(where[1]) for dtype in (torch.float16, torch.bfloat16)]
     twins = [tensor.clone() for tensor in tensors]
-    table = _backends.resolve(*where).unscale_(tensors, factor_of(1.0, where[1]))
+    table = backends.resolve(*where).unscale_(tensors, factor_of(1.0, where[1]))
     assert_same_bytes(tensors, twins)
     assert_rows_match(table, tensors)
 
@@ -164,7 +164,7 @@ def test_unscaling_does_not_depend_on_the_number_of_threads() -> None:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             copies = [tensor.clone() for tensor in tensors]
-            tables.append(_backends.resolve("native", "cpu").unscale_(copies, factor_of(0.3, "cpu")))
+            tables.append(backends.resolve("native", "cpu").unscale_(copies, factor_of(0.3, "cpu")))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(table, tables[0]) for table in tables)
@@ -209,7 +209,7 @@ def test_a_coefficient_of_one_touches_nothing(where: tuple[str, str]) -> None:
     signalling = torch.tensor([0x7F800001, 0x3F800000], dtype=torch.int32, device=where[1])
     before = signalling.clone()
     other = torch.ones(3, device=where[1])
-    _backends.resolve(*where).scale_each_([signalling.view(torch.float32), other], coefficients_of([1, 2], where[1]))
+    backends.resolve(*where).scale_each_([signalling.view(torch.float32), other], coefficients_of([1, 2], where[1]))
     assert torch.equal(signalling, before)
     assert other.tolist() == [2.0] * 3
 
@@ -335,7 +335,7 @@ def test_numbers_with_gaps_and_of_the_other_width_are_refused(kernels: Kernels, 
 def test_numbers_on_another_device_are_refused() -> None:
     tensors = [torch.ones(2, 2, device="cuda")]
     for backend in ("native", "triton", "reference"):
-        kernels = _backends.resolve(backend, "cuda")
+        kernels = backends.resolve(backend, "cuda")
         with pytest.raises(RuntimeError, match="device"):
             kernels.unscale_(tensors, factor_of(0.5, "cpu"))
         with pytest.raises(RuntimeError, match="device"):

@@ -101,7 +101,7 @@ if __name__ == "__main__":
 def test_a_field_of_each_merge_goes_through_everything(tmp_path: Path) -> None:
     for folder in ("gradstat", "kernels", "csrc"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("*.so", "*.pyc"))
-    definition, reference = tmp_path / "gradstat" / "_fields.py", tmp_path / "gradstat" / "reference.py"
+    definition, reference = tmp_path / "gradstat" / "_fields.py", tmp_path / "gradstat" / "_core" / "reference.py"
     text, lifts = definition.read_text(), reference.read_text()
     for name, (merge, line, lift) in FIELDS.items():
         # Summed fields stand before the others; the rest is appended.

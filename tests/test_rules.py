@@ -19,7 +19,7 @@ from torch import nn
 
 import gradstat.monitor as monitoring
 from gradstat import _fields
-from gradstat._tensors import TensorInfo
+from gradstat._core.tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.observers import Outputs
 from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstat
-from gradstat import _norms, _optimizers
+from gradstat._core import norms
+from gradstat._step import optimizers
 from gradstat.amp import GradScaler
 
 Make = Callable[[Any], Optimizer]
@@ -105,7 +106,7 @@ def test_every_optimizer_clips_steps_and_skips(
     model = model_for(kind, device)
     twin = copy.deepcopy(model)
     ours, theirs = make(model.parameters()), make(twin.parameters())
-    assert _optimizers.obeys_verdict(ours) is obeys
+    assert optimizers.obeys_verdict(ours) is obeys
     outcomes = []
     for step in range(8):
         bad = {0: math.nan, 3: math.inf, 4: -math.inf}.get(step)
@@ -169,9 +170,9 @@ def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: py
     scaler = GradScaler("cpu") if scaling else None
     loss = loss_of(model, 0)
     (loss if scaler is None else scaler.scale(loss)).backward()
-    from gradstat import _measured
+    from gradstat._step import measured
 
-    monkeypatch.setattr(_measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
+    monkeypatch.setattr(measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
     with NoSync():
         result = gradstat.guarded_step(optimizer, 0.1, scaler=scaler)
         if scaler is not None:
@@ -180,9 +181,9 @@ def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: py
 
 
 def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradstat import _measured
+    from gradstat._step import measured
 
-    monkeypatch.setattr(_measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
+    monkeypatch.setattr(measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
     model = network()
     optimizer = torch.optim.RMSprop(model.parameters())
     loss_of(model, 0).backward()
@@ -309,7 +310,7 @@ def test_optimizers_may_share_parameters() -> None:
 def test_groups_may_say_otherwise_than_the_defaults() -> None:
     weights, biases = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "fused": False, "lr": 0.5}], fused=True)
-    assert not _optimizers.obeys_verdict(optimizer)
+    assert not optimizers.obeys_verdict(optimizer)
     for parameter in (*weights, *biases):
         parameter.grad = torch.full_like(parameter, math.nan)
     assert gradstat.guarded_step(optimizer).skipped
@@ -358,7 +359,7 @@ def test_an_optimizer_that_was_pickled_is_as_fused_as_before() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = pickle.loads(pickle.dumps(torch.optim.AdamW([parameter], fused=True)))
     assert not hasattr(optimizer, "_step_supports_amp_scaling")
-    assert _optimizers.obeys_verdict(optimizer)
+    assert optimizers.obeys_verdict(optimizer)
 
 
 def test_a_subclass_with_a_step_of_its_own_is_not_trusted() -> None:
@@ -372,7 +373,7 @@ def test_a_subclass_with_a_step_of_its_own_is_not_trusted() -> None:
                     parameter.data.sub_(parameter.grad)
 
     parameter = nn.Parameter(torch.ones(3))
-    assert _optimizers.obeys_verdict(Tame([parameter], fused=True))
+    assert optimizers.obeys_verdict(Tame([parameter], fused=True))
     wild = Wild([parameter])
     parameter.grad = torch.tensor([1.0, math.nan, 1.0])
     assert gradstat.guarded_step(wild).skipped
@@ -649,7 +650,7 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
     loss_scale = None if scale is None else torch.tensor(scale, device=device)
     counters = [torch.tensor([5, 2, 1], device=device) for _ in range(2)]
     table, norm, numbers, verdict = torch.ops.gradstat.measure(gradients, max_norm, 2.0, loss_scale, counters[0])
-    expected = _norms.decide(table, _norms.StepRequest(max_norm, loss_scale, counters[1]))
+    expected = norms.decide(table, norms.StepRequest(max_norm, loss_scale, counters[1]))
     torch.testing.assert_close(verdict, expected.verdict, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(numbers, expected.numbers, rtol=1e-15, atol=0, equal_nan=True)
     torch.testing.assert_close(norm, expected.norm.float(), rtol=0, atol=0, equal_nan=True)
@@ -661,7 +662,7 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
 def test_the_short_way_decides_as_the_operator(device: str) -> None:
     gradients = [torch.randn(300, device=device), torch.randn(5, 5, device=device).bfloat16()]
     scale, counters = torch.tensor(64.0, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    from gradstat._measure import direct_for
+    from gradstat._core.measure import direct_for
 
     direct = direct_for(gradients[0], str, None)
     assert direct is not None

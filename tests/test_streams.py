@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import gradstat
-from gradstat import _measured, amp, counters
-from gradstat._arrival import Arrival, streams_of
+from gradstat import amp, counters
+from gradstat._core.host_copy import HostCopy, streams_of
+from gradstat._step import measured
 
 SEEN: list[str] = []
 GPU = torch.device("cuda", 1)
@@ -32,15 +33,15 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
         yield
         stack.pop()
 
-    begin = Arrival.__init__
+    begin = HostCopy.__init__
 
-    def recorded(arrival: Arrival, tensor: torch.Tensor) -> None:
+    def recorded(arrival: HostCopy, tensor: torch.Tensor) -> None:
         SEEN.append(stack[-1])
         begin(arrival, tensor)
 
-    monkeypatch.setattr(Arrival, "__init__", recorded)
+    monkeypatch.setattr(HostCopy, "__init__", recorded)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    for module in (_measured, amp):
+    for module in (measured, amp):
         monkeypatch.setattr(module, "streams_of", lambda tensors: (stack[-1],))
     yield stream
     assert stack == ["default"]

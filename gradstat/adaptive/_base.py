@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstat import _norms
-from gradstat._arguments import collect, listed_parameters, refuse_distributed
-from gradstat._arrival import refuse_capture
-from gradstat._backends import Kernels
-from gradstat._compiling import outside_of_the_graph
-from gradstat._measure import measure
-from gradstat._tensors import NameOf, check_writable
+from gradstat._core import norms
+from gradstat._core.arguments import collect, listed_parameters, refuse_distributed
+from gradstat._core.backends import Kernels
+from gradstat._core.compiling import outside_of_the_graph
+from gradstat._core.host_copy import refuse_capture
+from gradstat._core.measure import measure
+from gradstat._core.tensors import NameOf, check_writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
@@ -86,7 +86,7 @@ class AdaptiveClip(ABC):
             norm = self._clip_(listed, gradients, name_of, backend)
         # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
         torch.autograd.graph.increment_version(gradients)
-        return norm.to(_norms.norm_dtype(gradients))
+        return norm.to(norms.norm_dtype(gradients))
 
     @abstractmethod
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
@@ -179,7 +179,7 @@ class NormClip(AdaptiveClip):
         """
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        norm = _norms.total_norm(table_of(gradients, name_of, backend), 2.0)
+        norm = norms.total_norm(table_of(gradients, name_of, backend), 2.0)
         coefficient = self.coefficient(norm)
         scale_gradients_(gradients, coefficient, name_of, backend)
         return norm

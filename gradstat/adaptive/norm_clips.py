@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradstat import _norms
+from gradstat._core import norms
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, limited, number, whole_number
 from gradstat.adaptive._history import State
@@ -41,7 +41,7 @@ class FixedClip(NormClip):
         super().__init__(window, max_norm=max_norm)
 
     def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
-        return _norms.clip_coefficient(norm, self._max_norm)
+        return norms.clip_coefficient(norm, self._max_norm)
 
 
 class AutoClip(NormClip):

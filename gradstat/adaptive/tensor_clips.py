@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstat import _norms
-from gradstat._arguments import refuse_distributed
-from gradstat._backends import Kernels
-from gradstat._measure import by_device, resolve_for
-from gradstat._tensors import NameOf, changeable, check_writable, is_dense, moved, readable
+from gradstat._core import norms as _norms
+from gradstat._core.arguments import refuse_distributed
+from gradstat._core.backends import Kernels
+from gradstat._core.measure import by_device, resolve_for
+from gradstat._core.tensors import NameOf, changeable, check_writable, is_dense, moved, readable
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, number, table_of, whole_number
 

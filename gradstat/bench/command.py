@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstat._files import replacing
+from gradstat._core.files import replacing
 from gradstat.bench import steps
 from gradstat.bench.machine import circumstance, device_name, driver_version, versions
 from gradstat.bench.progress import Progress

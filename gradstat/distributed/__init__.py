@@ -3,7 +3,7 @@
 Not imported by ``import gradstat``, for it needs ``torch.distributed``; ``gradstat.distributed`` imports it when used.
 """
 
-from gradstat._collectives import UnreachableRankError
+from gradstat._core.collectives import UnreachableRankError
 from gradstat.distributed._origin_report import OriginReport
 from gradstat.distributed.batches import BatchReport, RepeatedBatchError, verify_batches
 from gradstat.distributed.origin import OriginWatch, watch_origin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradstat._collectives import in_words
+from gradstat._core.collectives import in_words
 from gradstat.report import NonFiniteGradientError
 
 _NAMED_IN_ERROR = 5

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from gradstat._collectives import in_words
-from gradstat._plan import source_of
+from gradstat._core.collectives import in_words
+from gradstat._core.parameters import source_of
 
 MISSING = "missing"
 """The layout of a gradient that is None."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradstat._collectives import device_of, gather, in_words, member
-from gradstat._nested import leaves_in
+from gradstat._core.collectives import device_of, gather, in_words, member
+from gradstat._core.nested import leaves_in
 from gradstat.distributed._checksum import checksums, combined, of_text
 
 _CALLER = "verify_batches"

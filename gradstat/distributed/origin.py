@@ -14,10 +14,10 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat import _fields
-from gradstat._collectives import device_of, gather, reduce_
-from gradstat._compiling import never_traced
-from gradstat._tensors import moved
-from gradstat._wrappers import uncompiled
+from gradstat._core.collectives import device_of, gather, reduce_
+from gradstat._core.compiling import never_traced
+from gradstat._core.tensors import moved
+from gradstat._core.wrappers import uncompiled
 from gradstat.distributed._origin_report import BadGradient, OriginReport
 from gradstat.stats import stats
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradstat._collectives import device_of, gather_by_rank, in_words, member, reduce_
+from gradstat._core.collectives import device_of, gather_by_rank, in_words, member, reduce_
 from gradstat.distributed._checksum import checksums, combined, of_text
 from gradstat.distributed._replicated import MISSING, Replicated, replicated
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from gradstat import _scaling
+from gradstat._step import loss_scale
 from gradstat.adaptive import AdaptiveClip
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.integrations._engines import engine_clips, engine_of
@@ -127,7 +127,7 @@ class AcceleratorBase(Handle):
         for optimizer in self._accelerator._optimizers:
             inner = unwrapped(optimizer)
             held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-            if not ids.isdisjoint(held) and _scaling.state_of(scaler, inner)["stage"] is OptState.READY:
+            if not ids.isdisjoint(held) and loss_scale.state_of(scaler, inner)["stage"] is OptState.READY:
                 chosen.append(optimizer)
         if chosen:
             self._accelerator.unscale_gradients(optimizer=chosen)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradstat import _optimizers
+from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.total_norm import get_total_norm
@@ -87,8 +87,8 @@ class OptimizerClip:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())
-        _optimizers.refuse_foreign_verdict(optimizer)
-        _optimizers.first_momentum_is_at_risk(optimizer)
+        optimizers.refuse_foreign_verdict(optimizer)
+        optimizers.first_momentum_is_at_risk(optimizer)
         with torch.no_grad():
             norm: Tensor = get_total_norm(gradients).to(torch.float64) / scaled._scale.to(gradients[0].device)
             divisor = ((norm + 1e-6) / limit).clamp(min=1.0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradstat._arrival import Arrival
+from gradstat._core.host_copy import HostCopy
 
 
 class Ranks:
@@ -19,7 +19,7 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._votes: Arrival | None = None
+        self._votes: HostCopy | None = None
 
     def mean(self, loss: Tensor | None) -> Tensor | None:
         """The mean loss, so that all ranks find the same; None where there is none."""
@@ -44,7 +44,7 @@ class Ranks:
             if want:
                 votes[i].fill_(1.0)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        before, self._votes = self._votes, Arrival(votes)
+        before, self._votes = self._votes, HostCopy(votes)
         told = [self._votes] if wait or not self._votes.travels else []
         if before is not None and before.travels:  # one that was not waited for has not been heard yet
             told.append(before)

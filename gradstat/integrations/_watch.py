@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat._wrappers import without_ddp
+from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._micro_batches import MicroBatchHistory

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradstat._files import replacing
-from gradstat._wrappers import without_ddp
+from gradstat._core.files import replacing
+from gradstat._core.wrappers import without_ddp
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
 from gradstat.integrations._framework import require, unwrapped

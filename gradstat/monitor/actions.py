@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat import _optimizers
+from gradstat._step import optimizers
 from gradstat.monitor.hooks import Hook
 
 
@@ -47,9 +47,9 @@ class Skipping:
         self.disarm()
         if flag is None or (scaler is not None and scaler.is_enabled()):
             return
-        obeys = _optimizers.obeys_verdict(self._optimizer)
-        if obeys and not _optimizers.first_momentum_is_at_risk(self._optimizer):
-            _optimizers.refuse_foreign_verdict(self._optimizer)
+        obeys = optimizers.obeys_verdict(self._optimizer)
+        if obeys and not optimizers.first_momentum_is_at_risk(self._optimizer):
+            optimizers.refuse_foreign_verdict(self._optimizer)
             self._optimizer.found_inf = flag  # type: ignore[attr-defined]
             self._flags.append(flag)
         elif flag.item():

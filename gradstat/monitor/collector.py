@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradstat import _scaling
-from gradstat._nested import tensors_in
-from gradstat._plan import gradients_of, source_of
-from gradstat._tensors import is_distributed
-from gradstat._wrappers import uncompiled, without_ddp
+from gradstat._core.nested import tensors_in
+from gradstat._core.parameters import gradients_of, source_of
+from gradstat._core.tensors import is_distributed
+from gradstat._core.wrappers import uncompiled, without_ddp
+from gradstat._step import loss_scale
 from gradstat.monitor import observers
 from gradstat.monitor.rows import Observation
 from gradstat.monitor.segments import PendingRows, Segment, measure_segments
@@ -198,7 +198,7 @@ class Collector:
         if self._optimizer is None or not isinstance(self._scaler, torch.amp.GradScaler):
             return False
         try:
-            return _scaling.is_unscaled(self._scaler, self._optimizer)
+            return loss_scale.is_unscaled(self._scaler, self._optimizer)
         except RuntimeError:  # stepped already, so unscaled before that
             return True
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat._compiling import never_traced, outside_of_the_graph
+from gradstat._core.compiling import never_traced, outside_of_the_graph
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor.actions import Skipping, Snapshots

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat import _fields
-from gradstat._measurement import Measurement
-from gradstat._nested import tensors_in
-from gradstat._tensors import TensorInfo
+from gradstat._core.measurement import Measurement
+from gradstat._core.nested import tensors_in
+from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.hooks import Hook, removed_with
 from gradstat.monitor.kinds import name_of_state
 from gradstat.monitor.segments import Segment

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gradstat import _fields
-from gradstat._tensors import TensorInfo
+from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.recording.recording import COLUMNS
 from gradstat.tensor_stats import TensorStats, l2_norm_of
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._measure import measure, measure_directly
-from gradstat._measurement import HostRows, Measurement
-from gradstat._tensors import TensorInfo, is_distributed, moved
+from gradstat._core.measure import measure, measure_directly
+from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.tensors import TensorInfo, is_distributed, moved
 from gradstat.monitor.rows import Floats
 
 _WIDTH = len(_fields.FIELDS)

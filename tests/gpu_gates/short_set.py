@@ -10,7 +10,7 @@ import math
 import torch
 
 import gradstat
-from gradstat import _backends
+from gradstat._core import backends
 
 FIELDS = [
     gradstat.FIELDS.index(name) for name in ("nan_count", "inf_count", "zero_count", "min", "max", "first_nonfinite")
@@ -46,7 +46,7 @@ def main() -> None:
             parameter.grad = clone
         norm = gradstat.clip_grad_norm_(parameters, 1e9)
         assert torch.equal(norm, gradstat.clip_grad_norm_(parameters, 0.5))
-    native, triton, reference = (_backends.resolve(name, "cuda") for name in ("native", "triton", "reference"))
+    native, triton, reference = (backends.resolve(name, "cuda") for name in ("native", "triton", "reference"))
     for group in groups:
         if all(tensor.element_size() > 1 for tensor in group):
             triton.scale_each_([tensor.clone() for tensor in group], torch.arange(len(group), device="cuda").double())

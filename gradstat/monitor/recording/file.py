@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._files import replacing
+from gradstat._core.files import replacing
 from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive

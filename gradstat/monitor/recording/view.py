@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from gradstat._files import replacing
+from gradstat._core.files import replacing
 from gradstat.monitor.recording.page_data import page_data
 from gradstat.monitor.recording.recording import Recording
 

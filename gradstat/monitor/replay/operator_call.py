@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from gradstat._nested import tensors_in
+from gradstat._core.nested import tensors_in
 from gradstat.monitor.replay.taint import finite
 
 # What the first argument held before does not matter to these.

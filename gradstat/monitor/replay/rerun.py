@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from gradstat._nested import tensors_in
+from gradstat._core.nested import tensors_in
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.graph_hooks import GraphHooks, LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._arrival import Arrival
-from gradstat._norms import Decision
-from gradstat._tensors import TensorInfo, moved
+from gradstat._core.host_copy import HostCopy
+from gradstat._core.norms import Decision
+from gradstat._core.tensors import TensorInfo, moved
 
 
 class Measurement(NamedTuple):
@@ -20,7 +20,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         tables: One for each device, ``[n, len(FIELDS)]`` float64 there. Those of distributed tensors have a column
-            more (`gradstat._sharded.Sharded`).
+            more (`gradstat._core.sharded.Sharded`).
         order: To which tensor each row of the tables, one behind the other, belongs; None if they are in order.
         infos: What reports need to know about each tensor, in order.
         total: ``[1, len(FIELDS)]`` float64: all tensors of all ranks, if some are distributed. Every rank that could
@@ -70,10 +70,10 @@ class HostRows:
     __slots__ = ("_copies", "_failed", "_order", "_total", "infos")
 
     def __init__(self, measurement: Measurement) -> None:
-        self._copies = [Arrival(table) for table in measurement.tables]
+        self._copies = [HostCopy(table) for table in measurement.tables]
         self._order = measurement.order
-        self._total = None if measurement.total is None else Arrival(measurement.total)
-        self._failed = None if measurement.failed is None else Arrival(measurement.failed)
+        self._total = None if measurement.total is None else HostCopy(measurement.total)
+        self._failed = None if measurement.failed is None else HostCopy(measurement.failed)
         self.infos = measurement.infos
 
     @property

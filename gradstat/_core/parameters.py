@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from gradstat import _native
+from gradstat._core import native
 
 PLAIN_TYPES = {Tensor, Parameter}
 
@@ -59,7 +59,7 @@ def _remember(module: Module, names: tuple[str, ...], places: object) -> None:
 
 
 def _module_source(module: Module) -> Source:
-    helpers = _native.helpers()
+    helpers = native.helpers()
     plan = _plans.get(id(module))
     if plan is not None and plan.module() is module and helpers is not None:
         parameters = helpers.planned_parameters(plan.places)
@@ -170,7 +170,7 @@ def gradients_of(parameters: list[Tensor]) -> Gradients:
     Raises:
         AttributeError: Something among ``parameters`` has no ``.grad``.
     """
-    helpers = _native.helpers()
+    helpers = native.helpers()
     if helpers is not None:
         return Gradients(*helpers.gradients_of(parameters))
     found = [parameter.grad for parameter in parameters]

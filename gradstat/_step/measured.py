@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradstat import _fields, _norms
-from gradstat._arrival import Streams, behind, streams_of
-from gradstat._measure import direct_for, infos_of, measure, resolve_for
-from gradstat._measurement import HostRows, Measurement
-from gradstat._norms import StepRequest
-from gradstat._plan import Names
-from gradstat._tensors import NameOf, check_writable, moved
+from gradstat import _fields
+from gradstat._core import norms
+from gradstat._core.host_copy import Streams, behind, streams_of
+from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
+from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.norms import StepRequest
+from gradstat._core.parameters import Names
+from gradstat._core.tensors import NameOf, check_writable, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_, scale_gradients_
@@ -23,7 +24,7 @@ from gradstat.report import Report
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradstat._sharded import ExtraGroups
+    from gradstat._core.sharded import ExtraGroups
 
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
@@ -76,9 +77,9 @@ class Measured(NamedTuple):
     ) -> Measured:
         """Reads the gradients once, and counts the step in ``counters``. No host sync.
 
-        Arguments as for `gradstat._norms.StepRequest`; ``parameters`` are all of which some may have a gradient, and
-        one at least has, unless there are ``extra_groups``. Distributed gradients are merged over their ranks, so that
-        all decide alike.
+        Arguments as for `gradstat._core.norms.StepRequest`; ``parameters`` are all of which some may have a gradient,
+        and one at least has, unless there are ``extra_groups``. Distributed gradients are merged over their ranks, so
+        that all decide alike.
         """
         if loss_scale is not None:
             loss_scale = moved(loss_scale, gradients[0].device if gradients else torch.device("cpu"))
@@ -208,7 +209,7 @@ class Unscaled(NamedTuple):
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
         tables = self.rows.tables if self.rows.total is None else [self.rows.total]
-        return {table.device: _norms.any_nonfinite(table).to(torch.float32) for table in tables}
+        return {table.device: norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
         """Clips the gradients, unless one is not finite. Their norm before, 0-d, of their promoted dtype."""
@@ -217,7 +218,7 @@ class Unscaled(NamedTuple):
             return self.names()[i]
 
         with torch.no_grad():
-            total = _norms.total_norm(self.rows.summands(), 2.0)
+            total = norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
                 kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
                 max_norm.scale_(parameters, gradients, self.rows.table(), kernels, None)
@@ -226,11 +227,11 @@ class Unscaled(NamedTuple):
                     coefficient = max_norm.coefficient(total)
                 else:
                     assert not isinstance(max_norm, AdaptiveClip)
-                    coefficient = _norms.clip_coefficient(total, float(max_norm))
+                    coefficient = norms.clip_coefficient(total, float(max_norm))
                     coefficient = torch.where(total.isfinite(), coefficient, 1.0)
                 scale_gradients_(gradients, coefficient, name_of, None)
             torch.autograd.graph.increment_version(gradients)
-            return total.to(_norms.norm_dtype(gradients))
+            return total.to(norms.norm_dtype(gradients))
 
     def report(self) -> PendingReport:
         """The report, on its way from now on."""

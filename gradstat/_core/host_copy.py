@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, so that somebody can wait for them, or not."""
+"""Copies from a device to the host that need not be waited for, and the streams they are made on."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def refuse_capture(device: torch.device, what: str) -> None:
         )
 
 
-class Arrival:
-    """A tensor on its way to the host: copied into pinned memory behind the kernel that fills it."""
+class HostCopy:
+    """A tensor copied to the host, into pinned memory and behind the kernel that fills it, without waiting."""
 
     __slots__ = ("_event", "_host")
 
@@ -66,13 +66,13 @@ class Arrival:
                 self._event = torch.cuda.Event()
                 self._event.record()
         else:
-            # On the CPU there is no way to go. While a graph is captured there are no numbers yet: they are
-            # fetched when asked for, after a replay.
+            # On the CPU nothing has to be copied. While a graph is captured there are no numbers yet: they are
+            # copied when asked for, after a replay.
             self._host = tensor
 
     @property
     def travels(self) -> bool:
-        """Whether there is a way to go at all."""
+        """Whether there is a copy to wait for: not on the CPU, nor in a graph's capture."""
         return self._event is not None
 
     def done(self) -> bool:
@@ -97,16 +97,16 @@ class Mirror:
     def __init__(self, numbers: Callable[[], Tensor]) -> None:
         self._numbers = numbers
         self._seen: Any = None
-        self._arrival: Arrival | None = None
+        self._copy: HostCopy | None = None
 
     def read(self, wait: bool) -> Any:
         """The newest numbers that have arrived, as an array; sends for newer ones.
 
         Without ``wait`` only the first call waits for a GPU; what comes back later is some calls old.
         """
-        if wait or self._arrival is None or not self._arrival.travels:
-            self._arrival = Arrival(self._numbers())
-        if wait or self._seen is None or self._arrival.done():
-            self._seen = self._arrival.wait().copy()
-            self._arrival = Arrival(self._numbers())
+        if wait or self._copy is None or not self._copy.travels:
+            self._copy = HostCopy(self._numbers())
+        if wait or self._seen is None or self._copy.done():
+            self._seen = self._copy.wait().copy()
+            self._copy = HostCopy(self._numbers())
         return self._seen

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradstat import _fields
-from gradstat._collectives import device_of, explained
-from gradstat._measurement import Measurement
-from gradstat._placements import ExtraGroups, Layout, extra_masks, index_bits
-from gradstat._plan import gradients_of
-from gradstat._tensors import TensorInfo
+from gradstat._core.collectives import device_of, explained
+from gradstat._core.measurement import Measurement
+from gradstat._core.parameters import gradients_of
+from gradstat._core.placements import ExtraGroups, Layout, extra_masks, index_bits
+from gradstat._core.tensors import TensorInfo
 
 __all__ = ["ExtraGroups", "Sharded", "without_ranks"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from gradstat._plan import Gradients, gradients_of
-from gradstat._tensors import NameOf
+from gradstat._core.parameters import Gradients, gradients_of
+from gradstat._core.tensors import NameOf
 
 
 def listed(

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradstat import _fields, _norms
-from gradstat._tensors import unit_count
+from gradstat import _fields
+from gradstat._core import norms
+from gradstat._core.tensors import unit_count
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 _REBUILD = "Rebuild it: `pip install --no-build-isolation -e .` in a checkout, or reinstall gradstat."
 
 
@@ -87,7 +88,7 @@ class CpuModule(DeviceModule, Protocol):
         """The parameters of a plan as they are now; None if a module was changed."""
 
     def gradients_of(self, parameters: list[Tensor], /) -> tuple[list[Tensor], list[int] | None, list[int] | None]:
-        """What `gradstat._plan.gradients_of` returns."""
+        """What `gradstat._core.parameters.gradients_of` returns."""
 
 
 class CudaModule(DeviceModule, Protocol):
@@ -213,7 +214,7 @@ def _register_fakes() -> None:
         loss_scale: Tensor | None = None,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        norm = tensors[0].new_empty((), dtype=_norms.norm_dtype(tensors))
+        norm = tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))
         numbers = tensors[0].new_empty(2, dtype=torch.float64)
         return table_like(tensors), norm, numbers, tensors[0].new_empty(3, dtype=torch.float32)
 
@@ -225,4 +226,4 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("gradstat::clip_")
     def _(tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return tensors[0].new_empty((), dtype=_norms.norm_dtype(tensors))
+        return tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from gradstat._plan import Gradients, Source
+from gradstat._core.parameters import Gradients, Source
 
 
 def state_of(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from gradstat._tensors import Shards
+from gradstat._core.tensors import Shards
 
 Group: TypeAlias = ProcessGroup | DeviceMesh
 ExtraGroups: TypeAlias = Group | Iterable[Group | tuple[Group, Iterable[Tensor]]]

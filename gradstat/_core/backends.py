@@ -17,16 +17,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradstat import _native
+from gradstat._core import native
+from gradstat._core.native import BackendUnavailableError, DeviceModule
+from gradstat._core.tensors import changeable, units_of
 from gradstat._fields import NAMES
-from gradstat._native import BackendUnavailableError, DeviceModule
-from gradstat._tensors import changeable, units_of
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
 
 class Kernels(Protocol):
-    """What a backend does on one type of device, with tensors as `gradstat._tensors.readable` returns them.
+    """What a backend does on one type of device, with tensors as `gradstat._core.tensors.readable` returns them.
 
     Attributes:
         direct: A shorter way for lists of ordinary tensors, which need no `readable`; None if there is none.
@@ -158,7 +158,7 @@ def _require_device(device_type: str) -> None:
 
 
 def _load_native(device_type: str) -> Kernels:
-    return NativeKernels(_native.load_cpu() if device_type == "cpu" else _native.load_cuda())
+    return NativeKernels(native.load_cpu() if device_type == "cpu" else native.load_cuda())
 
 
 def _load_triton(device_type: str) -> Kernels:
@@ -181,7 +181,7 @@ def _load_reference(device_type: str) -> Kernels:
     if device_type == "mps":
         raise BackendUnavailableError("tables are float64, which mps devices do not have; check copies on the CPU")
     _require_device(device_type)
-    from gradstat import reference
+    from gradstat._core import reference
 
     return TableKernels(reference.stats, reference.scale_, reference.scale_each_)
 
@@ -277,7 +277,7 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
             raise ValueError(f"unknown backend {name!r}; known: {', '.join(known_names())}")
         try:
             return _load(name, device_type)
-        except _native.StaleExtensionError:
+        except native.StaleExtensionError:
             raise
         except BackendUnavailableError as error:
             raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
@@ -286,7 +286,7 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
         if backend.automatic is None or device_type in backend.automatic:
             try:
                 kernels = _load(backend.name, device_type)
-            except _native.StaleExtensionError:
+            except native.StaleExtensionError:
                 raise
             except BackendUnavailableError as error:
                 reasons.append(f"{backend.name}: {error}")
@@ -327,8 +327,8 @@ def _status(backend: Backend, device_type: str) -> BackendStatus:
 def _how(name: str, device_type: str) -> str:
     if name == "native":
         if device_type == "cpu":
-            return f"compiled C++, {_native.load_cpu().instructions()} instructions, {torch.get_num_threads()} threads"
-        return f"compiled CUDA for {_native.load_cuda().architectures()}"
+            return f"compiled C++, {native.load_cpu().instructions()} instructions, {torch.get_num_threads()} threads"
+        return f"compiled CUDA for {native.load_cuda().architectures()}"
     if name == "triton":
         import triton
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from gradstat import _backends, _norms
-from gradstat._backends import Kernels
-from gradstat._measurement import Measurement
-from gradstat._native import BackendUnavailableError, DeviceModule, StaleExtensionError
-from gradstat._norms import Decision, StepRequest
-from gradstat._tensors import NameOf, TensorInfo, is_distributed, readable
+from gradstat._core import backends, norms
+from gradstat._core.backends import Kernels
+from gradstat._core.measurement import Measurement
+from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
+from gradstat._core.norms import Decision, StepRequest
+from gradstat._core.tensors import NameOf, TensorInfo, is_distributed, readable
 
 if TYPE_CHECKING:
-    from gradstat._sharded import ExtraGroups
+    from gradstat._core.sharded import ExtraGroups
 
 # The types of device for which there are compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
@@ -66,7 +66,7 @@ def measure(
             return measured
     with torch.no_grad():
         if extra_groups is not None or (over_ranks and is_distributed(tensors)):
-            from gradstat._sharded import Sharded
+            from gradstat._core.sharded import Sharded
 
             sharded = Sharded(tensors, owners, extra_groups)
 
@@ -85,8 +85,8 @@ def measure(
                 prepare()
             measured = _measure_any(tensors, name_of, backend)
         if step is not None:
-            decision = _norms.decide(measured.summands(), step)
-            dtype = _norms.norm_dtype(tensors) if tensors else torch.float32
+            decision = norms.decide(measured.summands(), step)
+            dtype = norms.norm_dtype(tensors) if tensors else torch.float32
             measured = measured._replace(decision=decision._replace(norm=decision.norm.to(dtype)))
         return measured
 
@@ -141,9 +141,9 @@ def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
 
 
 def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:
-    """`_backends.resolve`, with the name of the i-th tensor, on that type of device, in the error."""
+    """`backends.resolve`, with the name of the i-th tensor, on that type of device, in the error."""
     try:
-        return _backends.resolve(backend, device_type)
+        return backends.resolve(backend, device_type)
     except StaleExtensionError:
         raise
     except BackendUnavailableError as error:

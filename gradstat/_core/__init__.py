@@ -1,0 +1,1 @@
+"""From tensors to rows: what everything that is public is made of. Nothing here is public."""
