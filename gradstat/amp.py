@@ -1,4 +1,4 @@
-"""A loss scaler that knows what it found: torch's, with statistics from the pass that unscales."""
+"""torch's loss scaler, with gradient statistics from the pass that unscales."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class GradScaler(TorchGradScaler):
             self.unscale_(optimizer)
         elif is_unscaled:
             loss_scale.refuse_added_gradients(self, optimizer, source, found)
-        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # whoever set it means it, as in torch
+        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # set by the program; torch applies it, too
         if is_unscaled or not obeys:
             flags = loss_scale.found_by(self, optimizer)
             if not flags:

@@ -37,7 +37,7 @@ class AutoHandle:
             return None if alive is None else alive._before(args, kwargs)
 
         self._handle = optimizer.register_step_pre_hook(before)
-        # The optimizer keeps the handle, so that nobody else has to.
+        # The optimizer keeps the handle alive.
         optimizer._gradstat_auto = self  # type: ignore[attr-defined]
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -120,7 +120,7 @@ class Report:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss was multiplied by when these gradients were computed, which are told without it.
+        """What the loss was multiplied by when these gradients were computed; it is divided out of all values here.
 
         None if they were not measured in a scaled step.
         """

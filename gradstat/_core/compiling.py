@@ -1,4 +1,4 @@
-"""What becomes of gradstat's functions where torch.compile traces them."""
+"""Calls that torch.compile leaves the graph for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in batches and results: nested mappings, lists, tuples and dataclasses."""
+"""The tensors in nested mappings, lists, tuples and dataclasses."""
 
 from __future__ import annotations
 

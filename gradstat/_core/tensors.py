@@ -226,7 +226,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def is_distributed(tensors: Sequence[Any]) -> bool:
-    """Whether any of them is a shard of something larger: a DTensor, told without importing torch.distributed."""
+    """Whether any of them is a shard of something larger: a DTensor, recognised without importing torch.distributed."""
     return any(hasattr(tensor, "_local_tensor") for tensor in tensors)
 
 

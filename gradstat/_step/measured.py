@@ -246,7 +246,7 @@ class Unscaled(NamedTuple):
 
 
 def without_scale(rows: Any, loss_scale: float) -> Any:
-    """Rows of a table told without the loss scale; None stays None, and further columns as they are."""
+    """Rows divided by the loss scale, each field by its degree; None stays None, further columns stay as they are."""
     if rows is None:
         return None
     degrees = np.zeros(rows.shape[-1])

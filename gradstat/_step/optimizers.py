@@ -126,6 +126,6 @@ def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
 
 
 def _momentum_of(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
-    # The state makes an entry for whatever it is asked for by [].
+    # A defaultdict: [] would add an entry.
     buffer: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
     return buffer

@@ -173,7 +173,7 @@ class NormClip(AdaptiveClip):
 
     @abstractmethod
     def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
-        """The coefficient for ``norm``, which is in the history already; of no account where ``kept`` is False.
+        """The coefficient for ``norm``, which is in the history already; ignored where ``kept`` is False.
 
         Changes the rule's own tensors of ``state``, in place and only where ``kept`` is True.
         """

@@ -51,7 +51,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         Trainer(callbacks=[GradstatCallback(max_norm=1.0)])
 
     Gradients are measured when they are complete: accumulated, reduced over ranks, before Lightning clips them, and
-    told without a loss scale. No host sync on a GPU, but for policies that need one (as for the monitor).
+    with the loss scale divided out. No host sync on a GPU, but for policies that need one (as for the monitor).
     docs/integrations-lightning.md says what happens when.
 
     If both ``lightning`` and ``pytorch_lightning`` are installed, import the one you use before this module.

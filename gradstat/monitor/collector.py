@@ -1,4 +1,4 @@
-"""Gathers what there is to know about a step while it is there, and sends it on its way to the host."""
+"""Measures a step, gradients and what else is due, in one launch, and starts the copy to the host."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class History:
         return Recording(steps[kept], {name: values[kept] for name, values in scalars.items()}, tables)
 
     def load(self, recording: Recording) -> None:
-        """Takes up the past of another run, in place of its own."""
+        """Replaces what is kept by the history of another run."""
         self._chunks, self._scalars, self.latest = {}, deque(), {}
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))

@@ -1,4 +1,4 @@
-"""Hooks that go with whoever put them there, and that no copy and no pickle of what they are on takes along."""
+"""Hooks that are removed with their owner, and are neither copied nor pickled with the module they are on."""
 
 from __future__ import annotations
 

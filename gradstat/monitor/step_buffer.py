@@ -196,7 +196,7 @@ class StepBuffer:
             held.append((step, layout, arrived.rows))
 
     def clear(self) -> None:
-        """Lets go of what nobody has closed: steps of these numbers will come again."""
+        """Drops the steps that were not closed: steps of these numbers will come again."""
         self._steps, self._others, self._newest_of, self.observations, self.newest = [], {}, {}, [], None
 
     def close(self, before: int | None = None) -> Closed:

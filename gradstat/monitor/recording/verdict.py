@@ -1,4 +1,4 @@
-"""What a recording says at first glance: its worst news in a sentence, and the step to look at; safe words for it."""
+"""The headline of a recording: its worst finding in a sentence, escaped, and the step to look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets rules look at new steps: when, at what, and what if a rule fails."""
+"""Runs the rules on new steps, and switches off one that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What losses and gradient norms have in common: a level that they leave, which may mean something or nothing."""
+"""The rule that loss and gradient-norm spikes share: a value far above its running median."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the course of training: loss, learning rate, clipping, outputs, what the optimizer has in hand."""
+"""Rules about the course of training: loss, learning rate, clipping, outputs, which parameters the optimizer has."""
 
 from __future__ import annotations
 
