@@ -1,4 +1,4 @@
-"""A recording as the JSON that the page decodes (page/data.js): rounded to what can be seen, packed, limited in size."""
+"""A recording as the JSON that the page decodes (page/data.js): rounded to what can be seen, packed, bounded."""
 
 from __future__ import annotations
 
