@@ -141,7 +141,8 @@ def std(xp: Any, rms: Any, mean: Any) -> Any:
     Good to about 1e-4 of the root mean square: of nearly constant elements it says nothing.
     """
     mean = abs(mean)
-    return xp.sqrt(xp.maximum(rms - mean, 0.0)) * xp.sqrt(rms + mean)
+    # Of a quarter of their sum, which does not overflow; powers of two round nothing.
+    return 2.0 * xp.sqrt(xp.maximum(rms - mean, 0.0)) * xp.sqrt(rms / 4 + mean / 4)
 
 
 def merge(xp: Any, rows: Any) -> Any:

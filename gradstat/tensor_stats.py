@@ -127,7 +127,8 @@ class TensorStats:
         """
         if not self.finite_values:
             return math.nan
-        return float(_fields.std(np, self.l2_norm / math.sqrt(self.finite_values), self.mean))
+        with np.errstate(invalid="ignore"):  # sums may have left float64's range
+            return float(_fields.std(np, self.l2_norm / math.sqrt(self.finite_values), self.mean))
 
     @property
     def zero_fraction(self) -> float:

@@ -15,8 +15,6 @@ import torch.distributed as dist
 @contextlib.contextmanager
 def accelerate_on_ranks() -> Iterator[None]:
     """Inside, ``Accelerator(cpu=True)`` joins the process group that there is."""
-    from accelerate.state import AcceleratorState, GradientState
-
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     wanted = {
         "RANK": rank,
@@ -32,8 +30,7 @@ def accelerate_on_ranks() -> Iterator[None]:
     try:
         yield
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerators()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -54,3 +51,11 @@ def run_example(name: str, *arguments: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
+
+
+def forget_accelerators() -> None:
+    """Accelerate keeps the state of its first accelerator for the process; the next one may be of another kind."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from ranks import Ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -26,9 +25,9 @@ QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    forget_accelerators()  # those of other modules' tests
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerators()
 
 
 class Bad(nn.Module):
@@ -97,8 +96,7 @@ def again(build: Callable[[], Prepared], clip: float | None) -> tuple[list[float
     prepared = build()
     norms = run(prepared, clip)
     result = parameters(prepared)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerators()
     return norms, result
 
 
@@ -179,7 +177,7 @@ def test_several_models_have_a_monitor_each() -> None:
         losses = [handle.monitors[i].recording().scalars["loss"] for i in (0, 1)]
         assert (losses[1] >= 0).all()
         handle.remove()
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerators()
 
 
 # What a fault shows -----------------------------------------------------------------------------------------
@@ -214,7 +212,7 @@ def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     run(prepared)
     prepared[0].save_state(str(tmp_path))
     handle.remove()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerators()
     prepared, handle = build()
     prepared[0].load_state(str(tmp_path))
     assert handle.monitor.steps == 6

@@ -58,7 +58,7 @@ def test_the_last_block_decides_about_a_step(library: ctypes.CDLL, loss_scale: f
             counters=counters,
         )
         scale_tensor = None if loss_scale is None else torch.tensor(loss_scale)
-        expected = norms.decide(torch.from_numpy(table), 2.0, scale_tensor, expected_counters)
+        expected = norms.decide(torch.from_numpy(table), norms.StepRequest(2.0, scale_tensor, expected_counters))
         np.testing.assert_allclose(verdict, expected.verdict.numpy(), rtol=1e-6)
         np.testing.assert_allclose(norm.item(), expected.norm.item(), rtol=1e-12)
         np.testing.assert_allclose(coefficient, expected.numbers[0].item(), rtol=1e-12)

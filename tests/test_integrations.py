@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from lightning.fabric import Fabric
+from ranked import forget_accelerators
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -282,8 +282,7 @@ UNDER = {
 @pytest.fixture(params=UNDER)
 def under(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Run]]:
     yield UNDER[request.param]
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerators()
 
 
 def weights(run: Run) -> list[Tensor]:
@@ -364,8 +363,7 @@ def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
     assert min(run.handle.micro_batch_reports[1].first_bad.values()) == 1
     left_out = case._replace(watch={"on_anomaly": "skip", "micro_batches": False})
     if under is not under_fabric:  # whose user says how many there are
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerators()
         assert under(left_out).handle.micro_batch_reports == {}
 
 
@@ -409,8 +407,7 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
     assert first.monitor.steps == 3
     torch.save(first.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerators()
     second = under(
         case._replace(bad_at=frozenset(), before=lambda handle: Handle.load_state_dict(handle, state))
     ).handle

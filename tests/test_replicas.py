@@ -653,17 +653,21 @@ from gradstat.distributed import UnreachableRankError, verify_replicas
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 rank, store, how, call = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group(
-    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=3)
+    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
 )
 model = torch.nn.Linear(2, 2)
 parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
 parameter.grad = parameter.detach().clone()
 dist.barrier()
 if rank == 1:
+    while not os.path.exists(store + ".begun"):  # else the other one's barrier might miss this rank
+        time.sleep(0.01)
     if how == "dead":
         os._exit(0)
     time.sleep(8)
     os._exit(0)
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)
+open(store + ".begun", "w").close()
 try:
     if call == "verify_replicas":
         verify_replicas(model, what="parameters")

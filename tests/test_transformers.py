@@ -74,7 +74,6 @@ Make = Callable[..., Trainer]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    from accelerate.state import AcceleratorState
 
     def made(model: nn.Module | None = None, kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
         optimizers = changes.pop("optimizers", (None, None))
@@ -84,7 +83,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         return kind(model, arguments(tmp_path, **changes), train_dataset=dataset(), optimizers=optimizers)
 
     yield made
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerators()
 
 
 def logged(trainer: Trainer, name: str) -> list[float]:

@@ -258,7 +258,10 @@ def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
     Raises:
         RuntimeError: Elements of a tensor share memory, so that scaling them in place has no meaning.
         NotImplementedError: A tensor is lazily negated.
+        TypeError, ValueError: As `readable`.
     """
+    if not torch.compiler.is_compiling():
+        _refuse_pretence()
     targets = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
