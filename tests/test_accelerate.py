@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from ranked import forget_accelerators
 from ranks import Ranks
 from torch import nn
 from torch.nn.functional import mse_loss

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranked import forget_accelerators
 from ranks import Ranks
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
