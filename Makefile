@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
-CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
+CXX_FILES = $(shell find csrc tests benchmarks -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
 # What this machine can run: CUDA code only where there is a GPU. Tests compile it wherever there is nvcc.
 BUILT := $(VENV)/.built$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,-cpu)

@@ -2,7 +2,8 @@
 
 ``python benchmarks/gpu_bundle.py`` compiles into ``gpu-bundle/``, for every architecture or those named in
 GRADSTAT_CUDA_ARCHITECTURES, and writes down what from; `install` takes them from there, unless the sources changed.
-Python and torch may be others than those they were compiled with, for their interfaces are the stable ones.
+For architectures that are named it compiles the variants that `gpu_variants` times, too. Python and torch may be others
+than those they were compiled with, for their interfaces are the stable ones.
 """
 
 from __future__ import annotations
@@ -16,36 +17,93 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from kernel_variants import compile_all
 
 ROOT = Path(__file__).resolve().parent.parent
+_REMEDY = "Make it again (`make gpu-bundle`), or delete gpu-bundle/ to compile here."
 
 
 def install(root: Path = ROOT) -> bool:
     """Copies the libraries of the bundle, if there is one, into the package; whether there is.
 
     Raises:
-        RuntimeError: They were compiled from other sources than those here, or are not what was compiled.
+        RuntimeError: They were compiled from other sources than those here, are not what was compiled, or have no
+            code for the GPU that is here.
     """
-    bundle, manifest = root / "gpu-bundle", root / "gpu-bundle" / "manifest.json"
-    if not manifest.exists():
+    made = _made(root)
+    if made is None:
         return False
-    made = json.loads(manifest.read_text())
-    remedy = "Make it again (`make gpu-bundle`), or delete gpu-bundle/ to compile here."
-    if made["sources"] != hash_of_sources(root):
-        raise RuntimeError(
-            "gpu-bundle/ is stale: expected libraries compiled from csrc/, setup.py and gradstat/_fields.py as they "
-            f"are here, got some compiled from others. {remedy}"
-        )
-    for name, expected in made["libraries"].items():
-        if not (bundle / name).exists() or _hash(bundle / name) != expected:
-            raise RuntimeError(f"gpu-bundle/{name} is missing or damaged: it is not what was compiled. {remedy}")
+    _refuse_for_another_gpu(made)
     for name in made["libraries"]:
+        if "/" in name:  # a variant
+            continue
         # Renamed into its place, as a program may be running with the one that is there.
-        shutil.copyfile(bundle / name, root / "gradstat" / f"{name}.new")
+        shutil.copyfile(root / "gpu-bundle" / name, root / "gradstat" / f"{name}.new")
         os.replace(root / "gradstat" / f"{name}.new", root / "gradstat" / name)
     print(f"gpu-bundle: {made['architectures']}, compiled with torch {made['torch']} and Python {made['python']}")
     return True
+
+
+def variants(capability: tuple[int, int], root: Path = ROOT) -> Path | None:
+    """The folder of the bundle's variants for a GPU of that compute capability, if there are any.
+
+    Raises:
+        RuntimeError: As `install`.
+    """
+    made = _made(root)
+    if made is None:
+        return None
+    kept = {name.split("/")[1] for name in made["libraries"] if "/" in name}
+    best = _best_for(capability, kept)
+    return root / "gpu-bundle" / "variants" / best if best else None
+
+
+def _made(root: Path) -> dict[str, Any] | None:
+    """What the bundle says it was made from, if there is one."""
+    bundle, manifest = root / "gpu-bundle", root / "gpu-bundle" / "manifest.json"
+    if not manifest.exists():
+        return None
+    made: dict[str, Any] = json.loads(manifest.read_text())
+    if made["sources"] != hash_of_sources(root):
+        raise RuntimeError(
+            "gpu-bundle/ is stale: expected libraries compiled from csrc/, setup.py, gradstat/_fields.py and "
+            f"benchmarks/kernel_variant* as they are here, got some compiled from others. {_REMEDY}"
+        )
+    for name, expected in made["libraries"].items():
+        if not (bundle / name).exists() or _hash(bundle / name) != expected:
+            raise RuntimeError(f"gpu-bundle/{name} is missing or damaged: it is not what was compiled. {_REMEDY}")
+    return made
+
+
+def _refuse_for_another_gpu(made: dict[str, Any]) -> None:
+    try:
+        import torch
+    except ImportError:
+        return
+    if not torch.cuda.is_available():
+        return
+    major, minor = torch.cuda.get_device_capability()
+    if _best_for((major, minor), made["architectures"].replace("sm_", "").split()) is None:
+        raise RuntimeError(
+            f"gpu-bundle/ is for other GPUs: expected code for sm_{major}{minor}, as this GPU runs, "
+            f"got {made['architectures']}. Make it for that (`make gpu-bundle ARCHITECTURES={major}{minor}`), or "
+            "delete gpu-bundle/ to compile here."
+        )
+
+
+def _best_for(capability: tuple[int, int], architectures: Iterable[str]) -> str | None:
+    """Of architectures such as ``"90"``, ``"90a"`` and ``"100f"`` the newest with machine code for a GPU, if any."""
+    found = []
+    for architecture in architectures:
+        number, suffix = re.fullmatch(r"(\d+)([af]?)", architecture).groups()  # type: ignore[union-attr]
+        major, minor = divmod(int(number), 10)
+        if capability == (major, minor) or (suffix != "a" and capability[0] == major and capability[1] > minor):
+            found.append(((major, minor), architecture))
+    return max(found)[1] if found else None
 
 
 def make(root: Path = ROOT) -> None:
@@ -56,6 +114,8 @@ def make(root: Path = ROOT) -> None:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", folder, "--build-temp", folder]
         subprocess.run(command, cwd=root, env={**os.environ, "GRADSTAT_CUDA": "1"}, check=True)
         shutil.copytree(Path(folder) / "gradstat", bundle)
+    for architecture in os.environ.get("GRADSTAT_CUDA_ARCHITECTURES", "").split():
+        compile_all(architecture, bundle / "variants" / architecture)
     describe(bundle, sources)
 
 
@@ -63,23 +123,25 @@ def describe(bundle: Path, sources: str) -> None:
     """Writes down what the libraries in ``bundle`` were compiled from, for what, and with what."""
     import torch
 
-    libraries = sorted(bundle.glob("*.so"))
+    libraries = sorted(bundle.rglob("*.so"))
     # As the library would say, if this torch could load it.
     (architectures,) = re.findall(rb"\0(sm_\d+\w?(?: sm_\d+\w?)*)\0", (bundle / "_C_cuda.abi3.so").read_bytes())
     made = {
         "sources": sources,
-        "libraries": {path.name: _hash(path) for path in libraries},
+        "libraries": {path.relative_to(bundle).as_posix(): _hash(path) for path in libraries},
         "architectures": architectures.decode(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
     (bundle / "manifest.json").write_text(json.dumps(made, indent=2) + "\n")
-    for path in libraries:
-        print(f"{path.relative_to(bundle.parent)}: {path.stat().st_size / 1e6:.1f} MB")
+    for folder in dict.fromkeys(path.parent for path in libraries):
+        sizes = [path.stat().st_size for path in libraries if path.parent == folder]
+        print(f"{folder.relative_to(bundle.parent)}: {len(sizes)} libraries, {sum(sizes) / 1e6:.1f} MB")
 
 
 def hash_of_sources(root: Path) -> str:
     files = [*sorted((root / "csrc").glob("*.*")), root / "setup.py", root / "gradstat" / "_fields.py"]
+    files += sorted((root / "benchmarks").glob("kernel_variant*.*"))
     return hashlib.sha256("".join(f"{path.name} {_hash(path)}\n" for path in files).encode()).hexdigest()
 
 

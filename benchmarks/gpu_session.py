@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import os
 import signal
@@ -33,6 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 GRACE_SECONDS = 10.0  # from being asked to end to being ended
 LEAST_SECONDS = 5.0  # a part is not begun with less
 LOG_BYTES = 8 << 20
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 # The system's compiler and packages are not the pinned ones, so what they warn about is no error here.
 ENVIRONMENT = {
     **os.environ,
@@ -96,7 +98,7 @@ def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that it ends with all it has started
+            preexec_fn=_join_fate,
         )
     except OSError as error:
         _say(f"{error}\n", log)
@@ -112,6 +114,16 @@ def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
         _end(process)
         reader.join(GRACE_SECONDS)  # longer only if something left the group and still holds the pipe
     return Outcome(part.name, how, time.monotonic() - start)
+
+
+def _join_fate() -> None:
+    """In a part: a group of its own, to end it with all it has started; killed should this program be killed.
+
+    No session of its own: whoever kills all that a command left behind should find it.
+    """
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -2,9 +2,7 @@
 // tests/test_cuda_launchers.py.
 #include "cuda_on_host.h"
 //
-#include "launch_state.cpp"
-#include "scale_cuda.cu"
-#include "stats_cuda.cu"
+#include "../../benchmarks/kernel_variant.cu"
 
 using namespace gradstat;
 

@@ -1,0 +1,83 @@
+"""Which variants of the CUDA kernels `gpu_variants` times, and how each is compiled: needs nvcc, but no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "benchmarks" / "kernel_variant.cu"
+
+
+class Variant(NamedTuple):
+    """Macros, and which cases its rows decide about (all if empty), by how their names begin."""
+
+    macros: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+
+
+LISTS = ("3 tensors", "ResNet-50", "500 mixed", "1,000 tensors", "2,500 tensors")
+LARGE = ("256 MiB", "1.5 GiB")
+VARIANTS = {
+    "as shipped": Variant(),
+    "2 blocks per multiprocessor": Variant(("BLOCKS_PER_MULTIPROCESSOR=2",), (*LARGE, "ResNet-50")),
+    "4 blocks per multiprocessor": Variant(("BLOCKS_PER_MULTIPROCESSOR=4",), (*LARGE, "ResNet-50")),
+    "2 vectors per thread": Variant(("VECTORS_PER_THREAD=2",), (*LARGE, "ResNet-50")),
+    "8 vectors per thread, 2 blocks": Variant(("VECTORS_PER_THREAD=8", "BLOCKS_PER_MULTIPROCESSOR=2"), LARGE),
+    "2 ranges per block, dealt": Variant(("RANGES_PER_BLOCK=2",), (*LARGE, "ResNet-50", "500 mixed")),
+    "4 ranges per block, dealt": Variant(("RANGES_PER_BLOCK=4",), (*LARGE, "ResNet-50", "500 mixed")),
+    "next tensor prefetched": Variant(("PREFETCH_NEXT_TENSOR",), LISTS),
+    "no tensor read by one warp": Variant(("SMALL_TENSOR_BYTES=-1",), LISTS),
+    "up to 16 KB read by one warp": Variant(("SMALL_TENSOR_BYTES=16384",), LISTS),
+    "one size of parameter table": Variant(("ONE_PARAMETER_TABLE",), LISTS[:4]),
+    "no overlap of the kernels": Variant(("WITHOUT_OVERLAP",), (*LISTS[:4], "256 MiB, float32", "1.5 GiB")),
+    "no finish (wrong results)": Variant(("WITHOUT_FINISH",)),
+}
+
+
+def libraries_in(folder: Path) -> dict[str, Path]:
+    """Where the library of every variant is."""
+    return {name: folder / (re.sub(r"\W+", "_", name) + ".so") for name in VARIANTS}
+
+
+def compile_all(architecture: str, folder: Path) -> dict[str, Path]:
+    """The library of every variant, compiled for an architecture such as ``"90"``."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(nvcc).exists():
+        sys.exit(
+            "expected nvcc, to compile variants of the kernels, found none on PATH or in /usr/local/cuda; "
+            f"run `make gpu-bundle ARCHITECTURES={architecture}` where there is one"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    libraries = libraries_in(folder)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for said in pool.map(partial(_compiled, nvcc, architecture), libraries, libraries.values()):
+            print(said, flush=True)
+    return libraries
+
+
+def _compiled(nvcc: str, architecture: str, name: str, library: Path) -> str:
+    """Compiles one variant; returns what the compiler says of its kernels."""
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    command = [nvcc, "-std=c++17", "-O3", target, f"-I{ROOT / 'csrc'}", "-Xptxas", "-v", "-shared"]
+    # All but the interface is a variant's own: they are loaded side by side.
+    command += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-gnu-unique", "-Xlinker", "--strip-all"]
+    command += [f"-DGRADSTAT_{macro}" for macro in VARIANTS[name].macros]
+    run = subprocess.run([*command, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        sys.exit(run.stderr)
+    said = []
+    for kernel in ("stats", "scale"):
+        found = re.search(
+            rf"entry function '\w*\d{kernel}_kernel.*?(\d+) bytes spill stores.*?Used (\d+)", run.stderr, re.S
+        )
+        assert found is not None
+        said.append(f"{kernel} {found[2]} registers, {found[1]} bytes spilled")
+    return f"{name:<34} {'; '.join(said)}"
