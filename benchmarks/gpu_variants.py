@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import math
 import os
 import re
@@ -104,19 +105,27 @@ def measure_cuda(libraries: dict[str, Path], listed: Cases, rounds: int, results
             torch.cuda.synchronize()
             if "wrong" not in name:
                 torch.testing.assert_close(kernel.norm, first.norm, rtol=1e-6, atol=0)
-        # A clip by almost nothing leaves the tensors what they are, but writes them.
-        limit = 0.99999 * float(first.norm)
-        kinds = {"statistics": (1e30, False), "clip, unclipped": (1e30, True), "clip, clipped": (limit, True)}
-        for kind, (max_norm, scales) in kinds.items():
+        # Clips by almost nothing, each of them: a limit that stayed would be met after the first.
+        limits = map(partial(_falling, float(first.norm)), itertools.count(1))
+        kinds = {
+            "statistics": lambda kernel: kernel(1e30, False),
+            "clip, unclipped": lambda kernel: kernel(1e30, True),
+            "clip, clipped": lambda kernel, limits=limits: kernel(next(limits), True),
+        }
+        for kind, call in kinds.items():
             if kind == "clip, clipped" and tensors[0].element_size() == 1:
                 continue  # multiplying would not leave them as they are
             calls = {
-                name: partial(kernel, max_norm, scales)
+                name: partial(call, kernel)
                 for name, kernel in kernels.items()
                 if not (kind == "clip, clipped" and "wrong" in name)
             }
             timed("cuda variants", f"{kind}: {case}", tensors, calls, rounds, results)
         del tensors, kernels, first
+
+
+def _falling(norm: float, number: int) -> float:
+    return 0.99999**number * norm
 
 
 def timed(

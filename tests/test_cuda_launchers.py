@@ -458,7 +458,7 @@ def test_variants_are_measured_and_recorded(
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
     lists = {"3 tensors": [torch.randn(numel) for numel in (64, 5000, 1)], "float8": [torch.ones(70_000)]}
     lists["float8"] = [tensor.to(torch.float8_e4m3fn) for tensor in lists["float8"]]
-    before = {case: [tensor.float() for tensor in tensors] for case, tensors in lists.items()}
+    before = {case: [tensor.float().clone() for tensor in tensors] for case, tensors in lists.items()}
 
     def interleaved(calls: dict[str, Callable[[], object]], *_: object, **__: object) -> dict[str, timing.Samples]:
         for call in calls.values():

@@ -10,7 +10,6 @@ import gpu_bundle
 import pytest
 import torch
 
-
 SOURCES = ("setup.py", "gradstat/_fields.py", "benchmarks/kernel_variant.cu", "benchmarks/kernel_variants.py")
 
 
