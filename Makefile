@@ -123,7 +123,7 @@ gpu-merge: $(VENV)/.built ## Take rows that came back (FOLDER=gpu-results) into 
 	$(BIN)/python benchmarks/gpu_session.py merge $(or $(FOLDER),$(RESULTS))
 
 .PHONY: gpu-bundle
-gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that)
+gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that, with the variants to be timed)
 	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu_bundle.py
 
 leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and hold memory flat

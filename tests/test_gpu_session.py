@@ -85,6 +85,40 @@ def test_what_a_stopped_part_has_started_ends_with_it(
     assert not alive.exists()
 
 
+KILLED = """
+import gpu_session, pathlib, sys
+from gpu_plan import COMMANDS, Command, Part, Session
+gpu_session.installed = lambda session: None
+endless = "import time, pathlib, sys; [(pathlib.Path(sys.argv[1]).touch(), time.sleep(0.1)) for _ in range(6000)]"
+programs = {"first": "print('measured')", "second": endless}
+words = lambda source: lambda session: [sys.executable, "-c", source, sys.argv[1] + "/alive"]
+COMMANDS["numerics"] = Command("", tuple(Part(name, 60, words(source)) for name, source in programs.items()))
+gpu_session.run_command("numerics", Session(pathlib.Path(sys.argv[1]), "cpu"))
+"""
+
+
+def test_what_is_killed_keeps_what_it_had_and_leaves_nothing_running(tmp_path: Path) -> None:
+    """By SIGKILL, as where a command has a time limit."""
+    killed = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env=gpu_session.ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+    alive = tmp_path / "alive"
+    for _ in range(600):
+        if alive.exists() or killed.poll() is not None:
+            break
+        time.sleep(0.1)
+    assert alive.exists()
+    killed.kill()
+    killed.wait()
+    time.sleep(0.5)
+    alive.unlink()
+    time.sleep(0.5)
+    assert not alive.exists()
+    (path,) = tmp_path.glob("*/gpu_session.jsonl")
+    assert outcomes(rows.read(path), "passed") == {"first": 1}
+    assert "measured\n" in (tmp_path / "log.txt").read_text()
+
+
 def test_no_part_is_begun_when_time_is_over(
     run: Callable[..., tuple[bool, list[rows.Row], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
