@@ -30,23 +30,46 @@ struct SafeFloat64 : AnySafe {
   static constexpr int kSafeLow = -900, kSafeHigh = 970;
 };
 
+// What is added up of a group of numbers, a share, or all that a thread has read. A further sum is a name in
+// each of the first four lines, and its lift: that of a pair, and that of Float64Format.
+template <class Real>
+struct Sums {
+  Real squares, sum;
+  GRADSTAT_DEVICE Sums operator+(const Sums& other) const { return {squares + other.squares, sum + other.sum}; }
+  GRADSTAT_DEVICE Sums<double> promoted() const { return {squares, sum}; }
+  GRADSTAT_DEVICE void put_into(Row& row) const { row.sq_sum = squares, row.sum = sum; }
+
+  GRADSTAT_DEVICE static Sums of_pair(Real a, Real b) { return {fma(b, b, a * a), a + b}; }
+};
+
+// As a balanced tree.
+template <int kCount>
+GRADSTAT_DEVICE Sums<float> sums_of(const float* x) {
+  if constexpr (kCount == 2) {
+    return Sums<float>::of_pair(x[0], x[1]);
+  } else {
+    return sums_of<kCount / 2>(x) + sums_of<kCount / 2>(x + kCount / 2);
+  }
+}
+
 // What a thread knows of the values it has read fast. In a Share `zeros` is in the format's own notation.
-template <class Extreme>
+template <class Format>
 struct Share {
-  double squares, sum;
+  using Extreme = typename Format::Extreme;
+  Sums<double> sums;
   Extreme low, high;
   uint32_t zeros;
-};
 
-struct Group {
-  float squares, sum;
+  // Adds sums and extremes of further values, or begins with them.
+  GRADSTAT_DEVICE void add(const Sums<double>& further, Extreme lowest, Extreme highest, bool first) {
+    sums = first ? further : sums + further;
+    add(lowest, highest, first);
+  }
+  GRADSTAT_DEVICE void add(Extreme lowest, Extreme highest, bool first) {
+    low = first ? lowest : Format::min(low, lowest);
+    high = first ? highest : Format::max(high, highest);
+  }
 };
-
-GRADSTAT_DEVICE Group group_of(const float (&x)[8]) {
-  const float a = fmaf(x[1], x[1], x[0] * x[0]) + fmaf(x[3], x[3], x[2] * x[2]);
-  const float b = fmaf(x[5], x[5], x[4] * x[4]) + fmaf(x[7], x[7], x[6] * x[6]);
-  return {a + b, ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))};
-}
 
 // Each format has
 //   Scale             how its vectors are multiplied (multiply.cuh)
@@ -66,27 +89,21 @@ struct Float32Format : SafeFloat32 {
   GRADSTAT_DEVICE double widened_min(float x) const { return x; }
   GRADSTAT_DEVICE double widened_max(float x) const { return x; }
 
-  GRADSTAT_DEVICE void add(const uint4& v, Share<float>& share, bool first) const {
-    const float a = bits_to_float(v.x), b = bits_to_float(v.y);
-    const float c = bits_to_float(v.z), d = bits_to_float(v.w);
-    const double squares = fmaf(b, b, a * a) + fmaf(d, d, c * c);
-    const double sum = (a + b) + (c + d);
-    const float low = fminf(fminf(a, b), fminf(c, d)), high = fmaxf(fmaxf(a, b), fmaxf(c, d));
+  GRADSTAT_DEVICE void add(const uint4& v, Share<Float32Format>& share, bool first) const {
+    const float x[4] = {bits_to_float(v.x), bits_to_float(v.y), bits_to_float(v.z), bits_to_float(v.w)};
     uint32_t zeros = first ? 0 : share.zeros;
     if constexpr (kPair) {
-      zeros += a == 0 && b == 0;
-      zeros += c == 0 && d == 0;
+      zeros += x[0] == 0 && x[1] == 0;
+      zeros += x[2] == 0 && x[3] == 0;
     } else {
-      zeros += a == 0;
-      zeros += b == 0;
-      zeros += c == 0;
-      zeros += d == 0;
+#pragma unroll
+      for (const float each : x) zeros += each == 0;
     }
-    share = first ? Share<float>{squares, sum, low, high, zeros}
-                  : Share<float>{share.squares + squares, share.sum + sum, fminf(share.low, low),
-                                 fmaxf(share.high, high), zeros};
+    share.add(sums_of<4>(x).promoted(), min(min(x[0], x[1]), min(x[2], x[3])),
+              max(max(x[0], x[1]), max(x[2], x[3])), first);
+    share.zeros = zeros;
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<float>& share) { return share.zeros; }
+  GRADSTAT_DEVICE static uint32_t zeros(const Share<Float32Format>& share) { return share.zeros; }
 };
 
 // Two 16-bit numbers to a word. `Packed` says how they are taken apart and compared.
@@ -124,12 +141,9 @@ struct PackedFormat : PackedExtremes<Packed> {
   using Scale = typename Packed::Scale;
   static constexpr int kElements = kPair ? 4 : 8;
 
-  GRADSTAT_DEVICE void add(const uint4& v, Share<uint32_t>& share, bool first) const {
+  GRADSTAT_DEVICE void add(const uint4& v, Share<PackedFormat>& share, bool first) const {
     const float x[8] = {Packed::low(v.x), Packed::high(v.x), Packed::low(v.y), Packed::high(v.y),
                         Packed::low(v.z), Packed::high(v.z), Packed::low(v.w), Packed::high(v.w)};
-    const Group group = group_of(x);
-    const uint32_t low = Packed::min(Packed::min(v.x, v.y), Packed::min(v.z, v.w));
-    const uint32_t high = Packed::max(Packed::max(v.x, v.y), Packed::max(v.z, v.w));
     uint32_t zeros = first ? 0 : share.zeros;
     if constexpr (kPair) {
       zeros += (v.x & 0x7fff7fffu) == 0;
@@ -140,12 +154,11 @@ struct PackedFormat : PackedExtremes<Packed> {
       zeros = count_zero_halves(count_zero_halves(zeros, v.x), v.y);
       zeros = count_zero_halves(count_zero_halves(zeros, v.z), v.w);
     }
-    const double squares = group.squares, sum = group.sum;
-    share = first ? Share<uint32_t>{squares, sum, low, high, zeros}
-                  : Share<uint32_t>{share.squares + squares, share.sum + sum, Packed::min(share.low, low),
-                                    Packed::max(share.high, high), zeros};
+    share.add(sums_of<8>(x).promoted(), Packed::min(Packed::min(v.x, v.y), Packed::min(v.z, v.w)),
+              Packed::max(Packed::max(v.x, v.y), Packed::max(v.z, v.w)), first);
+    share.zeros = zeros;
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<uint32_t>& share) {
+  GRADSTAT_DEVICE static uint32_t zeros(const Share<PackedFormat>& share) {
     return kPair ? share.zeros : total_of_halves(share.zeros);
   }
 };
@@ -187,37 +200,35 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     return (others - 0x01010101u) & ~others;
   }
 
-  GRADSTAT_DEVICE static void add_words(uint32_t a, uint32_t b, Share<uint32_t>& share, bool first) {
+  GRADSTAT_DEVICE static void add_words(uint32_t a, uint32_t b, Share<Float8Format>& share, bool first) {
     uint32_t w[4];
     widen(a, w);
     widen(b, w + 2);
     const float x[8] = {low_half(w[0]), high_half(w[0]), low_half(w[1]), high_half(w[1]),
                         low_half(w[2]), high_half(w[2]), low_half(w[3]), high_half(w[3])};
-    const Group group = group_of(x);
-    const double squares = group.squares, sum = group.sum;
-    const uint32_t low = min(min(w[0], w[1]), min(w[2], w[3]));
-    const uint32_t high = max(max(w[0], w[1]), max(w[2], w[3]));
     uint32_t zeros = first ? 0 : share.zeros;
 #pragma unroll
     for (int i = 0; i < 4; ++i) zeros = count_zero_halves(zeros, w[i]);
-    share = first ? Share<uint32_t>{squares, sum, low, high, zeros}
-                  : Share<uint32_t>{share.squares + squares, share.sum + sum, min(share.low, low),
-                                    max(share.high, high), zeros};
+    share.add(sums_of<8>(x).promoted(), min(min(w[0], w[1]), min(w[2], w[3])),
+              max(max(w[0], w[1]), max(w[2], w[3])), first);
+    share.zeros = zeros;
   }
 
-  GRADSTAT_DEVICE void add(const uint4& v, Share<uint32_t>& share, bool first) const {
+  GRADSTAT_DEVICE void add(const uint4& v, Share<Float8Format>& share, bool first) const {
     add_words(v.x, v.y, share, first);
     add_words(v.z, v.w, share, false);
     if constexpr (!kHasNegativeZero) {
       const uint32_t marks =
           negative_zeros(v.x) | negative_zeros(v.y) | negative_zeros(v.z) | negative_zeros(v.w);
-      if ((marks & 0x80808080u) != 0) share.squares = NAN;
+      if ((marks & 0x80808080u) != 0) share.sums.squares = NAN;
     }
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<uint32_t>& share) { return total_of_halves(share.zeros); }
+  GRADSTAT_DEVICE static uint32_t zeros(const Share<Float8Format>& share) {
+    return total_of_halves(share.zeros);
+  }
 
   // Moved, the NaN of e4m3 looks like 480, which nothing else exceeds.
-  GRADSTAT_DEVICE static bool is_suspect(const Share<uint32_t>& share) {
+  GRADSTAT_DEVICE static bool is_suspect(const Share<Float8Format>& share) {
     constexpr bool kCanHide = kType == DType::kFloat8E4M3FN && !kIsConverted;
     return kCanHide && (widened_max(share.high) == 480 || widened_min(share.low) == -480);
   }
@@ -249,7 +260,7 @@ struct Float64Format : SafeFloat64 {
   }
   GRADSTAT_DEVICE static bool is_zero(uint32_t low, uint32_t high) { return ((high & 0x7fffffffu) | low) == 0; }
 
-  GRADSTAT_DEVICE void add(const uint4& v, Share<int64_t>& share, bool first) const {
+  GRADSTAT_DEVICE void add(const uint4& v, Share<Float64Format>& share, bool first) const {
     const double a = words_to_double(v.x, v.y), b = words_to_double(v.z, v.w);
     const int64_t c = ordered(v.x, v.y), d = ordered(v.z, v.w);
     uint32_t zeros = first ? 0 : share.zeros;
@@ -259,11 +270,13 @@ struct Float64Format : SafeFloat64 {
       zeros += is_zero(v.x, v.y);
       zeros += is_zero(v.z, v.w);
     }
-    share = first ? Share<int64_t>{fma(b, b, a * a), a + b, min(c, d), max(c, d), zeros}
-                  : Share<int64_t>{fma(b, b, fma(a, a, share.squares)), share.sum + a + b,
-                                   min(share.low, min(c, d)), max(share.high, max(c, d)), zeros};
+    const Sums<double>& sums = share.sums;
+    share.sums = first ? Sums<double>::of_pair(a, b)
+                       : Sums<double>{fma(b, b, fma(a, a, sums.squares)), sums.sum + a + b};
+    share.add(min(c, d), max(c, d), first);
+    share.zeros = zeros;
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<int64_t>& share) { return share.zeros; }
+  GRADSTAT_DEVICE static uint32_t zeros(const Share<Float64Format>& share) { return share.zeros; }
 };
 
 }  // namespace gradstat

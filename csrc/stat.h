@@ -58,6 +58,9 @@ constexpr double identity_of_sum = 0.0;
 constexpr double identity_of_min = kInf;
 constexpr double identity_of_max = -kInf;
 GRADSTAT_HD double sum(double a, double b) { return a + b; }
+GRADSTAT_HD double repeated_sum(double a, double times) { return times * a; }
+GRADSTAT_HD double repeated_min(double a, double) { return a; }
+GRADSTAT_HD double repeated_max(double a, double) { return a; }
 // Not fmin/fmax: rows hold no NaN in these columns, and a plain comparison is the same on every compiler.
 GRADSTAT_HD double min(double a, double b) { return b < a ? b : a; }
 GRADSTAT_HD double max(double a, double b) { return b > a ? b : a; }
@@ -72,6 +75,12 @@ GRADSTAT_HD Row identity_row() {
 
 GRADSTAT_HD void merge_into(Row& into, const Row& other) {
 #define GRADSTAT_FIELD(name, how) into.name = merge::how(into.name, other.name);
+#include "stat_fields.def"
+}
+
+// The same, of as many such rows.
+GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
+#define GRADSTAT_FIELD(name, how) into.name = merge::how(into.name, merge::repeated_##how(other.name, times));
 #include "stat_fields.def"
 }
 

@@ -101,14 +101,8 @@ void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
     for (const auto& histogram : histograms) times += histogram[code];
     if (times == 0) continue;
     Row one = identity_row();
-    lift(one, values[code], 0);
-    row.nan_count += times * one.nan_count;
-    row.inf_count += times * one.inf_count;
-    row.zero_count += times * one.zero_count;
-    row.sum += times * one.sum;
-    row.sq_sum += times * one.sq_sum;
-    row.min = merge::min(row.min, one.min);
-    row.max = merge::max(row.max, one.max);
+    lift(one, values[code], kInf);  // where it is follows
+    merge_into(row, one, times);
   }
   if (row.nan_count + row.inf_count > bad_before) {
     int64_t i = 0;

@@ -63,6 +63,7 @@ GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return _mm256_max_ps(a, b); }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return _mm256_min_pd(a, b); }
 GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return _mm256_max_pd(a, b); }
 GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return _mm256_fmadd_ps(a, b, c); }
+GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return _mm256_fmadd_pd(a, b, c); }
 GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return _mm256_cvtph_ps(bitcast<__m128i>(h)); }
 GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
   return bitcast<VHalfShort>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -89,6 +90,7 @@ GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return a > b ? a : b; }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return a < b ? a : b; }
 GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return a > b ? a : b; }
 GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
+GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
 // half_to_float of stat.h, lane by lane.
 GRADSTAT_INLINE VFloat widen_half(VHalfShort h) {
   const VUint bits = __builtin_convertvector(h, VUint);
@@ -187,6 +189,16 @@ GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
   }
 }
 
+// Eight vectors added as a balanced tree, or the only one.
+template <class V>
+GRADSTAT_INLINE V tree_sum(const V (&x)[8]) {
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+template <class V>
+GRADSTAT_INLINE V tree_sum(const V (&x)[1]) {
+  return x[0];
+}
+
 // Smallest and largest of floating lanes, as they are.
 template <class Type>
 struct FloatExtremes {
@@ -249,7 +261,6 @@ struct BitExtremes {
 };
 
 // Element types. V holds kValues values of them, widened; Bits are integer lanes of the same width as V's.
-// What a step adds to the sums is written per family, the rest of a traversal once for all.
 struct Narrow {
   using V = VFloat;
   using Real = float;
@@ -269,34 +280,17 @@ struct Narrow {
     widen(x, a, b);
     return a + b;
   }
-  static GRADSTAT_INLINE void add_exactly(VFloat x, VDouble& sq_sum, VDouble& sum) {
+  static GRADSTAT_INLINE VDouble promote_squares(VFloat x) {
     VDouble a, b;
     widen(x, a, b);
-    sq_sum += a * a + b * b;
-    sum += a + b;
-  }
-  template <class Type>
-  static GRADSTAT_INLINE void add_step(const typename Type::Storage* p, VDouble& sq_sum, VDouble& sum) {
-    VFloat x[8], squares[4];
-    for (int k = 0; k < 4; ++k) {
-      Type::load_two(p + k * 2 * kLanes, x[2 * k], x[2 * k + 1]);
-      squares[k] = fma(x[2 * k + 1], x[2 * k + 1], x[2 * k] * x[2 * k]);
-    }
-    const VFloat first = squares[0] + squares[1];
-    const VFloat second = squares[2] + squares[3];
-    if constexpr (Type::kExactSquares) {
-      sq_sum += promote_sum(first + second);
-    } else {
-      sq_sum += promote_sum(first) + promote_sum(second);
-    }
-    sum += promote_sum(((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])));
+    return a * a + b * b;
   }
 };
 
 struct Float32 : Narrow {
   using Storage = float;
   using Extremes = FloatExtremes<Float32>;
-  static constexpr bool kExactSquares = false;
+  static constexpr bool kGroupsOfEight = false;
   static constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   static GRADSTAT_INLINE VFloat load_vector(const float* p) { return load<VFloat>(p); }
   static GRADSTAT_INLINE void load_two(const float* p, VFloat& a, VFloat& b) {
@@ -313,7 +307,7 @@ struct Float32 : Narrow {
 struct BFloat16 : Narrow {
   using Storage = uint16_t;
   using Extremes = BitExtremes<BFloat16>;
-  static constexpr bool kExactSquares = true;
+  static constexpr bool kGroupsOfEight = true;
   static constexpr uint16_t kNan = 0x7fc0;
   static GRADSTAT_INLINE VFloat load_vector(const uint16_t* p) {
     return bitcast<VFloat>(__builtin_convertvector(load<VHalfShort>(p), VUint) << 16);
@@ -340,7 +334,7 @@ struct BFloat16 : Narrow {
 struct Float16 : Narrow {
   using Storage = uint16_t;
   using Extremes = BitExtremes<Float16>;
-  static constexpr bool kExactSquares = true;
+  static constexpr bool kGroupsOfEight = true;
   static constexpr uint16_t kNan = 0x7e00;
   static GRADSTAT_INLINE VFloat load_vector(const uint16_t* p) { return widen_half(load<VHalfShort>(p)); }
   static GRADSTAT_INLINE void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
@@ -369,6 +363,7 @@ struct Float64 {
   static constexpr double kSafeLow = 0x1p-900;
   static constexpr double kSafeHigh = 0x1p+970;
   static constexpr bool kSquaresFitDouble = false;
+  static constexpr bool kGroupsOfEight = true;
 
   static GRADSTAT_INLINE VDouble load_vector(const double* p) { return load<VDouble>(p); }
   static GRADSTAT_INLINE void load_two(const double* p, VDouble& a, VDouble& b) {
@@ -379,21 +374,46 @@ struct Float64 {
     store(p, a);
     store(p + kValues, b);
   }
-  static GRADSTAT_INLINE void add_exactly(VDouble x, VDouble& sq_sum, VDouble& sum) {
-    sq_sum += x * x;
-    sum += x;
-  }
-  template <class Type>
-  static GRADSTAT_INLINE void add_step(const double* p, VDouble& sq_sum, VDouble& sum) {
-    VDouble x[8], squares[4];
-    for (int k = 0; k < 4; ++k) {
-      load_two(p + k * 2 * kValues, x[2 * k], x[2 * k + 1]);
-      squares[k] = x[2 * k + 1] * x[2 * k + 1] + x[2 * k] * x[2 * k];
-    }
-    sq_sum += (squares[0] + squares[1]) + (squares[2] + squares[3]);
-    sum += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-  }
+  static GRADSTAT_INLINE VDouble promote_sum(VDouble x) { return x; }
+  static GRADSTAT_INLINE VDouble promote_squares(VDouble x) { return x * x; }
   static double to_real(double x) { return x; }
+};
+
+// What is added up lane by lane. A further sum is a name in each of the first three lines, and its lift.
+template <class Type>
+struct Sums {
+  VDouble sq_sum = {}, sum = {};
+  GRADSTAT_INLINE void merge(const Sums& other) { sq_sum += other.sq_sum, sum += other.sum; }
+  void add_to(Row& row) const { row.sq_sum += total(sq_sum), row.sum += total(sum); }
+
+  // One step.
+  GRADSTAT_INLINE void add(const typename Type::Storage* p) {
+    typename Type::V x[8], squares[4];
+    for (int k = 0; k < 4; ++k) {
+      Type::load_two(p + k * 2 * Type::kValues, x[2 * k], x[2 * k + 1]);
+      squares[k] = fma(x[2 * k + 1], x[2 * k + 1], x[2 * k] * x[2 * k]);
+    }
+    const auto first = squares[0] + squares[1], second = squares[2] + squares[3];
+    if constexpr (Type::kGroupsOfEight) {
+      sq_sum += Type::promote_sum(first + second);
+    } else {
+      sq_sum += Type::promote_sum(first) + Type::promote_sum(second);
+    }
+    lift(x);
+  }
+  // One vector of finite values, every product and sum in float64.
+  GRADSTAT_INLINE void add_exactly(typename Type::V x) {
+    sq_sum += Type::promote_squares(x);
+    lift({x});
+  }
+  static double total(VDouble lanes) { return reduce<double>(lanes, Add()); }
+
+ private:
+  // Zeros may stand in for what is not to be counted.
+  template <int kCount>
+  GRADSTAT_INLINE void lift(const typename Type::V (&x)[kCount]) {
+    sum += Type::promote_sum(tree_sum(x));
+  }
 };
 
 // The zeros among elements of one or two parts, counted in integer lanes as wide as an element. There are no
@@ -439,7 +459,7 @@ struct Pass {
   using Storage = typename Type::Storage;
   static constexpr int kPerElement = kPair ? 2 : 1;
 
-  VDouble sq_sum = {}, sum = {};
+  Sums<Type> sums;
   typename Type::Extremes extremes;
   Zeros<Type, kPair> zeros;
   int64_t padding = 0;  // elements that were counted as zeros without being there
@@ -462,21 +482,19 @@ struct Pass {
     padding += (Type::kStep - count) / kPerElement;
   }
   GRADSTAT_INLINE void merge(const Pass& other) {
-    sq_sum += other.sq_sum;
-    sum += other.sum;
+    sums.merge(other.sums);
     extremes.merge(other.extremes);
     zeros.count += other.zeros.count;
     padding += other.padding;
   }
   int64_t zero_count() const { return zeros.total() - padding; }
   bool is_safe(int64_t count) const {
-    const double squares = reduce<double>(sq_sum, Add());
+    const double squares = sums.total(sums.sq_sum);
     return (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
            (squares == 0 && zero_count() * kPerElement == count);
   }
   void add_to(Row& row) const {
-    row.sq_sum += reduce<double>(sq_sum, Add());
-    row.sum += reduce<double>(sum, Add());
+    sums.add_to(row);
     row.zero_count += static_cast<double>(zero_count());
     row.min = merge::min(row.min, extremes.min());
     row.max = merge::max(row.max, extremes.max());
@@ -484,7 +502,7 @@ struct Pass {
 
  private:
   GRADSTAT_INLINE void add_sums(const Storage* p) {
-    Type::template add_step<Type>(p, sq_sum, sum);
+    sums.add(p);
     zeros.add(p);
   }
 };
@@ -497,7 +515,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   using Bits = typename Type::Bits;
   using Integer = typename Type::Integer;
   constexpr int kPerElement = kPair ? 2 : 1;
-  VDouble sq_sum = {}, sum = {};
+  Sums<Type> sums;
   V low = V{} + std::numeric_limits<typename Type::Real>::infinity();
   V high = -low;
   Bits zeros = {}, nans = {}, nonfinite = {};
@@ -517,7 +535,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     nonfinite -= bad;
     low = vmin(bad ? low : x, low);
     high = vmax(bad ? high : x, high);
-    Type::add_exactly(bitcast<V>(bitcast<Bits>(x) & ~bad), sq_sum, sum);
+    sums.add_exactly(bitcast<V>(bitcast<Bits>(x) & ~bad));
   };
   int64_t i = 0;
   for (; i + Type::kValues <= count; i += Type::kValues) add(p + i);
@@ -531,9 +549,9 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   const int64_t zero_count = elements(zeros);
   const int64_t nan_count = elements(nans) - padding / kPerElement;
   const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
-  const double squares = reduce<double>(sq_sum, Add());
 
   if constexpr (!Type::kSquaresFitDouble) {
+    const double squares = sums.total(sums.sq_sum);
     const bool safe = squares >= Type::kSafeLow && squares <= Type::kSafeHigh;
     if (!safe && (zero_count + bad_count) * kPerElement < count) {
       for (int64_t k = 0; k < count; k += kPerElement) {
@@ -546,8 +564,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
       return;
     }
   }
-  row.sq_sum += squares;
-  row.sum += reduce<double>(sum, Add());
+  sums.add_to(row);
   row.zero_count += zero_count;
   row.nan_count += nan_count;
   row.inf_count += bad_count - nan_count;

@@ -86,9 +86,9 @@ constexpr uint32_t kMaxima = 0
 #define GRADSTAT_FIELD(name, how) | (merge::identity_of_##how < 0 ? 1u << kColumn_##name : 0u)
 #include "stat_fields.def"
     ;
-// Those that fast reading fills; the others are about unusual elements.
-constexpr uint32_t kOrdinary =
-    1u << kColumn_zero_count | 1u << kColumn_sum | 1u << kColumn_sq_sum | 1u << kColumn_min | 1u << kColumn_max;
+// Those about unusual elements, which fast reading leaves alone.
+constexpr uint32_t kUnusual = 1u << kColumn_nan_count | 1u << kColumn_inf_count | 1u << kColumn_sq_sum_large |
+                              1u << kColumn_sq_sum_small | 1u << kColumn_first_nonfinite;
 
 GRADSTAT_DEVICE double identity_of_column(int column) {
   return (kMinima >> column & 1u) != 0   ? merge::identity_of_min
@@ -107,19 +107,19 @@ GRADSTAT_DEVICE double merge_column(int column, double a, double b) {
 GRADSTAT_DEVICE void merge_over_warp(Row& row) {
   bool unusual = false;
 #define GRADSTAT_FIELD(name, how) \
-  if (!(kOrdinary >> kColumn_##name & 1u)) unusual |= row.name != merge::identity_of_##how;
+  if (kUnusual >> kColumn_##name & 1u) unusual |= row.name != merge::identity_of_##how;
 #include "stat_fields.def"
   unusual = __any_sync(kAllLanes, unusual);
 #pragma unroll 1
   for (int distance = 16; distance > 0; distance /= 2) {
 #define GRADSTAT_FIELD(name, how)                                                    \
-  if (kOrdinary >> kColumn_##name & 1u) {                                            \
+  if (!(kUnusual >> kColumn_##name & 1u)) {                                          \
     row.name = merge::how(row.name, __shfl_xor_sync(kAllLanes, row.name, distance)); \
   }
 #include "stat_fields.def"
     if (!unusual) continue;
 #define GRADSTAT_FIELD(name, how)                                                    \
-  if (!(kOrdinary >> kColumn_##name & 1u)) {                                         \
+  if (kUnusual >> kColumn_##name & 1u) {                                             \
     row.name = merge::how(row.name, __shfl_xor_sync(kAllLanes, row.name, distance)); \
   }
 #include "stat_fields.def"
@@ -237,11 +237,11 @@ GRADSTAT_DEVICE void read_exact(const Segment& segment, bool edges, uint32_t chu
 }
 
 template <class Format>
-GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint32_t zeros, uint32_t elements) {
+GRADSTAT_DEVICE bool is_safe(const Share<Format>& share, uint32_t zeros, uint32_t elements) {
   // Upper halves of these powers of two as float64.
   constexpr uint32_t kLow = static_cast<uint32_t>(1023 + Format::kSafeLow) << 20;
   constexpr uint32_t kHigh = static_cast<uint32_t>(1023 + Format::kSafeHigh) << 20;
-  const uint32_t high = high_word(share.squares);
+  const uint32_t high = high_word(share.sums.squares);
   if (Format::is_suspect(share)) return false;
   return high - kLow < kHigh - kLow || (high == 0 && zeros == elements);
 }
@@ -252,14 +252,10 @@ GRADSTAT_DEVICE bool is_safe(const Share<typename Format::Extreme>& share, uint3
 template <bool kMultiplies, class Format>
 GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment, uint32_t& chunk,
                                    const BlockMemory& memory, Row& row) {
-  using ShareOf = Share<typename Format::Extreme>;
   constexpr uint32_t kElements = Format::kElements;
-  ShareOf run{0, 0, Format::positive_infinity(), Format::negative_infinity(), 0};
-  const auto take = [&](const ShareOf& share, uint32_t zeros) {
-    run.squares += share.squares;
-    run.sum += share.sum;
-    run.low = Format::min(run.low, share.low);
-    run.high = Format::max(run.high, share.high);
+  Share<Format> run{{}, Format::positive_infinity(), Format::negative_infinity(), 0};
+  const auto take = [&](const Share<Format>& share, uint32_t zeros) {
+    run.add(share.sums, share.low, share.high, false);
     run.zeros += zeros;
   };
 
@@ -301,7 +297,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
       }
       advance();
     }
-    ShareOf share;
+    Share<Format> share;
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) format.add(now[k], share, k == 0);
     const uint32_t zeros = Format::zeros(share);
@@ -332,7 +328,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
         if constexpr (kMultiplies) {
           ahead[k] = multiplied_at<Format>(next + k * 32, ahead[k], memory.multiplier());
         }
-        ShareOf share;
+        Share<Format> share;
         format.add(ahead[k], share, true);
         const uint32_t zeros = Format::zeros(share);
         if (is_safe<Format>(share, zeros, kElements)) {
@@ -344,8 +340,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     }
   }
   row.zero_count = run.zeros;
-  row.sum = run.sum;
-  row.sq_sum = run.squares;
+  run.sums.put_into(row);
   row.min = format.widened_min(run.low);
   row.max = format.widened_max(run.high);
   return left_over;
