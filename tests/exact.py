@@ -6,9 +6,14 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from gradstat import _fields
+
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 REAL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+
+EXACT = tuple(name for name in _fields.NAMES if name not in ("sum", "sq_sum", "sq_sum_large", "sq_sum_small"))
+"""The fields that nothing rounds."""
 
 
 def memory_order(tensor: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ class Exact:
         self.nan_count = sum(any(math.isnan(p) for p in e) for e in elements)
         self.inf_count = sum(bad) - self.nan_count
         self.zero_count = sum(all(p == 0 for p in e) for e in elements)
-        self.first = bad.index(True) if any(bad) else math.inf
+        self.first_nonfinite = bad.index(True) if any(bad) else math.inf
         finite = [p for e, b in zip(elements, bad, strict=True) if not b for p in e]
         self.values = len(finite)
         self.min = min(finite, default=math.inf)

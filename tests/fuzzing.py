@@ -424,8 +424,6 @@ def batches(most: int = 8, largest: int = 20_000, dtypes: Sequence[torch.dtype] 
 class Account:
     """What must be said of a tensor, from its ``[elements, parts]`` in the order in which they are counted."""
 
-    __slots__ = ("first", "inf_count", "magnitudes", "max", "min", "nan_count", "squares", "sum", "zero_count")
-
     def __init__(self, elements: Floats) -> None:
         nan, zero = np.isnan(elements), elements == 0
         bad = ~np.isfinite(elements)
@@ -435,7 +433,7 @@ class Account:
         number = int(np.count_nonzero(bad))
         self.inf_count = number - self.nan_count
         self.zero_count = int(np.count_nonzero(zero))
-        self.first = float(bad.argmax()) if number else math.inf
+        self.first_nonfinite = float(bad.argmax()) if number else math.inf
         finite = elements[~bad.reshape(-1)] if number else elements
         self.min = float(finite.min(initial=math.inf))
         self.max = float(finite.max(initial=-math.inf))

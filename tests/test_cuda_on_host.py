@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fuzzing import FILLS
+from exact import EXACT
+from fuzzing import FILLS, Account
 from fuzzing import KINDS as KINDS_OF_BITS
 from host_build import build, needs_compiler
 from host_kernels import DTYPES, Piece, arrays, pointer, stats
@@ -23,7 +24,6 @@ from gradstat._core import norms
 
 CAN_PAIR = (torch.float32, torch.float16, torch.float64)
 KINDS = [(dtype, False) for dtype in DTYPES] + [(dtype, True) for dtype in CAN_PAIR]
-EXACT = {"nan_count", "inf_count", "zero_count", "min", "max", "first_nonfinite"}
 
 pytestmark = needs_compiler
 
@@ -89,28 +89,15 @@ def exact_norm(values: np.ndarray) -> float:
 def check(pieces: list[Piece], table: np.ndarray) -> None:
     for number, (piece, row) in enumerate(zip(pieces, table, strict=True)):
         got = dict(zip(_fields.NAMES, row, strict=True))
-        values = piece.doubles()
-        nan = np.isnan(values).any(axis=1)
-        inf = np.isinf(values).any(axis=1) & ~nan
-        finite = values[~(nan | inf)]
-        expected = {
-            "nan_count": nan.sum(),
-            "inf_count": inf.sum(),
-            "zero_count": (values == 0).all(axis=1).sum(),
-            "min": finite.min(initial=math.inf),
-            "max": finite.max(initial=-math.inf),
-            "first_nonfinite": np.flatnonzero(nan | inf)[0] if (nan | inf).any() else math.inf,
-        }
+        want = Account(piece.doubles())
         where = f"tensor {number}: {piece.values.dtype} pair={piece.is_pair} {piece.numel}+{piece.offset}"
-        assert {name: got[name] for name in EXACT} == expected, where
+        assert {name: got[name] for name in EXACT} == {name: getattr(want, name) for name in EXACT}, where
         is_wide = piece.values.dtype == torch.float64
-        flat = finite.ravel()
-        if np.abs(flat).max(initial=0.0) < 1e290:
-            slack = (1e-13 if is_wide else 2.5e-7) * math.fsum(np.abs(flat).tolist())
-            assert abs(got["sum"] - math.fsum(flat.tolist())) <= slack, where
+        if want.magnitudes < 1e300:
+            assert abs(got["sum"] - want.sum) <= (1e-13 if is_wide else 2.5e-7) * want.magnitudes, where
         with np.errstate(over="ignore"):
             norm = float(_fields.l2_norm(np, row))
-        assert norm == pytest.approx(exact_norm(flat), rel=1e-13 if is_wide else 1e-7, abs=0), where
+            assert norm == pytest.approx(float(want.norm), rel=1e-13 if is_wide else 1e-7, abs=0), where
         if not is_wide:
             assert got["sq_sum_large"] == got["sq_sum_small"] == 0
 

@@ -41,7 +41,7 @@ def row(
         "nan_count": nan, "inf_count": inf, "zero_count": zeros, "sum": mean * left, "sq_sum": left * size**2,
         "sq_sum_large": 0, "sq_sum_small": 0, "min": -size, "max": size, "first_nonfinite": first,
     }  # fmt: skip
-    return [float(values[f.name]) for f in _fields.FIELDS]
+    return [float(values.get(f.name, f.identity)) for f in _fields.FIELDS]
 
 
 @dataclass
