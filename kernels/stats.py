@@ -123,6 +123,36 @@ def _neighbours(x):
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
+# What lanes add up, in tuples: squares, values, minima, maxima. A further field has its place at the end of each tuple
+# below, and its lift in _add_step and _lift_finite.
+
+
+@triton.jit
+def _no_sums(REAL: tl.constexpr):
+    """Of no elements, lane by lane."""
+    zero = tl.zeros((LANES,), tl.float64)
+    return zero, zero, tl.full((LANES,), INF, REAL), tl.full((LANES,), -INF, REAL)
+
+
+@triton.jit
+def _merge_sums(a, b):
+    return a[0] + b[0], a[1] + b[1], tl.minimum(a[2], b[2]), tl.maximum(a[3], b[3])
+
+
+@triton.jit
+def _store_sums(row, row_stride, sums):
+    tl.store(row + SQ_SUM * row_stride, tl.sum(sums[0]))
+    tl.store(row + SUM * row_stride, tl.sum(sums[1]))
+    tl.store(row + MIN * row_stride, tl.min(sums[2]).to(tl.float64))
+    tl.store(row + MAX * row_stride, tl.max(sums[3]).to(tl.float64))
+
+
+@triton.jit
+def _scale_sums(sums, scale):
+    """Of elements that are so many times as large."""
+    return sums[0] * (scale * scale), sums[1] * scale, sums[2] * scale, sums[3] * scale
+
+
 @triton.jit
 def _add_step(even, odd, sums):
     """Adds vectors, one in each row, given by their elements at even and odd positions, to the lanes' sums."""
@@ -154,15 +184,8 @@ def _add_step(even, odd, sums):
 
 
 @triton.jit
-def _no_sums(REAL: tl.constexpr):
-    """Sums of squares and values, minima and maxima of no elements, lane by lane."""
-    zero = tl.zeros((LANES,), tl.float64)
-    return zero, zero, tl.full((LANES,), INF, REAL), tl.full((LANES,), -INF, REAL)
-
-
-@triton.jit
 def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: tl.constexpr):
-    """Sums of squares and values, minima, maxima and counts of zeros, lane by lane, of whole steps."""
+    """Sums and counts of zeros, lane by lane, of whole steps."""
     sums = _no_sums(REAL)
     zeros = tl.zeros((LANES,), tl.int32)
     STEP: tl.constexpr = UNROLL * LANES * VECTOR
@@ -176,7 +199,7 @@ def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: t
         else:
             counts = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
         zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (UNROLL, LANES)), axis=0)
-    return sums[0], sums[1], sums[2], sums[3], zeros
+    return sums, zeros
 
 
 @triton.jit
@@ -232,16 +255,15 @@ def _read_float8_tile(address, steps, kind):
     sign = tl.where(ordinary, 0, 0x80808080)
     marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
     hidden = (sums[3] > limit) | (sums[2] < -limit) | (marked != 0)
-    squares = tl.where(hidden, float("nan"), sums[0] * (scale * scale))
-    return squares, sums[1] * scale, sums[2] * scale, sums[3] * scale, zeros
+    return _scale_sums(sums, tl.where(hidden, float("nan"), scale)), zeros
 
 
 @triton.jit
-def _lift_finite(x, good, squares, total, low, high):
+def _lift_finite(x, good, sums, scaled_sums):
     """lift_finite of csrc/stat.h, lane by lane, for those of x, [LANES, n], that are good."""
-    sq_sum, sq_sum_large, sq_sum_small = squares
+    sq_sum_large, sq_sum_small = scaled_sums
     wide = tl.where(good, x, 0.0).to(tl.float64)
-    total += tl.sum(wide, axis=1)
+    ordinary = wide
     if x.dtype == tl.float64:
         magnitude = tl.abs(wide)
         is_large = magnitude > LARGE
@@ -250,11 +272,14 @@ def _lift_finite(x, good, squares, total, low, high):
         sq_sum_large += tl.sum(scaled * scaled, axis=1)
         scaled = tl.where(is_small, wide * SMALL_SCALE, 0.0)
         sq_sum_small += tl.sum(scaled * scaled, axis=1)
-        wide = tl.where(is_large | is_small, 0.0, wide)
-    sq_sum += tl.sum(wide * wide, axis=1)
-    low = tl.minimum(low, tl.min(tl.where(good, x, INF), axis=1))
-    high = tl.maximum(high, tl.max(tl.where(good, x, -INF), axis=1))
-    return (sq_sum, sq_sum_large, sq_sum_small), total, low, high
+        ordinary = tl.where(is_large | is_small, 0.0, wide)
+    lifted = (
+        tl.sum(ordinary * ordinary, axis=1),
+        tl.sum(wide, axis=1),
+        tl.min(tl.where(good, x, INF), axis=1),
+        tl.max(tl.where(good, x, -INF), axis=1),
+    )
+    return _merge_sums(sums, lifted), (sq_sum_large, sq_sum_small)
 
 
 @triton.jit
@@ -265,19 +290,19 @@ def _read_exact(
     first_index,
     kind,
     rare,
-    lanes,
+    sums,
+    zeros,
     VECTOR: tl.constexpr,
     PAIR: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Adds the values [begin, end) from an aligned pointer, whatever they are, to rare and lanes.
+    """Adds the values [begin, end) from an aligned pointer, whatever they are, to rare, sums and zeros.
 
     Each lane takes VECTOR values at a time. WHOLE promises that begin is 0 and end a multiple of VECTOR,
     which keeps the 16-byte loads.
     first_index is the index of the element at the pointer: negative if that lies before the tensor.
     """
     nans, infs, sq_sum_large, sq_sum_small, first = rare
-    sq_sum, total, low, high, zeros = lanes
     WIDTH: tl.constexpr = 2 if PAIR else 1
     lane = tl.arange(0, LANES)[:, None]
     value = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -285,8 +310,7 @@ def _read_exact(
     lane_nans = tl.zeros((LANES,), tl.int32)
     lane_infs = tl.zeros((LANES,), tl.int32)
     lane_first = tl.full((LANES,), NO_INDEX, tl.int32)
-    lane_large = tl.zeros((LANES,), tl.float64)
-    lane_small = tl.zeros((LANES,), tl.float64)
+    scaled_sums = (tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64))
     for start in range(0, end, LANES * VECTOR):
         if WHOLE:
             # Decided lane by lane, so that the compiler sees that a vector is loaded as a whole.
@@ -313,21 +337,19 @@ def _read_exact(
         index = tl.where(is_bad, start // WIDTH + element, NO_INDEX)
         lane_first = tl.minimum(lane_first, tl.min(index, axis=1))
         zeros += tl.sum((is_zero & valid).to(tl.int32), axis=1)
-        squares = (sq_sum, lane_large, lane_small)
         if PAIR:
-            squares, total, low, high = _lift_finite(real, good, squares, total, low, high)
-            squares, total, low, high = _lift_finite(imaginary, good, squares, total, low, high)
+            sums, scaled_sums = _lift_finite(real, good, sums, scaled_sums)
+            sums, scaled_sums = _lift_finite(imaginary, good, sums, scaled_sums)
         else:
-            squares, total, low, high = _lift_finite(x, good, squares, total, low, high)
-        sq_sum, lane_large, lane_small = squares
+            sums, scaled_sums = _lift_finite(x, good, sums, scaled_sums)
     nans += tl.sum(lane_nans)
     infs += tl.sum(lane_infs)
-    if low.dtype == tl.float64:
-        sq_sum_large += tl.sum(lane_large)
-        sq_sum_small += tl.sum(lane_small)
+    if sums[2].dtype == tl.float64:
+        sq_sum_large += tl.sum(scaled_sums[0])
+        sq_sum_small += tl.sum(scaled_sums[1])
     local = tl.min(lane_first)
     first = tl.where(local == NO_INDEX, first, tl.minimum(first, (first_index + local).to(tl.float64)))
-    return (nans, infs, sq_sum_large, sq_sum_small, first), (sq_sum, total, low, high, zeros)
+    return (nans, infs, sq_sum_large, sq_sum_small, first), sums, zeros
 
 
 @triton.jit
@@ -356,13 +378,8 @@ def _read_chunk(
     zero = tl.full((), 0.0, tl.float64)
     none = tl.full((), 0, tl.int32)
     rare = (none, none, zero, zero, zero + INF)
-    lanes = (
-        tl.zeros((LANES,), tl.float64),
-        tl.zeros((LANES,), tl.float64),
-        tl.full((LANES,), INF, REAL),
-        tl.full((LANES,), -INF, REAL),
-        tl.zeros((LANES,), tl.int32),
-    )
+    sums = _no_sums(REAL)
+    zeros = tl.zeros((LANES,), tl.int32)
 
     while vector < last_vector:
         # A tile: at most STEPS_PER_TILE steps; what is left of the chunk after its last step is read exactly.
@@ -373,29 +390,24 @@ def _read_chunk(
             vectors = last_vector - vector
         is_trusted = steps > 0
         if tl.uint8 == ELEMENT:
-            tile = _read_float8_tile(aligned + vector * 16, steps, kind)
+            tile_sums, tile_zeros = _read_float8_tile(aligned + vector * 16, steps, kind)
         else:
-            tile = _read_tile(pointer, steps, VECTOR, PAIR, REAL)
+            tile_sums, tile_zeros = _read_tile(pointer, steps, VECTOR, PAIR, REAL)
         if is_trusted:
-            squares = tl.sum(tile[0])
+            squares = tl.sum(tile_sums[0])
             if tl.float64 == REAL:
                 is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
             else:
                 is_trusted = (squares >= SAFE_LOW) & (squares <= SAFE_HIGH)
             if squares == 0:
-                is_trusted = tl.sum(tile[4]) * WIDTH == vectors * VECTOR
+                is_trusted = tl.sum(tile_zeros) * WIDTH == vectors * VECTOR
         if is_trusted:
-            lanes = (
-                lanes[0] + tile[0],
-                lanes[1] + tile[1],
-                tl.minimum(lanes[2], tile[2]),
-                tl.maximum(lanes[3], tile[3]),
-                lanes[4] + tile[4],
-            )
+            sums = _merge_sums(sums, tile_sums)
+            zeros += tile_zeros
         else:
             first_index = (vector * VECTOR - begin) // WIDTH
             count = vectors.to(tl.int32) * VECTOR
-            rare, lanes = _read_exact(pointer, 0, count, first_index, kind, rare, lanes, EXACT, PAIR, True)
+            rare, sums, zeros = _read_exact(pointer, 0, count, first_index, kind, rare, sums, zeros, EXACT, PAIR, True)
         vector += vectors
 
     # Partial vectors: before the first whole one, in the first chunk, and after the last, in the last.
@@ -414,18 +426,17 @@ def _read_chunk(
             # Positions before the tensor make the division inexact, but pairs never straddle a vector.
             first_index = (at * VECTOR - begin) // WIDTH
             # Less than a vector: one element for each lane.
-            rare, lanes = _read_exact(pointer, edge_begin, edge_end, first_index, kind, rare, lanes, WIDTH, PAIR, False)
+            rare, sums, zeros = _read_exact(
+                pointer, edge_begin, edge_end, first_index, kind, rare, sums, zeros, WIDTH, PAIR, False
+            )
 
     tl.store(row + NAN_COUNT * row_stride, rare[0].to(tl.float64))
     tl.store(row + INF_COUNT * row_stride, rare[1].to(tl.float64))
     tl.store(row + SQ_SUM_LARGE * row_stride, rare[2])
     tl.store(row + SQ_SUM_SMALL * row_stride, rare[3])
     tl.store(row + FIRST_NONFINITE * row_stride, rare[4])
-    tl.store(row + SQ_SUM * row_stride, tl.sum(lanes[0]))
-    tl.store(row + SUM * row_stride, tl.sum(lanes[1]))
-    tl.store(row + MIN * row_stride, tl.min(lanes[2]).to(tl.float64))
-    tl.store(row + MAX * row_stride, tl.max(lanes[3]).to(tl.float64))
-    tl.store(row + ZERO_COUNT * row_stride, tl.sum(lanes[4]).to(tl.float64))
+    _store_sums(row, row_stride, sums)
+    tl.store(row + ZERO_COUNT * row_stride, tl.sum(zeros).to(tl.float64))
 
 
 @triton.jit
