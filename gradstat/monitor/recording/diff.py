@@ -56,7 +56,7 @@ class Comparison:
         exact_step: The first common step in which any bit differs; None if none does.
         step: The first one in which anything differs by more than ``tolerance``; None if none does.
         partings: Everything that differs in any bit: what parts in a way that matters first, by step; within a step
-            what comes first in it (learning rate, then `gradstat.monitor.kinds.KINDS` in order, the loss before the
+            what comes first in it (learning rate, then ``gradstat.monitor.kinds.KINDS`` in order, the loss before the
             gradients and norms behind them), tensors in the order of the model.
         structure: Sentences about what cannot be compared: kinds, names or sizes that only one has.
         findings_a, findings_b: Findings, of the common steps, that only one has.
