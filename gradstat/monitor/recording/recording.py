@@ -57,8 +57,8 @@ class Recording:
         scalars: By name, ``[k]`` float64, NaN where there was none: ``"norm"`` (total norm of the gradients, NaN or Inf
             if an element is), ``"finite_norm"``, ``"nonfinite"`` (elements), ``"missing"`` (gradients that are None),
             and if given ``"loss"``, ``"lr"``, ``"loss_scale"``.
-        tables: By kind, as ``gradstat.monitor.kinds.KINDS`` names them; the states of the optimizer by their names in it,
-            ``"exp_avg"`` and so on.
+        tables: By kind, as ``gradstat.monitor.kinds.KINDS`` names them; the states of the optimizer by their names in
+            it, ``"exp_avg"`` and so on.
         findings: What rules noticed, in the order in which they did.
         backward_order: Parameters in the order in which their gradients were complete; empty if not known.
         meta: JSON-able words about the run: versions, device, model, when and why it was saved.
