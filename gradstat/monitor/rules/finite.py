@@ -14,10 +14,9 @@ from gradstat.monitor.rules.base import Rule
 
 
 def _counts(rows: Rows, look: int, position: int) -> dict[str, Any]:
-    row = rows.raw[look, position]
     counted: dict[str, Any] = {
-        "nan_count": int(row[0]),
-        "inf_count": int(row[1]),
+        "nan_count": int(rows.field("nan_count")[look, position]),
+        "inf_count": int(rows.field("inf_count")[look, position]),
         "numel": int(rows.layout.numel[position]),
     }
     first = rows.first_nonfinite(look, position)
