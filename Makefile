@@ -39,7 +39,7 @@ coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report the lines 
 .PHONY: mutate
 mutate: $(VENV)/.for-test $(BUILT) ## Change the core in one place at a time and see whether the tests notice (hours; remembers)
 	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray
-	$(BIN)/python tests/mutation.py
+	$(BIN)/python tools/mutation.py
 
 lint: $(VENV)/.for-lint ## Check style, types and formatting
 	$(BIN)/ruff check .
@@ -55,14 +55,14 @@ format: $(VENV)/.for-lint ## Rewrite the sources in the enforced style
 # RECORD=--record appends what they saw to benchmarks/results, from which docs/testing.md is rendered.
 fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, and 500 random programs under a monitor
 	$(BIN)/python tests/monitored_programs.py 500
-	$(BIN)/python tests/fuzz.py $(RECORD)
+	$(BIN)/python tools/fuzz.py $(RECORD)
 
 sanitize: $(VENV)/.for-test ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python tools/sanitize.py
 
 .PHONY: coverage-cxx
 coverage-cxx: $(VENV)/.for-dev ## Run the tests that reach C++ and report the lines they reach; fails under 90 %
-	$(BIN)/python tests/coverage_cxx.py
+	$(BIN)/python tools/coverage_cxx.py
 
 bench: $(VENV)/.for-bench $(BUILT) ## Time checks, clips and training steps against torch on this machine, in under three minutes
 	$(BIN)/python benchmarks/suite.py
@@ -92,7 +92,7 @@ wheel: $(VENV)/.for-test ## Build the sdist and the wheel (one for every Python 
 
 .PHONY: matrix
 matrix: wheel $(VENV)/.for-dev ## Try the wheel with every Python and torch this machine can install; an hour, gigabytes
-	$(BIN)/python tests/matrix.py dist/*.whl --write
+	$(BIN)/python tools/matrix.py dist/*.whl --write
 
 .PHONY: tour
 tour: $(VENV)/.for-docs $(BUILT) ## Run docs/tour.ipynb and save it with its outputs
@@ -101,13 +101,13 @@ tour: $(VENV)/.for-docs $(BUILT) ## Run docs/tour.ipynb and save it with its out
 .PHONY: docs
 docs: $(VENV)/.for-docs $(BUILT) ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
-	$(BIN)/python tests/check_site.py build/site
-	$(BIN)/python tests/browse_site.py build/site
+	$(BIN)/python tools/check_site.py build/site
+	$(BIN)/python tools/browse_site.py build/site
 	@echo "open build/site/index.html"
 
 gpu-code: $(VENV)/.for-bench ## Compile all GPU code without a GPU and hold it against its gates
-	$(BIN)/python tests/gpu_gates/check_cuda.py
-	$(BIN)/python tests/gpu_gates/check_triton.py
+	$(BIN)/python tools/gpu_gates/check_cuda.py
+	$(BIN)/python tools/gpu_gates/check_triton.py
 
 # Rows and a log of what runs on a GPU go there, until they are merged.
 RESULTS ?= gpu-results
@@ -127,7 +127,7 @@ gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bu
 	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu_bundle.py
 
 leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and hold memory flat
-	$(BIN)/python tests/leaks.py $(RECORD)
+	$(BIN)/python tools/leaks.py $(RECORD)
 
 fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) gradstat/_fields.py --write

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
 COMMAND_SECONDS = 470.0  # of all parts of a command together
 
 
@@ -77,17 +78,21 @@ def _pytest(*arguments: str) -> list[str]:
     ]
 
 
+def _modules() -> list[str]:
+    return [str(next(ROOT.glob(f"tests/*/test_{name}.py")).relative_to(ROOT)) for name in ON_A_DEVICE]
+
+
 def _tests(session: Session) -> list[str]:
     """Of those modules what runs on a GPU: by its marker, by a parameter's id, or as Triton's own tests do."""
     if not session.on_gpu:
-        return _pytest("tests/test_accumulation.py")
+        return _pytest("tests/core/test_accumulation.py")
     side_by_side = ["-n", str(WORKERS), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
-    return _pytest("-k", "cuda or triton", *side_by_side, *(f"tests/test_{name}.py" for name in ON_A_DEVICE))
+    return _pytest("-k", "cuda or triton", *side_by_side, *_modules())
 
 
 def _fuzz(session: Session) -> list[str]:
     tensors = "50000" if session.on_gpu else "300"
-    return [sys.executable, "tests/fuzz.py", "--device", session.device, "--seed", "1", "--tensors", tensors]
+    return [sys.executable, "tools/fuzz.py", "--device", session.device, "--seed", "1", "--tensors", tensors]
 
 
 def _suite(*groups: str, seconds: float) -> Callable[[Session], list[str]]:
@@ -102,9 +107,9 @@ def _suite(*groups: str, seconds: float) -> Callable[[Session], list[str]]:
 # Torch's own kernels, by what their mangled names have in them: what is left are gradstat's, of CUDA and of Triton.
 # That way round, a filter that fits nothing costs time and hides nothing.
 OF_TORCH = "kns=at6native,kns=at_cuda_detail"
-SHORT_SET = ("tests/gpu_gates/short_set.py",)
+SHORT_SET = ("tools/gpu_gates/short_set.py",)
 # Random tensors are for memory errors alone, as they are slow under a sanitizer's eyes.
-RANDOM_TENSORS = ("tests/fuzz.py", "--device", "cuda", "--seed", "1", "--tensors", "400", "--apart")
+RANDOM_TENSORS = ("tools/fuzz.py", "--device", "cuda", "--seed", "1", "--tensors", "400", "--apart")
 
 
 def _sanitized(tool: str, seconds: float, program: tuple[str, ...] = SHORT_SET) -> Part:
@@ -165,7 +170,7 @@ COMMANDS = {
     "costs": Command(
         "what must cost nothing, launches and syncs counted, compute-sanitizer",
         (
-            Part("test_gpu_costs", 50, lambda session: _pytest("tests/test_gpu_costs.py")),
+            Part("test_gpu_costs", 50, lambda session: _pytest("tests/bench/test_gpu_costs.py")),
             Part("counts", 50, _suite("counts", seconds=1.0)),
             _sanitized("memcheck", 45),
             _sanitized("racecheck", 60),

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- predictions -->\n).*?(<!-- end of predictions -->)", re.DOTALL)
-sys.path.insert(0, str(ROOT / "tests" / "gpu_gates"))
+sys.path.insert(0, str(ROOT / "tools" / "gpu_gates"))
 
 from check_cuda import MOST_THREADS, REGISTERS, THREADS, Kernel, Loop, compile_and_read, find_nvdisasm  # noqa: E402
 

@@ -1,6 +1,6 @@
 // Small device functions the kernels use: 16-byte loads and stores, packed 16-bit arithmetic, conversions.
 // Where the hardware has an instruction it is named in PTX; beside it stands the same thing in plain C++,
-// which tests/cuda_on_host compiles for the CPU.
+// which tests/gpu_on_host compiles for the CPU.
 #pragma once
 
 #include "stat.h"

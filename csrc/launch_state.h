@@ -12,7 +12,7 @@
 #include "entry.h"
 #include "tile_table.h"
 
-// The one call whose meaning depends on the kernel's type, so that tests/cuda_on_host can give it another.
+// The one call whose meaning depends on the kernel's type, so that tests/gpu_on_host can give it another.
 #if !defined(GRADSTAT_LAUNCH)
 #define GRADSTAT_LAUNCH(config, kernel, arguments) \
   cudaLaunchKernelExC(config, reinterpret_cast<const void*>(kernel), arguments)

@@ -82,7 +82,7 @@ INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}
 """Column number by field name."""
 
 NONFINITE: slice = slice(INDEX["nan_count"], INDEX["inf_count"] + 1)
-"""The two columns that count elements that are not finite, neighbours (tests/test_fields.py holds that)."""
+"""The two columns that count elements that are not finite, neighbours (tests/core/test_fields.py holds that)."""
 
 DEGREES: tuple[int, ...] = tuple(field.degree for field in FIELDS)
 """The degree of each column."""
@@ -91,7 +91,7 @@ IDENTITY: tuple[float, ...] = tuple(field.identity for field in FIELDS)
 """The row of a tensor without elements."""
 
 SUMMED: slice = slice(0, sum(field.merge == "sum" for field in FIELDS))
-"""The summed columns. They come first, and so are a view (tests/test_fields.py holds that)."""
+"""The summed columns. They come first, and so are a view (tests/core/test_fields.py holds that)."""
 
 # Blue's thresholds and scales for float64: squares of magnitudes in [SMALL, LARGE] neither vanish nor
 # overflow, even when 2**52 of them are added.

@@ -1,7 +1,7 @@
 """Failures injected into small trainings, and what the monitor has to say first about each of them.
 
 A `Fault` declares what is broken, when, and which finding has to come first: the rule, the name and the step. `inject`
-runs it. ``python tests/faults.py`` prints what is found; ``tests/diagnosis.py`` writes it into docs/diagnosis.md.
+runs it. ``python tests/faults.py`` prints what is found; ``tools/diagnosis.py`` writes it into docs/diagnosis.md.
 """
 
 from __future__ import annotations

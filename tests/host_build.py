@@ -1,4 +1,4 @@
-"""Compiles the CUDA code with g++ for the CPU, as tests/cuda_on_host needs it, and loads it."""
+"""Compiles the CUDA code with g++ for the CPU, as tests/gpu_on_host needs it, and loads it."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "tests" / "cuda_on_host"
+SOURCES = ROOT / "tests" / "gpu_on_host"
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -21,7 +21,7 @@ def build(source: str, folder: Path, *includes: Path, macros: Iterable[str] = ()
 
 
 def compiled(source: str, folder: Path, *includes: Path, macros: Iterable[str] = ()) -> Path:
-    """The shared library of one file of tests/cuda_on_host; ``includes`` are searched before the kernels."""
+    """The shared library of one file of tests/gpu_on_host; ``includes`` are searched before the kernels."""
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     flags += ["-Wno-uninitialized"]  # a share begins with its first vector, which g++ does not see

@@ -1,4 +1,4 @@
-"""Calls of the CUDA kernels compiled for the CPU (tests/cuda_on_host), on tensors placed in memory at will."""
+"""Calls of the CUDA kernels compiled for the CPU (tests/gpu_on_host), on tensors placed in memory at will."""
 
 from __future__ import annotations
 

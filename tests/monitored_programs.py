@@ -1,6 +1,7 @@
 """Programs that do to a monitored model whatever comes to a random generator's mind, and know what should be recorded.
 
-`tests/test_life_monitor.py` runs some; ``python tests/monitored_programs.py 500`` runs others and says which failed.
+`tests/life/test_life_monitor.py` runs some; ``python tests/monitored_programs.py 500`` runs others and says which
+failed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // The CPU kernels on several threads, called by several threads at once, for ThreadSanitizer
-// (tests/sanitize.py). What they give must also be, bit by bit, what one call after the other gives. With an
+// (tools/sanitize.py). What they give must also be, bit by bit, what one call after the other gives. With an
 // argument: a race on purpose.
 #include <cstdio>
 #include <thread>

@@ -1,0 +1,483 @@
+"""The benchmarks: wrong answers are caught before they are timed, rows are kept, the command works on users' models."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cases
+import optimizer_steps
+import plots
+import pytest
+import rows
+import suite
+import tables
+import torch
+from cases import CASES, PROVIDERS, Case, Provider, input_of, verify
+from models import TRAININGS, Training, gpt_step, resnet
+from torch import nn
+
+import gradstat
+from gradstat.__main__ import main
+from gradstat.bench import command, machine, steps, timing
+from gradstat.bench.memory import peak_bytes
+from gradstat.demo.model import GPT, GPT2, MODEST, TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+FACTORIES = """
+import torch
+from torch import nn
+
+def factory():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    return model, lambda: model(x).square().mean()
+
+def raising(): raise RuntimeError("no data here")
+def alone(): return nn.Linear(2, 2)
+def three(): return nn.Linear(2, 2), 1, 2
+def nothing(): return None
+def vector():
+    model = nn.Linear(2, 2)
+    return model, lambda: model(torch.ones(3, 2))
+def detached():
+    model = nn.Linear(2, 2)
+    return model, lambda: model(torch.ones(3, 2)).sum().detach()
+def unrelated():
+    w = torch.ones(2, requires_grad=True)
+    return nn.Linear(2, 2), lambda: w.sum()
+def number():
+    return nn.Linear(2, 2), lambda: 1.0
+def mismatch():
+    return nn.Linear(2, 2), torch.ones(3, 5)
+def frozen():
+    return nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2)
+def infinite():
+    model = nn.Linear(2, 2)
+    return model, lambda: model(torch.full((1, 2), float("inf"))).sum()
+constant = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other make thousands of tiny calls slow on a machine that does other work too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench_these.py").write_text(FACTORIES)
+    (tmp_path / "bench_broken.py").write_text("import torch, no_such_package\n")
+    (tmp_path / "bench_raises.py").write_text("raise OSError('disk on fire')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("bench_these", "bench_broken", "bench_raises"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("_factories")
+def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    arguments = [
+        "--model",
+        "bench_these:factory",
+        "--rounds",
+        "3",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--optimizer",
+        "sgd",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "gradstat", "bench", *arguments, "--json", "out.json"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "90 trained parameters in 4 tensors of float32; optimizer sgd" in result.stdout
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["parameters"] == 90
+    assert written["threads"] >= 1
+    names = [variant["name"] for variant in written["variants"]]
+    assert names == [variant.name for variant in steps.variants()]
+    for variant in written["variants"]:
+        assert variant["name"] in result.stdout
+        assert 0 < variant["seconds"]["low"] <= variant["seconds"]["median"] <= variant["seconds"]["high"]
+    assert written["variants"][0]["ratio"]["median"] == 1
+    assert written["variants"][0]["extra_bytes"] == 0
+    assert "detect_anomaly makes it" in result.stdout.splitlines()[-2]
+
+
+@pytest.mark.usefixtures("_factories")
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("bench_these", "expected MODULE:FACTORY"),
+        ("no_such_module:f", "no module 'no_such_module' in the current folder or the environment"),
+        ("bench_broken:f", "importing bench_broken failed: No module named 'no_such_package'"),
+        ("bench_raises:f", "disk on fire"),
+        ("bench_these:missing", "bench_these has no missing"),
+        ("bench_these:constant", "constant is a int, not a function"),
+        ("bench_these:raising", "RuntimeError: no data here"),
+        ("bench_these:alone", "returned a module alone; return (model, batch) or (model, loss)"),
+        ("bench_these:three", "got a tuple of 3"),
+        ("bench_these:nothing", "got a NoneType"),
+        ("bench_these:vector", "shape (3, 2); reduce it"),
+        ("bench_these:detached", "the loss has no graph"),
+        ("bench_these:unrelated", "no parameter of the model has a gradient"),
+        ("bench_these:number", "the loss must be a tensor, not a float"),
+        ("bench_these:mismatch", "the forward pass raised"),
+        ("bench_these:frozen", "the loss has no graph"),
+        ("bench_these:infinite", "gradients are not finite"),
+    ],
+)
+def test_what_cannot_be_measured_gets_a_sentence(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--model", model, "--rounds", "1", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "command.py" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--device", "nonsense"], "--device nonsense"),
+        (["--device", "meta"], "cpu and cuda only"),
+        (["--json", "no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_options_that_cannot_work_get_a_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_says_what_a_factory_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "--help"])
+    assert "(model, batch)" in capsys.readouterr().out
+
+
+class Output(dict[str, Any]):
+    @property
+    def loss(self) -> torch.Tensor:
+        return self["inner"].sum()
+
+
+class Echo(nn.Module):
+    """Returns its weight, summed, in the form it is told to."""
+
+    def __init__(self, form: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.form = form
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> object:
+        return self.form(self.weight * x * (1 if y is None else y))
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (lambda t: t, 3.0),
+        (lambda t: (t, "state"), 3.0),
+        (lambda t: {"loss": t.sum()}, 6.0),
+        (lambda t: Output(inner=t), 6.0),
+    ],
+)
+@pytest.mark.parametrize(
+    "batch",
+    [torch.full((2,), 3.0), (torch.full((2,), 1.5), torch.full((2,), 2.0)), {"x": torch.full((2,), 3.0)}],
+    ids=["tensor", "tuple", "mapping"],
+)
+def test_a_batch_becomes_a_loss(
+    form: Callable[[torch.Tensor], object], expected: float, batch: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "made_here", lambda: (Echo(form), batch), raising=False)
+    _, loss = command.load("gradstat.bench.command:made_here", CPU)
+    assert loss().item() == expected
+
+
+def tiny_step(hook: Callable[[torch.Tensor], torch.Tensor] | None = None) -> steps.Step:
+    model = nn.Linear(3, 2)
+    if hook is not None:
+        model.weight.register_hook(hook)
+    x = torch.randn(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=steps.LEARNING_RATE)
+    return steps.Step(model, lambda: model(x).square().sum(), optimizer, CPU)
+
+
+def test_a_variant_that_raises_is_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    # NaN inside of the backward pass, repaired before it reaches the parameter: only detect_anomaly minds.
+    model = nn.Linear(3, 2)
+    x = torch.zeros(5, 3)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g.nan_to_num(1.0))
+    step = steps.Step(model, lambda: (model(x) * 0).sqrt().sum(), torch.optim.SGD(model.parameters(), lr=1e-9), CPU)
+    names = [variant.name for variant in command._that_run(step, "here")]
+    assert names == [v.name for v in steps.variants() if v.name != steps.ANOMALY]
+    assert "left out: detect_anomaly, since it raised RuntimeError" in capsys.readouterr().err
+
+
+def test_a_step_whose_parts_disagree_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps.verify(tiny_step())
+    monkeypatch.setattr(steps, "naive_loop", lambda gradients: (0, 1.0, 0.0, 0.0))
+    with pytest.raises(steps.WrongAnswerError, match="naive"):
+        steps.verify(tiny_step())
+
+
+def test_costs_hold_every_variant() -> None:
+    count = iter(range(100))
+    measured = steps.costs(tiny_step(), 2, progress=lambda: next(count))
+    assert next(count) == steps.rounds_of(2)
+    assert [cost.name for cost in measured] == [v.name for v in steps.variants()]
+    assert measured[0].ratio == (1, 1, 1)
+    check, anomaly = measured[1], measured[-1]
+    assert check.inside is not None
+    assert 0 < check.inside.median < check.seconds.median
+    assert check.added(measured[0]) == check.inside.median / measured[0].seconds.median
+    assert anomaly.inside is None
+    assert anomaly.added(measured[0]) == anomaly.ratio.median - 1
+    assert anomaly.extra_bytes > 1000  # its stack traces
+    assert "detect_anomaly" in steps.table(measured)
+    assert "gradstat.check" in command.verdict(measured)
+
+
+def test_anomaly_mode_ends_with_its_step() -> None:
+    step = tiny_step()
+    for variant in steps.variants():
+        variant.run(step)
+        assert not torch.is_anomaly_enabled()
+
+
+def test_turns_are_taken_and_caches_flushed() -> None:
+    said: list[str] = []
+    calls = {name: (lambda n=name: said.append(n)) for name in "abc"}
+    samples = timing.interleaved(calls, 5, 2, before=lambda name: said.append(f"before {name}"))
+    order = said[1::2]
+    assert said[::2] == [f"before {name}" for name in order]
+    assert len(order) == 21
+    turns = [order[i : i + 3] for i in range(0, 21, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len({tuple(turn) for turn in turns}) > 1
+    assert all(len(sample.wall) == len(sample.host) == 5 for sample in samples.values())
+    assert all(not sample.device for sample in samples.values())
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    assert timing.ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == (2, 2, 2)
+    assert timing.quartiles([3.0]) == (3, 3, 3)
+    assert timing.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
+
+
+def test_peak_memory_is_exact() -> None:
+    def call() -> None:
+        a = torch.empty(1 << 20, dtype=torch.uint8)
+        del a
+        b = torch.empty(1 << 19, dtype=torch.uint8)
+        del b
+
+    assert 1 << 20 <= peak_bytes(call, CPU) < (1 << 20) + 10_000
+    assert 1 << 20 <= peak_bytes(lambda: bytearray(1 << 20), CPU) < (1 << 20) + 10_000
+
+
+def test_the_cache_is_known_and_flushed() -> None:
+    assert 1 << 18 <= machine.cache_bytes(CPU) < 1 << 34
+    flush = machine.Flush(CPU)
+    before = flush._buffer._version
+    flush()
+    assert flush._buffer.numel() * 4 >= 2 * machine.cache_bytes(CPU) - 4
+    assert flush._buffer._version == before  # read, not written
+    assert flush._buffer.all()  # zeros may be one page that is seen everywhere
+
+
+def tiny(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same kind of list, of six tensors at most."""
+    return [tuple(min(size, 5) for size in shape) for shape in shapes[:6]]
+
+
+@pytest.fixture
+def plan() -> suite.Plan:
+    return suite.Plan(CPU, full=True, seconds=0.0, least=2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_axis_runs(case: Case, plan: suite.Plan) -> None:
+    for dtype in case.dtypes:
+        given = input_of(tiny(case.shapes()), dtype)
+        serving = cases.providers_for(given)
+        assert serving
+        made = suite.compare(plan, lambda: None, "lists", case.name, tiny(case.shapes()), dtype, cases.providers_for)
+        timed = [row.provider for row in made if row.metric == "wall time"]
+        assert sorted(timed) == sorted(provider.name for provider in serving)
+        assert {row.dtype for row in made} == {rows.dtype_name(dtype)}
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    assert [(len(s), sum(torch.Size(x).numel() for x in s)) for s in (cases.llama_shapes(1), cases.mixed_shapes())] == [
+        (291, 6_738_415_616),
+        (500, 225_000_000),
+    ]
+    assert len(cases.experts_shapes()) == 5_000
+    with torch.device("meta"):
+        models = [resnet(18, "meta"), resnet(50, "meta"), GPT(GPT2), GPT(MODEST)]
+    sizes = [(len(list(m.parameters())), sum(p.numel() for p in m.parameters())) for m in models]
+    assert sizes == [(62, 11_689_512), (161, 25_557_032), (148, 124_439_808), (76, 16_963_584)]
+    assert [tuple(p.shape) for p in models[2].parameters()][2:6] == cases.transformer_shapes(12, 768, 50257)[2:6]
+    assert resnet(18)(torch.randn(2, 3, 32, 32)).shape == (2, 1000)
+
+
+def provider(name: str) -> Provider:
+    return next(each for each in PROVIDERS if each.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "message"),
+    [
+        (cases.FOREACH_NORM, lambda given: [g.norm() * 1.2 for g in given.gradients], "says norm is"),
+        (cases.CHECK, lambda given: gradstat.check(given.parameters[:1]), "gradstat.check says"),
+        (cases.NAIVE, lambda given: (0, *given.facts[:3]), "found 0 bad gradients"),
+        (cases.CLIPPED, lambda given: torch.tensor(given.facts.norm), "did not multiply the gradients by 0.5"),
+        (
+            cases.CLIP,
+            lambda given: gradstat.clip_grad_norm_(given.parameters, given.max_norm / 2),
+            "did not multiply the gradients by 1.0",
+        ),
+    ],
+)
+def test_a_wrong_answer_is_never_timed(
+    name: str, run: Callable[[Any], object], message: str, plan: suite.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = dataclasses.replace(provider(name), run=run)
+    monkeypatch.setattr(suite, "interleaved", lambda *_, **__: pytest.fail("was timed"))
+    with pytest.raises(steps.WrongAnswerError, match=message):
+        suite.compare(plan, lambda: None, "lists", "x", [(4, 3), (5,)], torch.float32, lambda given: [broken])
+
+
+def test_verifying_leaves_the_gradients_alone() -> None:
+    given = input_of([(4, 3), (5,)])
+    before = [gradient.clone() for gradient in given.gradients]
+    for each in cases.providers_for(given):
+        error = verify(each, given)
+        assert error is None or error < 1e-6
+    assert all(torch.equal(a, b) for a, b in zip(before, given.gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES[:4], ids=str)
+def test_a_clipped_clip_finds_something_to_clip_every_time(
+    dtype: torch.dtype, plan: suite.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = []
+
+    def run(given: cases.Input) -> torch.Tensor:
+        norms.append(cases.facts_of(given.gradients).norm)
+        return nn.utils.clip_grad_norm_(given.parameters, 0.5 * given.max_norm)
+
+    spied = [provider(cases.CLIPPED), dataclasses.replace(provider(cases.TORCH_CLIPPED), run=run)]
+    suite.compare(plan, lambda: None, "lists", "x", [(40, 30), (50,)], dtype, lambda given: spied)
+    assert len(norms) > 3
+    assert len(set(norms)) == 1
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """Results of the whole suite on tiny inputs, and what it printed."""
+    case = Case("10,000 tensors of 64", lambda: [(8, 8)] * 3, (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(suite, "CASES", [case])
+    monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])
+    monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
+    monkeypatch.setattr(suite, "BYTES", (16, 64))
+    monkeypatch.setattr(suite, "TENSORS", (1, 3))
+    monkeypatch.setattr(machine, "cache_bytes", lambda device: 1 << 12)
+    arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "0", "--record", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert suite.main() == 0
+    return tmp_path, capsys.readouterr().out
+
+
+def test_what_is_recorded_is_what_is_shown(recorded: tuple[Path, str], tmp_path: Path) -> None:
+    (device,) = rows.devices(recorded[0])
+    assert {row.group for row in device} == set(suite.GROUPS) - {"counts"}
+    assert all(row.device and row.versions and row.threads and row.time and row.run for row in device)
+    assert tables.everything(device) in recorded[1]
+    assert "10,000 tensors of 64" in tables.everything(device, short=True)
+    ratio = next(row for row in device if row.metric == "time ratio" and row.provider == "detect_anomaly")
+    assert f" {100 * (ratio.value - 1):+.1f} % |" in tables.step_table([r for r in device if r.group == "steps"])
+    for shown in (tables.everything(device), tables.everything(device, short=True), tables.summary(device)):
+        assert "tiny GPT" in shown
+        assert all(line.endswith("|") for line in shown.splitlines() if line.startswith("|"))
+    drawn = plots.charts_of(device)
+    assert set(drawn) == {name for name, (group, _) in plots.DRAWN.items() if group in suite.GROUPS}
+    for name, members in drawn.items():
+        first, second = tmp_path / "first.png", tmp_path / "second.png"
+        plots.DRAWN[name][1](members, first)
+        plots.DRAWN[name][1](members, second)
+        assert first.read_bytes() == second.read_bytes()
+        assert len(first.read_bytes()) > 10_000
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    made = rows.row("lists", "case", "p", "wall time", "us", timing.Quartiles(1, 2, 3), CPU, bytes=8, dtype=torch.half)
+    path = rows.append([made], "quick", tmp_path)
+    assert rows.append([made], "quick", tmp_path) == path
+    assert rows.read(path) == [made, made]
+    assert rows.devices(tmp_path) == [[made, made]]
+
+
+def test_the_newest_run_of_every_group_counts() -> None:
+    def row(group: str, case: str, run: str, value: float) -> rows.Row:
+        return rows.Row("p", case, "wall time", "us", value, group=group, run=run)
+
+    old, new = "2026-01-01", "2026-01-02"
+    listed = [row("a", "gone", old, 1), row("a", "kept", old, 2), row("b", "only", old, 3), row("a", "kept", new, 4)]
+    assert [(r.group, r.value) for r in rows.current(listed)] == [("b", 3), ("a", 4)]
+
+
+def test_old_rows_are_still_read() -> None:
+    for path in rows.RESULTS.glob("*/*.jsonl"):
+        assert rows.read(path)
+
+
+def test_the_limit_is_the_fastest_read() -> None:
+    read = [rows.Row(f"{cases.LIMIT} ({i})", "case", "wall time", "us", value) for i, value in enumerate((3, 1, 2))]
+    assert tables.limits(read, "wall time")[("case", "")].value == 1
+
+
+def test_charts_in_the_documents_have_rows() -> None:
+    shown = {plots.file_of(n, m) for device in plots.drawn_devices() for n, m in plots.charts_of(device).items()}
+    there = {path.name for path in plots.CHARTS.glob("*.png")}
+    assert there == shown, "run `python benchmarks/plots.py`"
+
+
+def test_every_quick_case_is_on_every_device() -> None:
+    for device in ("cpu", "cuda"):
+        assert any(case.quick and device in case.devices for case in CASES)
+        assert any(training.quick and device in training.devices for training in TRAININGS)
+
+
+def test_pytest_benchmarks_run_in_any_order() -> None:
+    """Clips share their gradients with the tests behind them."""
+    chosen = "300 and (clipped or plain)"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks", "-k", chosen]
+    # Not one of several workers: pytest-benchmark times nothing beside others.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+    assert int(run.stdout.rsplit(" passed", 1)[0].split()[-1]) >= 8

@@ -1,0 +1,248 @@
+"""Which backend serves a call, what is said about those that cannot, and what importing gradstat costs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradstat
+from gradstat._core import backends
+from gradstat.stats import resolve_for
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
+
+
+def run_python(code: str, warnings: str = "error", **environment: str) -> subprocess.CompletedProcess[str]:
+    # The caller's interpreter may have found gradstat through its working directory.
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run(
+        [sys.executable, "-W", warnings, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_native_serves_the_cpu() -> None:
+    chosen = {status.device: status.name for status in gradstat.backends() if status.chosen}
+    assert chosen["cpu"] == "native"
+    if torch.cuda.is_available():
+        assert chosen["cuda"] == "native"
+
+
+def test_every_unavailable_backend_says_why() -> None:
+    for status in gradstat.backends():
+        assert status.detail
+        if not status.available:
+            with pytest.raises(gradstat.BackendUnavailableError, match=f"backend '{status.name}' is not available"):
+                backends.resolve(status.name, status.device)
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'fast'; known: native, triton, reference"):
+        gradstat.stats([torch.ones(2)], backend="fast")
+    with pytest.raises(ValueError, match="unknown backend"):
+        gradstat.clip_grad_norm_([parameter()], 1.0, backend="fast")
+
+
+def test_a_forced_backend_without_kernels_for_the_device_names_the_tensor() -> None:
+    with pytest.raises(gradstat.BackendUnavailableError, match=r"'native'.*no kernels for devices of type 'mps'.*'w'"):
+        resolve_for("native", "mps", lambda i: "w", 0)
+
+
+def test_a_device_without_float64_is_refused_with_the_remedy() -> None:
+    with pytest.raises(gradstat.BackendUnavailableError, match=r"no backend serves.*'mps'.*copies on the CPU"):
+        backends.resolve(None, "mps")
+
+
+def parameter() -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.ones(2))
+    made.grad = torch.ones(2)
+    return made
+
+
+def test_the_environment_forces_a_backend() -> None:
+    code = "import gradstat; print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])"
+    assert run_python(code, GRADSTAT_BACKEND="reference").stdout == "['reference']\n"
+    assert run_python(code, GRADSTAT_BACKEND="auto").stdout == "['native']\n"
+
+
+def test_an_unknown_backend_in_the_environment_is_an_error() -> None:
+    result = run_python("import gradstat, torch; gradstat.stats([torch.ones(1)])", GRADSTAT_BACKEND="fast")
+    assert result.returncode != 0
+    assert "unknown backend 'fast' in GRADSTAT_BACKEND" in result.stderr
+
+
+def test_a_forced_backend_that_cannot_run_never_falls_back() -> None:
+    code = "import gradstat, torch; gradstat.stats([torch.ones(1)])"
+    result = run_python(code, GRADSTAT_BACKEND="triton", TRITON_INTERPRET="0")
+    assert result.returncode != 0
+    assert "Triton compiles for GPUs only" in result.stderr
+
+
+def test_a_stale_build_is_an_error_even_when_nothing_is_forced() -> None:
+    code = (
+        "from gradstat import _fields; _fields.FINGERPRINT += ',kurtosis:sum'\n"
+        "import gradstat, torch\n"
+        "assert gradstat.stats([torch.ones(1)], backend='reference').shape == (1, 10)\n"
+        "gradstat.stats([torch.ones(1)])"
+    )
+    result = run_python(code)
+    assert result.returncode != 0
+    assert "StaleExtensionError" in result.stderr
+    assert "Rebuild it" in result.stderr
+
+
+def test_without_the_compiled_extension_the_reference_serves() -> None:
+    code = (
+        "from gradstat._core import native; native.library_path = lambda name: None\n"
+        "import gradstat, torch\n"
+        "print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])\n"
+        "model = torch.nn.Linear(2, 2); model(torch.ones(1, 2)).sum().backward()\n"
+        "print(gradstat.check(model).ok, float(gradstat.clip_grad_norm_(model.parameters(), 1.0)) > 1)\n"
+        "gradstat.stats([torch.ones(1)], backend='native')"
+    )
+    result = run_python(code, warnings="default")
+    assert result.stdout.splitlines() == ["['reference']", "True True"]
+    assert result.stderr.count("UserWarning: gradstat runs its slow reference on cpu tensors. native:") == 1
+    assert "no C++ compiler was found at installation" in result.stderr
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+def test_every_other_instruction_set_gives_exact_results(instructions: str) -> None:
+    """The best one is what every other test runs with."""
+    chosen = next(s.detail for s in gradstat.backends() if (s.name, s.device) == ("native", "cpu"))
+    best = next(name for name in INSTRUCTION_SETS if f"{name} instructions" in chosen)
+    if instructions == best:
+        return
+    if INSTRUCTION_SETS.index(instructions) > INSTRUCTION_SETS.index(best):
+        result = run_python(
+            "import gradstat, torch; gradstat.stats([torch.ones(1)])", GRADSTAT_CPU_INSTRUCTIONS=instructions
+        )
+        assert "is not available on this machine; available: " in result.stderr
+        return
+    env = {**os.environ, "GRADSTAT_CPU_INSTRUCTIONS": instructions}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/core/test_conformance.py",
+        "tests/core/test_multiply.py",
+        "-k",
+        "not reference- and not triton and not cuda",
+    ]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+def test_importing_gradstat_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import gradstat\n"
+        "new = set(sys.modules) - before\n"
+        "heavy = {'triton', 'lightning', 'transformers', 'accelerate', 'matplotlib', 'kernels'}\n"
+        "lazy = ('torch.distributed.', *(f'gradstat.{name}' for name in gradstat._LAZY.values() if name), "
+        "'gradstat.distributed', 'gradstat.integrations', 'gradstat.kernels')\n"
+        "print(sorted({name.split('.')[0] for name in new} & heavy), sorted(n for n in new if n.startswith(lazy)))"
+    )
+    result = run_python(code)
+    assert result.stdout == "[] []\n", result.stderr
+
+
+def test_what_is_imported_late_is_there_all_the_same() -> None:
+    code = (
+        "import sys, gradstat; assert 'gradstat.monitor' not in sys.modules\n"
+        "assert set(gradstat.__all__) | {'monitor', 'distributed'} <= set(dir(gradstat))\n"
+        "assert gradstat.monitor.Monitor is gradstat.Monitor is vars(gradstat)['Monitor']\n"
+        "assert all(getattr(gradstat, name) is not None for name in gradstat._LAZY)\n"
+        "gradstat.moniter"
+    )
+    result = run_python(code)
+    assert "AttributeError: module 'gradstat' has no attribute 'moniter'" in result.stderr, result.stderr
+
+
+def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
+    """Hugging Face's `kernels` stays importable, from the repository's root as well."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("theirs = True\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.theirs)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout == "True\n", result.stderr
+
+
+LAYERS = [
+    {"_fields", "_torch_version", "_version"},
+    {"kernels"},
+    {"_core"},
+    {"tensor_stats"},
+    {"_render"},
+    {"stats", "report"},
+    {"check", "total_norm"},
+    {"clip", "clip_value", "accumulation"},
+    {"adaptive", "patch", "counters"},
+    {"_step"},
+    {"step", "amp"},
+    {"distributed"},
+    {"monitor"},
+    {"automatic"},
+    {"__init__"},
+    {"bench", "integrations", "pytest_plugin"},
+    {"demo"},
+    {"__main__"},
+]
+
+CORE_LAYERS = [
+    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy", "reference"},
+    {"native"},
+    {"backends", "parameters"},
+    {"measurement", "placements", "arguments"},
+    {"sharded"},
+    {"measure"},
+    {"__init__"},
+]
+
+MONITOR_LAYERS = [
+    {"hooks", "kinds", "findings", "options"},
+    {"recording"},
+    {"rows", "replay"},
+    {"rules", "policies", "actions", "history", "segments"},
+    {"observers", "diagnosis"},
+    {"collector", "command"},
+    {"step_buffer"},
+    {"monitor"},
+    {"testing"},
+    {"__init__"},
+]
+
+
+@pytest.mark.parametrize(
+    ("package", "layers"),
+    [("gradstat", LAYERS), ("gradstat._core", CORE_LAYERS), ("gradstat.monitor", MONITOR_LAYERS)],
+)
+def test_imports_point_down_only(package: str, layers: list[set[str]]) -> None:
+    import ast
+
+    level = {name: i for i, names in enumerate(layers) for name in names}
+    folder = ROOT / package.replace(".", "/")
+    for path in sorted(folder.rglob("*.py")):
+        relative = path.relative_to(folder)
+        own = relative.parts[0].removesuffix(".py")
+        assert own in level, f"{relative} has no place in the layers"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                named = [f"{module}.{a.name}" for a in node.names] if module == package else [module]
+            elif isinstance(node, ast.Import):
+                named = [a.name for a in node.names]
+            else:
+                continue
+            for name in named:
+                if name != package and not name.startswith(f"{package}."):
+                    continue
+                other = name.removeprefix(package).split(".")[1] if name != package else "__init__"
+                other = other if other in level else "__init__"
+                assert other == own or level[other] < level[own], f"{relative} imports {other}, which is not below it"

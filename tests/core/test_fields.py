@@ -1,0 +1,150 @@
+"""The definition of the statistic, and that everything compiled was built from it."""
+
+import dataclasses
+import math
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from exact import square_root
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradstat
+from gradstat import _fields
+from gradstat._core import native, norms
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_header_is_rendered_from_the_fields() -> None:
+    assert (ROOT / "csrc" / "stat_fields.def").read_text() == _fields.render_header(), "run `make fields`"
+
+
+def test_as_a_program_it_prints_the_header_or_writes_it(tmp_path: Path) -> None:
+    for folder in ("gradstat", "csrc"):
+        (tmp_path / folder).mkdir()
+    program = shutil.copy(ROOT / "gradstat" / "_fields.py", tmp_path / "gradstat")
+    header = tmp_path / "csrc" / "stat_fields.def"
+    printed = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True).stdout
+    assert printed == _fields.render_header()
+    assert not header.exists()
+    said = subprocess.run([sys.executable, program, "--write"], capture_output=True, text=True, check=True).stdout
+    assert said == f"wrote {header}\n"
+    assert header.read_text() == printed
+
+
+def test_fields_are_unique_and_public() -> None:
+    assert len(set(_fields.NAMES)) == len(_fields.FIELDS)
+    assert gradstat.FIELDS == _fields.NAMES
+    assert {field.merge for field in _fields.FIELDS} == {"sum", "min", "max"}
+
+
+def test_an_unknown_field_is_named_with_the_known_ones() -> None:
+    with pytest.raises(KeyError, match=r"unknown field 'median'.*nan_count.*first_nonfinite"):
+        _fields.column("median")
+    assert _fields.column("max") == _fields.NAMES.index("max")
+
+
+def test_a_stale_extension_is_refused_with_the_remedy() -> None:
+    stale = _fields.FINGERPRINT.replace("zero_count:sum,", "")
+    with pytest.raises(gradstat.StaleExtensionError, match=r"stale.*zero_count.*Rebuild"):
+        native.check_fingerprint(stale, Path("_C.abi3.so"))
+    native.check_fingerprint(_fields.FINGERPRINT, Path("_C.abi3.so"))
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30), st.integers(0, 30))
+def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
+    """Counts and extremes exactly, norms to rounding: what chunks, ranks and steps rely on."""
+
+    parts = [torch.tensor(part, dtype=torch.float64) for part in (values, values[:cut], values[cut:])]
+    table = gradstat.stats(parts, backend="reference")
+    whole, merged = table[0], _fields.merge(torch, table[1:])
+
+    def norm(fields: torch.Tensor) -> float:
+        return float(_fields.l2_norm(torch, fields))
+
+    for name in ("nan_count", "inf_count", "zero_count", "min", "max"):
+        assert whole[_fields.INDEX[name]] == merged[_fields.INDEX[name]]
+    assert norm(merged) == pytest.approx(norm(whole), rel=1e-14, abs=0.0)
+
+
+def test_merges_have_the_codes_that_the_triton_kernels_branch_on() -> None:
+    assert {field.merge: field.merge_code for field in _fields.FIELDS} == {"sum": 0, "min": 1, "max": 2}
+
+
+def test_a_field_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        _fields.FIELDS[0].degree = 2  # type: ignore[misc]
+
+
+def test_columns_grow_with_the_elements_as_their_degrees_say() -> None:
+    values = [3.0, -0.5, 0.0, math.nan, math.inf, 2.0**500, 2.0**-520, -7.0]
+    for part in (values, values[:3], values[4:6]):
+        ones, threes = gradstat.stats(
+            [torch.tensor(part, dtype=torch.float64), 4 * torch.tensor(part, dtype=torch.float64)], backend="reference"
+        )
+        expected = ones * torch.tensor([4.0**degree for degree in _fields.DEGREES], dtype=torch.float64)
+        torch.testing.assert_close(threes, expected, rtol=1e-15, atol=0.0, equal_nan=True)
+
+
+def test_thresholds_and_scales_are_those_of_the_publication() -> None:
+    """Formulas of LAPACK's la_constants, for IEEE double precision."""
+    digits, smallest, largest = sys.float_info.mant_dig, sys.float_info.min_exp, sys.float_info.max_exp
+    assert math.log2(_fields.SMALL) == math.ceil((smallest - 1) / 2)
+    assert math.log2(_fields.LARGE) == math.floor((largest - digits + 1) / 2)
+    assert math.log2(_fields.SMALL_SCALE) == -math.floor((smallest - digits) / 2)
+    assert math.log2(_fields.LARGE_SCALE) == -math.ceil((largest + digits - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.125],  # ordinary alone, less than one
+        [2.0**-540],  # small alone
+        [2.0**-500, 2.0**-511, 1.5 * 2.0**-512, 1.4 * 2.0**-512],  # ordinary, and small ones that matter
+        [1.5 * 2.0**486, 2.0**486, 1.25 * 2.0**485],  # large, and ordinary ones that matter
+        [2.0**1000, 2.0**-1000, 1.0],
+        [2.0**-300, 3.0 * 2.0**-300],  # would vanish at the scale of large ones
+    ],
+)
+def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> None:
+    row = np.array(_fields.IDENTITY)
+    for value in values:
+        if value > _fields.LARGE:
+            row[_fields.INDEX["sq_sum_large"]] += (value * _fields.LARGE_SCALE) ** 2
+        elif value < _fields.SMALL:
+            row[_fields.INDEX["sq_sum_small"]] += (value * _fields.SMALL_SCALE) ** 2
+        else:
+            row[_fields.INDEX["sq_sum"]] += value * value
+    with np.errstate(all="ignore"):
+        norm = _fields.l2_norm(np, row)
+    exact = square_root(sum((Fraction(value) ** 2 for value in values), Fraction(0)))
+    assert float(norm) == pytest.approx(exact, rel=1e-15, abs=0.0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_norms_of_a_table_say_nan_before_inf(norm_type: float) -> None:
+    tensors = [torch.tensor([3.0, -4.0]), torch.zeros(0)]
+    expected = 5.0 if norm_type == 2.0 else 4.0
+    assert norms.total_norm(gradstat.stats(tensors), norm_type).item() == pytest.approx(expected)
+    assert norms.total_norm(gradstat.stats([*tensors, torch.tensor(-math.inf)]), norm_type).item() == math.inf
+    both = [*tensors, torch.tensor([math.inf, math.nan])]
+    assert math.isnan(norms.total_norm(gradstat.stats(both), norm_type).item())
+
+
+def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
+    """`Report.ok` reads both as one slice."""
+    assert _fields.NAMES[_fields.NONFINITE] == ("nan_count", "inf_count")
+
+
+def test_summed_columns_come_first() -> None:
+    """gradstat/_core/sharded.py takes them as a view."""
+    merges = [field.merge for field in _fields.FIELDS]
+    assert "sum" not in merges[merges.count("sum") :]

@@ -1,0 +1,705 @@
+"""Replicas are compared bit by bit on all ranks; what differs is named, with the ranks that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from gradstat.distributed import (
+    BatchReport,
+    Drift,
+    ReplicaMismatchError,
+    ReplicaReport,
+    UnreachableRankError,
+    _checksum,
+    verify_batches,
+    verify_replicas,
+)
+from gradstat.distributed._checksum import _ROW, _ROWS_AT_ONCE, _weights, checksums, combined, of_text
+
+CPU = torch.device("cpu")
+
+
+def checksum(tensor: Tensor) -> int:
+    return int(checksums([tensor], CPU).item())
+
+
+# Checksums ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, _ROW, _ROW + 1, 5 * _ROW, (_ROWS_AT_ONCE["cpu"] + 2) * _ROW + 3])
+def test_a_checksum_is_the_sum_of_words_times_weights_level_by_level(count: int) -> None:
+    words = np.random.default_rng(count).integers(-(2**31), 2**31, count, dtype=np.int32)
+    weights = _weights(CPU).numpy()
+    level, current = 0, words.astype(np.int64)
+    while True:
+        rows = [current[i : i + _ROW] for i in range(0, len(current), _ROW)] or [current]
+        with np.errstate(over="ignore"):
+            sums = np.array([np.sum(row * weights[level][: len(row)]) for row in rows], dtype=np.int64)
+        if len(sums) == 1:
+            break
+        level, current = level + 1, sums.view(np.int32).astype(np.int64)
+    assert checksum(torch.from_numpy(words)) == sums[0]
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def sample(dtype: torch.dtype, count: int) -> Tensor:
+    if dtype is torch.bool:
+        return torch.rand(count) > 0.5
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, 100, (count,), dtype=dtype)
+    return torch.randn(count).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 1001, 40_000])
+def test_every_single_bit_counts(dtype: torch.dtype, count: int) -> None:
+    tensor = sample(dtype, count)
+    before = checksum(tensor)
+    assert checksum(tensor.clone()) == before
+    if dtype is torch.bool:
+        tensor[-1] = ~tensor[-1]
+        assert checksum(tensor) != before
+        return
+    raw = tensor.view(torch.uint8)
+    for byte in {0, len(raw) // 2, len(raw) - 1}:
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            assert checksum(tensor) != before
+            raw[byte] ^= 1 << bit
+    assert checksum(tensor) == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])),
+        (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])),
+        (torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.tensor([-1.0, 1.0, 1.0, -1.0])),
+        (torch.full((4 * _ROW,), 1.0), torch.full((4 * _ROW,), -1.0)),
+        (torch.tensor([0x7FC00000], dtype=torch.int32), torch.tensor([0x7FC00001], dtype=torch.int32)),
+        (torch.arange(float(4 * _ROW)), torch.arange(float(4 * _ROW)).roll(_ROW)),
+    ],
+    ids=["sign of zero", "order", "every sign", "every sign of many", "payload of a NaN", "order of rows"],
+)
+def test_different_bits_have_different_checksums(one: Tensor, other: Tensor) -> None:
+    if one.dtype is torch.int32:
+        one, other = one.view(torch.float32), other.view(torch.float32)
+    assert checksum(one) != checksum(other)
+
+
+def test_signalling_and_quiet_nan_differ() -> None:
+    """Arithmetic would make them the same; nothing here computes with elements."""
+    signalling, quiet = (
+        torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FA00000, 0x7FE00000)
+    )
+    assert checksum(signalling) != checksum(quiet)
+
+
+def test_memory_does_not_count_only_elements_do() -> None:
+    tensor = torch.randn(6, 7, 2, 3)
+    expected = checksum(tensor)
+    assert checksum(tensor.contiguous(memory_format=torch.channels_last)) == expected
+    assert checksum(torch.cat([torch.zeros(1), tensor.view(-1)])[1:].view(6, 7, 2, 3)) == expected
+    halves = torch.randn(8).bfloat16()
+    assert checksum(torch.cat([halves[:1], halves])[1:]) == checksum(halves)
+    bytes_ = torch.arange(9, dtype=torch.uint8)
+    for start in range(4):
+        for end in range(start, 10):
+            assert checksum(bytes_[start:end]) == checksum(bytes_[start:end].clone())
+    z = torch.randn(5, dtype=torch.complex64)
+    assert checksum(z.conj()) == checksum(z.conj().resolve_conj()) != checksum(z)
+
+
+def test_checksums_are_the_same_in_every_process() -> None:
+    """Whatever the machine and the versions of Python, numpy and torch: ranks may differ in them."""
+    assert checksum(torch.arange(10_000, dtype=torch.int32)) == -3636065560721893542
+    assert combined(torch.arange(5)).item() == -5596814131616125429
+    assert combined(torch.arange(30_000)).item() == 8127786782923658567
+    assert of_text("weight") == -8872040418398604730
+    assert _weights(CPU) is _weights(CPU)
+
+
+def test_no_tensors_have_no_checksums() -> None:
+    assert checksums([], CPU).shape == (0,)
+    assert checksums([], CPU).dtype == torch.int64
+
+
+def test_checksums_are_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they lie on several devices, whose tensors are taken together."""
+    tensors = [torch.randn(3), torch.randn(5), torch.randn(7), torch.randn(9)]
+    expected = checksums(tensors, CPU)
+    for groups in ({"a": [3, 1], "b": [0, 2]}, {"a": [1], "b": [3, 0], "c": [2]}):
+        monkeypatch.setattr(_checksum, "by_device", lambda _, groups=groups: groups)
+        assert torch.equal(checksums(tensors, CPU), expected)
+
+
+def test_sparse_tensors_count_indices_and_values() -> None:
+    def sparse(indices: list[int], values: list[float]) -> Tensor:
+        return torch.sparse_coo_tensor([indices], values, (9,), check_invariants=True)
+
+    assert checksum(sparse([1, 4], [2.0, 3.0])) == checksum(sparse([4, 1], [3.0, 2.0]))
+    assert len({checksum(sparse(i, v)) for i, v in (([1], [2.0]), ([2], [2.0]), ([1], [3.0]))}) == 3
+
+
+# Gradients, parameters, buffers and state ----------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 2)
+
+
+def trained() -> tuple[Net, torch.optim.Optimizer]:
+    """The same on every rank: the pool seeds all of them alike."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    x = torch.randn(4, 8)
+    model.last(model.norm(model.first(x))).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def flip(tensor: Tensor, bit: int = 0) -> None:
+    tensor.detach().view(-1).view(torch.int32)[0] ^= 1 << bit
+
+
+EVERYTHING = ("gradients", "parameters", "buffers")
+
+
+def agreeing() -> tuple[str, str]:
+    model, optimizer = trained()
+    return str(verify_replicas(model, what=EVERYTHING)), str(verify_replicas(optimizer, what=("state",)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_equal_replicas_agree(ranks: Ranks, world: int) -> None:
+    expected = tuple(
+        f"gradstat: {count} tensors, the same bits on all replicas ({world} ranks)"
+        if world > 1
+        else "gradstat: nothing was compared, for no tensor is on several ranks"
+        for count in (15, 18)
+    )
+    assert ranks.run(world, agreeing) == [expected] * world
+
+
+def drifting(culprit: int, change: Callable[[Net, torch.optim.Optimizer], None]) -> tuple[Drift, ...]:
+    model, optimizer = trained()
+    if dist.get_rank() == culprit:
+        change(model, optimizer)
+    report = verify_replicas(model, what=EVERYTHING)
+    state = verify_replicas(optimizer, what=("state",))
+    assert report.compared + state.compared >= 32
+    return report.drifted + state.drifted
+
+
+def flip_gradient(model: Net, _: object) -> None:
+    assert model.last.weight.grad is not None
+    flip(model.last.weight.grad)
+
+
+def flip_parameter(model: Net, _: object) -> None:
+    flip(model.first.weight)
+
+
+def flip_buffer(model: Net, _: object) -> None:
+    assert isinstance(model.norm.running_var, Tensor)
+    flip(model.norm.running_var)
+
+
+def flip_state(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    flip(optimizer.state[model.first.bias]["exp_avg_sq"])
+
+
+def permute(model: Net, _: object) -> None:
+    weight = model.first.weight.detach()
+    weight.copy_(weight.flip(0).clone())
+
+
+def zero_of_other_sign(model: Net, _: object) -> None:
+    model.norm.bias.grad = model.norm.bias.grad.mul(-0.0)  # type: ignore[union-attr]
+
+
+CHANGES = [
+    (flip_gradient, "gradient", "last.weight"),
+    (flip_parameter, "parameter", "first.weight"),
+    (flip_buffer, "buffer", "norm.running_var"),
+    (flip_state, "state", "first.bias.exp_avg_sq"),
+    (permute, "parameter", "first.weight"),
+    (zero_of_other_sign, "gradient", "norm.bias"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "name"), CHANGES, ids=[change.__name__ for change, _, _ in CHANGES])
+def test_one_rank_that_drifted_is_named(ranks: Ranks, change: Any, kind: str, name: str) -> None:
+    expected = (Drift(name, kind, (2,), "bits on rank 2 differ from those on the other 3"),)
+    assert ranks.run(4, drifting, 2, change) == [expected] * 4
+
+
+def test_two_ranks_have_no_majority(ranks: Ranks) -> None:
+    expected = (Drift("first.weight", "parameter", (0, 1), "bits differ between ranks 0, 1, with no majority"),)
+    assert ranks.run(2, drifting, 1, flip_parameter) == [expected] * 2
+
+
+def payloads() -> ReplicaReport:
+    parameter = nn.Parameter(torch.zeros(3))
+    payload = 0x7FC00000 + (dist.get_rank() == 1)
+    parameter.grad = torch.tensor([0, payload, 0], dtype=torch.int32).view(torch.float32)
+    return verify_replicas(parameter)
+
+
+def test_nan_of_another_payload_is_another_value(ranks: Ranks) -> None:
+    assert [[drift.ranks for drift in report.drifted] for report in ranks.run(4, payloads)] == [[(1,)]] * 4
+
+
+def lacking() -> ReplicaReport:
+    model, _ = trained()
+    if dist.get_rank() == 1:
+        model.first.bias.grad = None
+        model.last.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        model.last.bias.grad = torch.zeros(2, dtype=torch.float64)
+    if dist.get_rank() == 2:
+        flip_gradient(model, None)
+    return verify_replicas(model)
+
+
+def test_what_a_rank_lacks_is_named_and_nobody_waits(ranks: Ranks) -> None:
+    expected = (
+        Drift("first.bias", "gradient", (1,), "missing on rank 1"),
+        Drift("last.bias", "gradient", (1,), "shape, dtype or placement differs: float64[2] on rank 1"),
+        Drift("last.weight", "gradient", (2,), "bits on rank 2 differ from those on the other 3"),
+    )
+    assert ranks.run(4, lacking) == [ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))] * 4
+
+
+def another_model() -> tuple[Drift, ...]:
+    sizes = [3, 3, 3] if dist.get_rank() == 0 else [3, 3]
+    return verify_replicas(nn.ParameterList([torch.ones(size) for size in sizes]), what="parameters").drifted
+
+
+def test_lists_of_another_length_are_a_mismatch(ranks: Ranks) -> None:
+    assert ranks.run(2, another_model) == [(Drift("2", "parameter", (1,), "missing on rank 1"),)] * 2
+
+
+def missing_everywhere() -> ReplicaReport:
+    return verify_replicas([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)])
+
+
+def test_a_gradient_that_no_rank_has_is_no_mismatch(ranks: Ranks) -> None:
+    for report in ranks.run(2, missing_everywhere):
+        assert report.ok
+        assert report.compared == 0
+
+
+def frozen_with_a_gradient() -> tuple[ReplicaReport, ReplicaReport]:
+    parameter = nn.Parameter(torch.ones(2), requires_grad=False)
+    parameter.grad = torch.ones(2)
+    agreeing = verify_replicas(target=parameter)
+    parameter.grad[dist.get_rank()] = 2.0
+    return agreeing, verify_replicas(parameter)
+
+
+def test_gradients_of_frozen_parameters_are_compared(ranks: Ranks) -> None:
+    for agreeing, drifting in ranks.run(2, frozen_with_a_gradient):
+        assert agreeing == ReplicaReport((), compared=1, ranks=(0, 1))
+        assert drifting.compared == len(drifting.drifted) == 1
+
+
+def errors() -> str:
+    model, _ = trained()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.last.weight += 1
+    report = verify_replicas(model, what=("parameters", "gradients"))
+    assert not report.ok
+    with pytest.raises(ReplicaMismatchError) as raised:
+        report.raise_if_drifted()
+    assert pickle.loads(pickle.dumps(raised.value)).report == report
+    assert str(report) == f"gradstat: {raised.value}"
+    return str(raised.value)
+
+
+def test_the_error_is_the_same_on_every_rank(ranks: Ranks) -> None:
+    expected = (
+        "1 tensor DRIFTED between 4 ranks, of 12 compared:\n"
+        "  parameter last.weight: bits on rank 0 differ from those on the other 3"
+    )
+    assert ranks.run(4, errors) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("drifted", "in_error", "in_text"), [(1, 1, 1), (5, 5, 5), (6, 5, 6), (20, 5, 20), (21, 5, 20)]
+)
+def test_only_the_first_are_listed(drifted: int, in_error: int, in_text: int) -> None:
+    found = tuple(Drift(f"p{i}", "buffer", (1,), "how") for i in range(drifted))
+    report = ReplicaReport(found, compared=40, ranks=(0, 1))
+    with pytest.raises(ReplicaMismatchError) as raised:
+        report.raise_if_drifted()
+    for text, limit in ((str(raised.value), in_error), (str(report), in_text)):
+        head, *lines = text.removeprefix("gradstat: ").splitlines()
+        tensors = f"{drifted} tensor" if drifted == 1 else f"{drifted} tensors"
+        assert head == f"{tensors} DRIFTED between 2 ranks, of 40 compared:"
+        more = [f"  and {drifted - limit} more"] if drifted > limit else []
+        assert lines == [*(f"  buffer p{i}: how" for i in range(limit)), *more]
+
+
+# Collectives -------------------------------------------------------------------------------------------------
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
+
+
+def counted() -> tuple[list[str], list[str], list[str]]:
+    """The collectives of a comparison that agrees, of one that does not, and of one without a gradient."""
+    model, _ = trained()
+    calls: list[str] = []
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            calls.append(f"{name} of {args[0].nbytes} bytes" if isinstance(args[0], Tensor) else name)
+            return original(*args, **kwargs)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            patch.setattr(dist, name, noted(name, getattr(dist, name)))
+        verify_replicas(model, what=EVERYTHING)
+        healthy = calls.copy()
+        calls.clear()
+        if dist.get_rank() == 0:
+            flip_parameter(model, None)
+        verify_replicas(model, what=EVERYTHING)
+        drifted = calls.copy()
+        calls.clear()
+        model.last.bias.grad = None
+        verify_replicas(model)
+    return healthy, drifted, calls
+
+
+def test_agreement_costs_one_small_reduction(ranks: Ranks) -> None:
+    """Also about gradients that no rank has."""
+    one = "all_reduce of 32 bytes"
+    assert ranks.run(2, counted) == [([one], [one, "all_gather_object"], [one])] * 2
+
+
+def in_a_group() -> bool | None:
+    model, _ = trained()
+    if dist.get_rank() >= 2:
+        flip_parameter(model, None)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with pytest.raises(ValueError, match=r"rank \d is not in the group"):
+        verify_replicas(model, group=halves[dist.get_rank() < 2])
+    assert verify_replicas(model, what="parameters", group=halves[dist.get_rank() >= 2]).ok
+    return verify_replicas(model, what="parameters").ok
+
+
+def test_only_the_ranks_of_the_group_are_compared(ranks: Ranks) -> None:
+    assert ranks.run(4, in_a_group) == [False] * 4
+
+
+def unusual_layouts() -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all of these are in beta, or deprecated
+        return [
+            torch.eye(3).to_sparse_csr(),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        ]
+
+
+def with_gradient(gradient: Tensor) -> nn.Module:
+    """The attribute is overridden, for torch lets few parameters have such a gradient."""
+
+    class Parameter(nn.Parameter):
+        grad = gradient  # type: ignore[assignment]
+
+    module = nn.Module()
+    module.register_parameter("weight", Parameter(torch.ones(1)))
+    return module
+
+
+def bad_arguments() -> None:
+    model, optimizer = trained()
+    for target, what, error, match in (
+        (model, ("grads",), ValueError, "cannot compare grads; known: gradients, parameters, buffers, state"),
+        (model, (), ValueError, "cannot compare nothing"),
+        (optimizer, ("buffers",), TypeError, r"buffers are those of a torch\.nn\.Module, got AdamW"),
+        (model, ("state",), TypeError, r"state is that of a torch\.optim\.Optimizer, got Net"),
+        (nn.Linear(2, 2, device="meta"), ("parameters",), TypeError, "'bias' is on the meta device|'weight' is on"),
+        ([("a", model.last.bias), ("a", model.last.bias)], ("gradients",), ValueError, "two tensors are named 'a'"),
+        *(
+            (with_gradient(of_layout), ("gradients",), TypeError, "has a layout whose bits cannot be compared")
+            for of_layout in unusual_layouts()
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            verify_replicas(target, what=what)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(ValueError, match="a group or a mesh, not both"):
+        verify_replicas(model, group=dist.group.WORLD, mesh=mesh)
+
+
+def test_bad_arguments_get_a_sentence(ranks: Ranks) -> None:
+    ranks.run(1, bad_arguments)
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ValueError, match=r"there is no process group; call torch\.distributed\.init_process_group"):
+        verify_replicas(nn.Linear(2, 2))
+
+
+# Distributed tensors ------------------------------------------------------------------------------------------
+
+PLACEMENTS = {
+    "shard and replicate": (Shard(0), Replicate()),
+    "replicate and shard": (Replicate(), Shard(1)),
+    "replicate": (Replicate(), Replicate()),
+    "shard": (Shard(0), Shard(1)),
+}
+
+
+def on_a_mesh(culprits: list[int], names: list[str]) -> ReplicaReport:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    parameters = []
+    for name in names:
+        parameter = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, PLACEMENTS[name]))
+        parameter.grad = distribute_tensor(torch.randn(4, 6), mesh, PLACEMENTS[name])
+        parameters.append((name, parameter))
+    if dist.get_rank() in culprits:
+        for _, parameter in parameters:
+            assert isinstance(parameter.grad, DTensor)
+            flip(parameter.grad.to_local())
+    return verify_replicas(parameters)
+
+
+def test_shards_are_compared_only_where_they_are_replicated(ranks: Ranks) -> None:
+    for report in ranks.run(4, on_a_mesh, [], list(PLACEMENTS)):
+        assert report.ok, report
+        assert report.compared == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "apart"),
+    [("shard and replicate", (2, 3)), ("replicate and shard", (1, 3)), ("replicate", (3,)), ("shard", None)],
+)
+def test_a_replicated_shard_that_drifted_is_named(ranks: Ranks, name: str, apart: tuple[int, ...] | None) -> None:
+    """Rank 3 is at (1, 1): every rank hears of it, also those whose own shards are not concerned."""
+    for report in ranks.run(4, on_a_mesh, [3], [name]):
+        assert [drift.ranks for drift in report.drifted] == ([apart] if apart else [])
+
+
+def placed_differently() -> tuple[Drift, ...]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    parameter = nn.Parameter(tensor if dist.get_rank() else tensor.to_local())
+    return verify_replicas(parameter, what="parameters").drifted
+
+
+def test_a_distributed_tensor_on_one_rank_only_is_a_mismatch(ranks: Ranks) -> None:
+    (drift,), again = ranks.run(2, placed_differently)
+    assert (drift,) == again
+    assert drift.ranks == (0, 1)
+    placed = "float32[4] as (Replicate(),) over ('dp',)(2,) on rank 1"
+    assert drift.how == f"shape, dtype or placement differs: float32[4] on rank 0; {placed}"
+
+
+def beyond_a_mesh() -> list[ReplicaReport]:
+    mesh = DeviceMesh("cpu", [0, 1])
+    tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    reports = [verify_replicas(nn.Parameter(tensor), what="parameters")]
+    if dist.get_rank() == 1:
+        flip(tensor.to_local())
+    return [*reports, verify_replicas(nn.Parameter(tensor), what="parameters")]
+
+
+def test_a_rank_outside_of_a_mesh_takes_part(ranks: Ranks) -> None:
+    for rank, (agreeing, drifted) in enumerate(ranks.run(3, beyond_a_mesh)):
+        assert agreeing == ReplicaReport((), compared=int(rank < 2), ranks=(0, 1, 2))
+        assert [drift.ranks for drift in drifted.drifted] == [(0, 1)]
+
+
+def over_a_mesh() -> tuple[list[tuple[int, ...]], bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+    stage = mesh.get_local_rank("stages")
+    parameter = nn.Parameter(torch.full((3,), float(stage)))
+    assert verify_replicas(parameter, what="parameters", mesh=mesh["replicas"]).ok
+    return [drift.ranks for drift in verify_replicas(parameter, what="parameters", mesh=mesh).drifted], True
+
+
+def test_plain_tensors_are_compared_over_the_mesh_given(ranks: Ranks) -> None:
+    assert ranks.run(4, over_a_mesh) == [([(0, 1, 2, 3)], True)] * 4
+
+
+def beyond_the_group() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    with pytest.raises(ValueError, match="has replicas on ranks 0, 1, not all of which take part"):
+        verify_replicas(nn.Parameter(tensor), what="parameters", group=alone)
+
+
+def test_a_mesh_beyond_the_group_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, beyond_the_group)
+
+
+# Batches -----------------------------------------------------------------------------------------------------
+
+
+def seen(batches: list[int]) -> str:
+    number = batches[dist.get_rank()]
+    batch = {"x": torch.full((2, 3), float(number)), "y": [torch.zeros(2), (torch.ones(1), "id")], "n": None}
+    report = verify_batches(batch)
+    assert report.ok == (len(set(batches)) == len(batches))
+    if report.ok:
+        report.raise_if_repeated()
+    return str(report)
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([0, 1, 2, 3], "different batches on all 4 ranks"),
+        ([0, 1, 0, 3], "the SAME BATCH on ranks 0, 2 (of 4 ranks)"),
+        ([5, 7, 7, 5], "the SAME BATCH on ranks 0, 3; the SAME BATCH on ranks 1, 2 (of 4 ranks)"),
+        ([1, 1], "the SAME BATCH on ranks 0, 1 (of 2 ranks)"),
+    ],
+)
+def test_ranks_with_the_same_batch_are_named(ranks: Ranks, batches: list[int], expected: str) -> None:
+    advice = "" if expected.startswith("different") else ". Does the sampler know its rank and the number of ranks?"
+    assert ranks.run(len(batches), seen, batches) == [f"gradstat: {expected}{advice}"] * len(batches)
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Tensor
+    label: int
+
+
+def nearly_the_same() -> bool:
+    rank = dist.get_rank()
+    x = torch.zeros(4)
+    pairs: list[tuple[Any, Any]] = [
+        (x, x.view(2, 2)),
+        (x, x.double()),
+        ([x], {"x": x}),
+        ({"a": x}, {"b": x}),
+        ([x, torch.ones(4)], [torch.ones(4), x]),
+        ([x, "a"], [x, "b"]),
+        (Sample(x, 0), Sample(x, 1)),
+        (Sample(x, 0), {"x": x, "label": 0}),
+    ]
+    return all(verify_batches(pair[rank]).ok for pair in pairs)
+
+
+def test_shape_dtype_structure_and_order_make_a_batch_different(ranks: Ranks) -> None:
+    assert ranks.run(2, nearly_the_same) == [True, True]
+
+
+def unknown_in_a_batch() -> None:
+    with pytest.raises(TypeError, match=r"batch\['a'\]\[1\] is of type object; expected tensors in mappings"):
+        verify_batches({"a": [torch.ones(1), object()]})
+
+
+def test_what_cannot_be_told_apart_is_refused(ranks: Ranks) -> None:
+    ranks.run(1, unknown_in_a_batch)
+
+
+def test_reports_cannot_be_changed() -> None:
+    for report in (BatchReport((), (0, 1)), ReplicaReport((), 0, (0, 1))):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            report.ranks = (0,)  # type: ignore[misc]
+        assert report in {report}
+
+
+# Ranks that are not there --------------------------------------------------------------------------------------
+
+ABSENT = """
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+import gradstat
+from gradstat.distributed import UnreachableRankError, verify_replicas
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+rank, store, how, call = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group(
+    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+)
+model = torch.nn.Linear(2, 2)
+parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+parameter.grad = parameter.detach().clone()
+dist.barrier()
+if rank == 1:
+    while not os.path.exists(store + ".begun"):  # else the other one's barrier might miss this rank
+        time.sleep(0.01)
+    if how == "dead":
+        os._exit(0)
+    time.sleep(8)
+    os._exit(0)
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)
+open(store + ".begun", "w").close()
+try:
+    if call == "verify_replicas":
+        verify_replicas(model, what="parameters")
+    elif call == "check":
+        gradstat.check([parameter])
+    else:
+        gradstat.clip_grad_norm_([parameter], 1.0)
+except UnreachableRankError as error:
+    print(error)
+    sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [("dead", "verify_replicas"), ("stalled", "verify_replicas"), ("dead", "clip_grad_norm_"), ("stalled", "check")],
+)
+def test_a_rank_that_is_not_there_is_an_error_and_no_hang(tmp_path: Path, how: str, call: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", ABSENT, str(rank), str(tmp_path / "store"), how, call],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        for rank in range(2)
+    ]
+    answers = [process.communicate(timeout=90) for process in started]
+    caller = "verify_replicas" if call == "verify_replicas" else "gradstat"
+    assert f"{caller}: not all of ranks 0, 1 took part, as seen from rank 0" in answers[0][0], answers
+    assert f"all of them have to call {caller} equally often. The backend said: " in answers[0][0]
+    assert issubclass(UnreachableRankError, RuntimeError)

@@ -1,0 +1,117 @@
+"""Every public name has a docstring, its members too, and a place in the reference."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from public_names import public_names
+
+REFERENCE = sorted((Path(__file__).resolve().parents[2] / "docs" / "api").glob("*.rst"))
+PUBLIC = public_names()
+
+
+def entries(text: str) -> Iterator[str]:
+    """The full names that a page of the reference describes."""
+    module = ""
+    for directive, argument in re.findall(r"^\.\. (\S+):: ([\w.]+)", text, re.MULTILINE):
+        if directive in ("currentmodule", "py:module"):
+            module = argument
+        elif directive.startswith("auto") or directive == "data":
+            yield argument if argument.startswith("gradstat.") else f"{module}.{argument}"
+
+
+IN_REFERENCE = [name for page in REFERENCE for name in entries(page.read_text())]
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    missing = [sorted(names) for names in PUBLIC.values() if not names.intersection(IN_REFERENCE)]
+    submodules = [["gradstat.amp"]]  # what it has is described; it is no more than a way there
+    assert missing == submodules
+    assert len(set(IN_REFERENCE)) == len(IN_REFERENCE)
+
+
+def described(thing: object) -> bool:
+    """Whether it has a docstring of its own, and not one that a dataclass or a base class left there."""
+    doc = inspect.cleandoc(getattr(thing, "__doc__", None) or "")
+    return bool(doc) and not re.match(r"\w+\(.*\)$|Alias for field number|Create and return|Initialize self", doc)
+
+
+def members(kind: type) -> Iterator[tuple[str, object]]:
+    """Public methods and properties that gradstat defines, without the fields that the class's docstring lists."""
+    listed = inspect.getdoc(kind) or ""
+    for base in kind.__mro__:
+        if base.__module__.startswith("gradstat"):
+            for name, member in vars(base).items():
+                is_member = callable(member) or isinstance(member, property) or hasattr(member, "__get__")
+                if (
+                    not name.startswith("_")
+                    and is_member
+                    and not re.search(rf"^\s*[\w, ]*\b{name}\b.*:", listed, re.MULTILINE)
+                ):
+                    yield name, member
+
+
+@pytest.mark.parametrize("names", [pytest.param(names, id=min(names)) for names in PUBLIC.values()])
+def test_every_public_thing_has_a_docstring(names: set[str]) -> None:
+    (thing,) = (thing for thing, known in PUBLIC.items() if known is names)
+    if isinstance(thing, str):
+        return  # a constant: described where the reference lists it
+    assert described(thing), min(names)
+    if isinstance(thing, type):
+        bare = [
+            name for name, member in members(thing) if not described(member) and not described(_inherited(thing, name))
+        ]
+        assert not bare, f"{min(names)}: {bare}"
+
+
+def _inherited(kind: type, name: str) -> object:
+    """The first of that name in the bases that has a docstring: what help() shows."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base) and described(vars(base)[name])), None)
+
+
+# Made by gradstat alone: the reference shows them without arguments.
+NOT_CALLED = {
+    name
+    for page in REFERENCE
+    for name in re.findall(r"^\.\. auto\w+:: (?:gradstat\.)?([\w.]+)\(\)", page.read_text(), re.MULTILINE)
+}
+# What frameworks call, with arguments of theirs.
+HOOK = re.compile(r"on_|load_state_dict$|setup$|teardown$|begin|before_|after_|stops$|save$")
+
+
+def callables(thing: object, name: str) -> Iterator[tuple[str, object, str]]:
+    """Public functions and methods: name, the thing itself, and the docstrings that describe its arguments."""
+    if not isinstance(thing, type):
+        if callable(thing):
+            yield name, thing, inspect.getdoc(thing) or ""
+        return
+    if name.rpartition(".")[2] not in NOT_CALLED and thing.__init__ is not object.__init__:
+        yield name, thing.__init__, f"{inspect.getdoc(thing)} {inspect.getdoc(thing.__init__)}"
+    for base in thing.__mro__:
+        if base.__module__.startswith("gradstat"):
+            for key, member in vars(base).items():
+                member = getattr(member, "__func__", member)
+                is_hook = "integrations" in base.__module__ and HOOK.match(key)
+                if inspect.isfunction(member) and not key.startswith("_") and not is_hook:
+                    yield f"{name}.{key}", member, inspect.getdoc(getattr(thing, key)) or ""
+
+
+DESCRIBED = {
+    function: pytest.param(function, text, id=name)
+    for thing, names in PUBLIC.items()
+    for name, function, text in callables(thing, min(names, key=len))
+}
+
+
+@pytest.mark.parametrize(("function", "text"), DESCRIBED.values())
+def test_every_argument_is_described(function: object, text: str) -> None:
+    assert callable(function)
+    arguments = [
+        name for name in inspect.signature(function).parameters if name not in ("self", "cls", "args", "kwargs")
+    ]
+    missing = [name for name in arguments if not re.search(rf"\b{name}\b", text)]
+    assert not missing or re.search(r"(?i)\bas there\b|\bas torch's|inverse of", text), missing

@@ -1,0 +1,601 @@
+"""The Lightning callback in real trainings on the CPU: what it measures, clips, decides, logs, keeps and refuses."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradstat
+from gradstat.integrations.lightning import GradstatCallback
+from gradstat.monitor import AnomalyError, AnomalyWarning
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
+    # What a test does not ask for of what is told.
+    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Model(pl.LightningModule):
+    """A small net whose loss is spoilt in some batches: ``spoil`` maps a batch to what its outputs are made of."""
+
+    def __init__(self, make: Callable[..., Any] = torch.optim.SGD, spoil: dict[int, str] | None = None, **options: Any):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.make, self.spoil, self.options = make, spoil or {}, {"lr": 0.1, **options}
+        self.scale = 1.0
+        self.gradients: list[dict[str, Tensor]] = []
+        self.clipped: list[float] = []
+
+    def loss_of(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        outputs = self.net(x)
+        kind = self.spoil.get(batch_idx)
+        if kind == "sqrt":  # finite, with an infinite derivative
+            outputs = outputs * (1 + torch.sqrt(outputs - outputs))
+        elif kind == "nan":
+            outputs = outputs * math.nan
+        return nn.functional.cross_entropy(outputs, y) * self.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch, batch_idx)
+        self.log("calls", 1.0, reduce_fx="sum", on_epoch=True, on_step=False, logger=False)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.clipped.append(float(torch.nn.utils.get_total_norm(gradients)) if gradients else math.nan)
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters(), **self.options)
+
+
+def data(batches: int = 8, size: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(batches * size, 6, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (batches * size,), generator=generator)), batch_size=size)
+
+
+def trainer(callback: Any, **options: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    listed = callback if isinstance(callback, list) else [callback]
+    return pl.Trainer(callbacks=listed, **{**settings, **options})
+
+
+def fit(callback: Any, model: pl.LightningModule, batches: int = 8, **options: Any) -> pl.Trainer:
+    made = trainer(callback, **options)
+    made.fit(model, data(batches))
+    return made
+
+
+def scaled(scaler: torch.amp.GradScaler | None = None) -> dict[str, Any]:
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler or torch.amp.GradScaler("cpu", init_scale=1024.0))]}
+
+
+def norm_of(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+def norms(callback: GradstatCallback) -> list[float]:
+    assert callback.monitor is not None
+    return callback.monitor.recording().scalars["norm"].tolist()
+
+
+# What is measured -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_are_measured_complete_and_unclipped(precision: str, accumulate: int) -> None:
+    callback, model = GradstatCallback(max_norm=0.01, on_anomaly="record"), Model()
+    made = fit(callback, model, precision=precision, accumulate_grad_batches=accumulate)
+    assert norms(callback) == pytest.approx([norm_of(g) for g in model.gradients], rel=1e-6)
+    assert len(model.gradients) == made.global_step == callback.monitor.steps == math.ceil(8 / accumulate)  # type: ignore[union-attr]
+    assert model.clipped == pytest.approx([0.01] * made.global_step, rel=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_under_a_loss_scale_statistics_and_losses_are_told_without_it(fused: bool, own: bool) -> None:
+    scaler = (gradstat.amp.GradScaler if own else torch.amp.GradScaler)("cpu", init_scale=1024.0)
+    plain, callback = GradstatCallback(on_anomaly="record"), GradstatCallback(on_anomaly="record")
+    model = Model(torch.optim.AdamW, fused=fused)
+    twin = Model(torch.optim.AdamW, fused=fused)
+    twin.load_state_dict(model.state_dict())
+    fit(plain, twin)
+    fit(callback, model, **scaled(scaler))
+    assert norms(callback) == pytest.approx(norms(plain), rel=0.05)  # half precision
+    recording = callback.monitor.recording()  # type: ignore[union-attr]
+    losses = plain.monitor.recording().scalars["loss"]  # type: ignore[union-attr]
+    assert recording.scalars["loss"] == pytest.approx(losses, rel=0.02)
+    assert set(recording.scalars["loss_scale"]) == {1024.0}
+
+
+# Clipping ---------------------------------------------------------------------------------------------------
+
+
+def trained(callback: Any, seed: int = 1, make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> list[Tensor]:
+    torch.manual_seed(seed)
+    model = Model(make, **options.pop("optimizer", {}))
+    fit(callback, model, **options)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_clip_of_the_trainer_is_taken_over_and_given_back() -> None:
+    limit = 0.05
+    expected = trained([], gradient_clip_val=limit)
+    torch.manual_seed(1)
+    model, callback = Model(), GradstatCallback(on_anomaly="record")
+    made = fit(callback, model, gradient_clip_val=limit)
+    torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
+    assert "clip_gradients" not in made.precision_plugin.__dict__
+    assert made.gradient_clip_val == limit
+    torch.testing.assert_close(trained(GradstatCallback(max_norm=limit, on_anomaly="record")), expected)
+
+
+def test_max_norm_is_in_the_trainers_settings_for_the_fit_only() -> None:
+    seen: list[Any] = []
+
+    class Overriding(Model):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+        ) -> None:
+            seen.append(gradient_clip_val)
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    model = Overriding()
+    made = fit(GradstatCallback(max_norm=0.02, on_anomaly="record"), model)
+    assert set(seen) == {0.02}
+    assert model.clipped == pytest.approx([0.02] * 8, rel=1e-3)
+    assert made.gradient_clip_val is None
+
+
+def test_a_clip_by_value_stays_lightnings() -> None:
+    expected = trained([], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    callback = GradstatCallback(on_anomaly="record")
+    torch.testing.assert_close(
+        trained(callback, gradient_clip_val=0.01, gradient_clip_algorithm="value"), expected, rtol=0, atol=0
+    )
+
+
+def test_lightning_refuses_what_the_callback_does_right() -> None:
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit([], Model(torch.optim.AdamW, fused=True), gradient_clip_val=0.05, **scaled())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("own", [False, True])
+def test_fused_optimizers_are_clipped_under_a_loss_scale(make: Any, own: bool) -> None:
+    scaler = (gradstat.amp.GradScaler if own else torch.amp.GradScaler)("cpu", init_scale=1024.0)
+    clip = 0.05
+    expected = trained([], make=make, gradient_clip_val=clip, optimizer={"fused": False}, **scaled())
+    callback = GradstatCallback(max_norm=clip, on_anomaly="record")
+    got = trained(callback, make=make, optimizer={"fused": True}, **scaled(scaler))
+    unclipped = trained([], make=make, optimizer={"fused": True}, **scaled())
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+    if make is torch.optim.SGD:
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(unclipped, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_adaptive_clip_goes_everywhere(fused: bool) -> None:
+    for options in ({}, scaled()):
+        clip = gradstat.AutoClip(percentile=50)
+        torch.manual_seed(0)
+        model = Model(torch.optim.AdamW, fused=fused)
+        made = fit(GradstatCallback(max_norm=clip, on_anomaly="record"), model, **options)
+        assert clip.summary().steps == 8
+        assert made.gradient_clip_val is None
+
+
+def test_the_clip_is_given_back_after_an_error() -> None:
+    model = Model()
+    model.training_step = lambda batch, batch_idx: 1 / 0  # type: ignore[method-assign,assignment,misc]
+    made = trainer(GradstatCallback(max_norm=1.0))
+    with pytest.raises(ZeroDivisionError):
+        made.fit(model, data())
+    assert made.gradient_clip_val is None
+    assert "clip_gradients" not in made.precision_plugin.__dict__
+
+
+def test_an_optimizer_that_did_not_step_keeps_nothing() -> None:
+    class Failing(Model):
+        def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
+            super().configure_gradient_clipping(*arguments, **options)
+            assert "grad_scale" in self.optimizers().optimizer.__dict__  # type: ignore[union-attr]
+            raise ZeroDivisionError
+
+    made = trainer(GradstatCallback(max_norm=0.01), **scaled())
+    model = Failing(torch.optim.AdamW, fused=True)
+    with pytest.raises(ZeroDivisionError):
+        made.fit(model, data())
+    assert "grad_scale" not in made.strategy.optimizers[0].__dict__
+
+
+# Policies ---------------------------------------------------------------------------------------------------
+
+
+def parameters_after(model: Model) -> list[list[Tensor]]:
+    """Copies of the parameters after each batch, which the model collects."""
+    after: list[list[Tensor]] = []
+    model.on_train_batch_end = lambda *_: after.append([p.detach().clone() for p in model.parameters()])  # type: ignore[method-assign]
+    return after
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_overflows_under_a_loss_scale_are_the_scalers(fused: bool) -> None:
+    model = Model(torch.optim.AdamW, {3: "nan"}, fused=fused)
+    after = parameters_after(model)
+    made = fit(GradstatCallback(max_norm=0.05, on_anomaly="skip"), model, **scaled())
+    torch.testing.assert_close(after[3], after[2], rtol=0, atol=0)
+    assert made.precision_plugin.scaler.get_scale() == 512.0  # type: ignore[attr-defined]
+    assert not {"found_inf", "grad_scale"} & set(made.strategy.optimizers[0].__dict__)
+
+
+def test_schedulers_advance_over_a_step_that_was_skipped() -> None:
+    class Scheduled(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=8)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    made = fit(GradstatCallback(on_anomaly=["skip", "record"]), Scheduled(spoil={0: "nan", 3: "nan"}))
+    (configured,) = made.lr_scheduler_configs
+    assert configured.scheduler.last_epoch == made.global_step == 8
+
+
+def test_stop_and_checkpoint(tmp_path: Path) -> None:
+    model = Model(spoil={3: "nan"})
+    callback = GradstatCallback(on_anomaly=["stop", "checkpoint", "skip"], save_dir=tmp_path)
+    made = fit(callback, model)
+    assert made.global_step == 4
+    (saved,) = callback.checkpoints
+    assert saved == tmp_path / "gradstat-step3.ckpt"
+    state = torch.load(saved, weights_only=True)
+    assert state["global_step"] == 3
+    assert all(value.isfinite().all() for value in state["state_dict"].values())
+    restored = torch.load(saved, weights_only=True)["callbacks"]["GradstatCallback"]
+    assert restored["monitors"][0]["steps"] == 4
+
+
+def test_raise_names_the_parameter_and_ends_the_training(tmp_path: Path) -> None:
+    callback = GradstatCallback(on_anomaly="raise", save_to=tmp_path / "run.gradstat")
+    with pytest.raises(AnomalyError, match=r"step 3, nonfinite-gradient: .*net\.2\.bias(.|\n)*what to try") as caught:
+        fit(callback, Model(spoil={3: "sqrt"}))
+    assert caught.value.finding is not None
+    assert caught.value.finding.step == 3
+    assert gradstat.monitor.recording.load(tmp_path / "run.gradstat").meta["why"].startswith("AnomalyError")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, scaled()], ids=["32", "bf16", "scaled"])
+def test_a_replay_names_the_line(accumulate: int, options: dict[str, Any]) -> None:
+    model = Model(spoil={4: "sqrt"})
+    # Under a loss scale an overflow is no error, so it is asked for by name.
+    callback = GradstatCallback(on_anomaly={"nonfinite-gradient": ["replay", "skip"]})
+    with pytest.warns(AnomalyWarning, match="by the derivative of sqrt") as caught:
+        made = fit(callback, model, accumulate_grad_batches=accumulate, **options)
+    assert all("failed" not in str(w.message) for w in caught)
+    culprit = callback.monitor.culprit  # type: ignore[union-attr]
+    assert culprit is not None
+    assert "torch.sqrt(outputs - outputs)" in str(culprit)
+    assert made.global_step == math.ceil(8 / accumulate)
+    assert made.callback_metrics["calls"] == 8  # a replay logs nothing
+    assert "sqrt" in str(callback.monitor.diagnose())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, scaled()], ids=["32", "bf16", "scaled"])
+def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, options: dict[str, Any]) -> None:
+    compared: list[int] = []
+
+    class Repeating(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            before = [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+            assert callback._again is not None
+            compared.append(len(callback._again()))
+            torch.testing.assert_close([p.grad for p in module.parameters()], before, rtol=0, atol=0)
+
+    class Dropping(Model):
+        def loss_of(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().loss_of((nn.functional.dropout(batch[0], 0.5), batch[1]), batch_idx)
+
+    callback = GradstatCallback(on_anomaly=["replay"])
+    model = Dropping(torch.optim.AdamW, fused=True)  # whose gradients a scaler leaves as they are
+    fit([Repeating(), callback], model, batches=6, accumulate_grad_batches=accumulate, **options)
+    assert compared == [accumulate] * (6 // accumulate)
+
+
+def test_a_replay_repeats_the_dropout_of_the_step() -> None:
+    masks: list[Tensor] = []
+
+    class Dropping(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            mask = nn.functional.dropout(torch.ones(64), 0.5)
+            if batch_idx == 3:
+                masks.append(mask)
+            return self.loss_of(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.net(batch[0])
+            torch.rand(3)
+
+    model, callback = Dropping(spoil={3: "sqrt"}), GradstatCallback(on_anomaly=["replay", "skip"])
+    with pytest.warns(AnomalyWarning, match="derivative of sqrt"):
+        trainer(callback, val_check_interval=3, limit_val_batches=2).fit(model, data(), data(2))
+    assert len(masks) == 2
+    assert torch.equal(*masks)
+
+
+def test_the_progress_bar_tells_the_finding() -> None:
+    shown: list[Any] = []
+
+    class Watching(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            shown.append(trainer.progress_bar_metrics.get("gradstat"))
+
+    made = trainer([GradstatCallback(on_anomaly=["skip", "record"]), Watching()], enable_progress_bar=True)
+    made.fit(Model(spoil={3: "nan"}), data())
+    assert shown[2] is None
+    assert shown[3].startswith("step 3: the gradient of net.2.bias has 3 NaN")
+
+
+# Several optimizers, manual optimization --------------------------------------------------------------------
+
+
+class Two(pl.LightningModule):
+    """Two nets that are trained in turns by hand."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.bad = bad
+        self.norms: dict[str, list[float]] = {"a": [], "b": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for (name, net), optimizer in zip((("a", self.a), ("b", self.b)), self.optimizers(), strict=True):
+            loss = nn.functional.cross_entropy(net(x), y) * (math.nan if batch_idx == self.bad and name == "b" else 1)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.norms[name].append(norm_of({n: p.grad for n, p in net.named_parameters()}))  # type: ignore[misc]
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.a, self.b)]
+
+
+def test_several_optimizers_have_a_monitor_each(tmp_path: Path) -> None:
+    callback = GradstatCallback(max_norm=0.05, on_anomaly=["skip", "record"], log_every=2)
+    model = Two(bad=5)
+    logger = CSVLogger(tmp_path)
+    fit(callback, model, logger=logger)
+    a, b = callback.monitors
+    assert a.recording().tables["gradient"].names == ("a.weight", "a.bias")
+    assert a.recording().scalars["norm"].tolist() == pytest.approx(model.norms["a"], rel=1e-6)
+    assert b.recording().scalars["norm"].tolist() == pytest.approx(model.norms["b"], rel=1e-6, nan_ok=True)
+    assert {finding.step for finding in b.findings if finding.severity == "error"} == {5}
+    assert not [finding for finding in a.findings if finding.severity == "error"]
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert norm_of({n: p.grad for n, p in model.a.named_parameters()}) == pytest.approx(0.05, rel=1e-3)  # type: ignore[misc]
+    logger.save()
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
+    assert "grad/0/total_norm" in header
+    assert "grad/1/total_norm" in header
+
+
+# Logging ----------------------------------------------------------------------------------------------------
+
+
+def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb")]
+    callback = GradstatCallback(on_anomaly="record", per_tensor=("l2_norm",), top=None)
+    model = Model()
+    fit(callback, model, logger=loggers, log_every_n_steps=3)
+    with (Path(loggers[0].log_dir) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [2, 5]
+    assert [float(row["grad/total_norm"]) for row in rows] == pytest.approx([norms(callback)[i] for i in (2, 5)])
+    assert float(rows[0]["grad/l2_norm/net.0.weight"]) == pytest.approx(
+        float(model.gradients[2]["net.0.weight"].norm())
+    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(loggers[1].log_dir)
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("grad/total_norm")] == [
+        (step, pytest.approx(norms(callback)[step], rel=1e-6)) for step in (2, 5)
+    ]
+
+
+def test_nothing_is_logged_where_that_is_off(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(GradstatCallback(log_every=0, on_anomaly="record"), Model(), logger=logger, log_every_n_steps=1)
+    assert logger.experiment.metrics == []
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None:
+    clip = gradstat.AutoClip(percentile=50)
+    first = GradstatCallback(max_norm=clip, on_anomaly=["skip", "record"])
+    made = fit(first, Model(spoil={3: "sqrt"}))
+    made.save_checkpoint(tmp_path / "last.ckpt")
+    again = gradstat.AutoClip(percentile=50)
+    second = GradstatCallback(max_norm=again, on_anomaly="record")
+    trainer(second, max_epochs=2).fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert second.monitor is not None
+    assert first.monitor is not None
+    assert second.monitor.steps == 16
+    assert second.monitor.recording().steps.tolist() == list(range(16))
+    assert second.monitor.findings[: len(first.monitor.findings)] == first.monitor.findings
+    assert again.summary().steps == 15  # the step that was skipped had nothing to clip
+
+
+def test_a_training_that_was_stopped_runs_when_it_is_resumed(tmp_path: Path) -> None:
+    made = fit(GradstatCallback(on_anomaly=["skip", "stop"]), Model(spoil={3: "nan"}))
+    assert made.global_step == 4
+    made.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = trainer(GradstatCallback(on_anomaly=["skip", "stop"]), max_epochs=2)
+    resumed.fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert resumed.global_step == 4 + 8
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_a_clip_configured_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*remove the other"):
+        fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
+
+
+def test_two_callbacks_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="GradstatCallback"):
+        trainer([GradstatCallback(), GradstatCallback()])
+    made = trainer(GradstatCallback())
+    made.callbacks.append(GradstatCallback())  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"expected one GradstatCallback .* found 2.* Remove"):
+        made.fit(Model(), data())
+
+
+def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
+    with pytest.raises(ValueError, match="manual optimization"):
+        fit(GradstatCallback(on_anomaly="replay"), Two())
+
+    class Iterating(Model):
+        def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="dataloader_iter"):
+        fit(GradstatCallback(on_anomaly="replay"), Iterating())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_norm": 0.0}, r"max_norm is 0\.0; expected a number above 0"),
+        ({"log_every": -1}, "log_every is -1"),
+        ({"on_anomaly": "explode"}, "unknown policy 'explode'; known: record, .*checkpoint"),
+        ({"per_tensor": ("median",)}, "per_tensor: unknown name 'median'"),
+        ({"top": 0}, "top is 0"),
+    ],
+)
+def test_arguments_without_sense_are_refused_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GradstatCallback(**options)
+
+
+def test_a_callback_can_be_pickled() -> None:
+    rule = gradstat.monitor.default_rules()[0]
+    callback = GradstatCallback(on_anomaly={rule.name: "checkpoint"}, rules=[rule], watch={"origin": 1}, log_every=0)
+    assert pickle.loads(pickle.dumps(callback)).monitors == ()
+
+
+def test_lbfgs_is_measured_in_every_evaluation() -> None:
+    callback = GradstatCallback(max_norm=1.0, on_anomaly="record")
+    model = Model(torch.optim.LBFGS, max_iter=3)
+    made = fit(callback, model, batches=2)
+    assert callback.monitor is not None
+    assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
+
+
+# Imports ----------------------------------------------------------------------------------------------------
+
+
+def python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_core_imports_no_framework() -> None:
+    code = (
+        "import sys, gradstat, gradstat.monitor, gradstat.integrations\n"
+        "heavy = {'lightning', 'pytorch_lightning', 'tensorboard', 'wandb', 'mlflow', 'transformers', 'accelerate'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+        "import gradstat.integrations.loggers\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert python(code) == "[]\n[]\n"
+
+
+def test_pytorch_lightning_is_served_under_its_own_name() -> None:
+    code = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import sys, pytorch_lightning as pl, torch\n"
+        "from gradstat.integrations.lightning import GradstatCallback\n"
+        "assert issubclass(GradstatCallback, pl.Callback)\n"
+        "class M(pl.LightningModule):\n"
+        "    def __init__(self): super().__init__(); self.l = torch.nn.Linear(2, 1)\n"
+        "    def training_step(self, batch, _): return self.l(batch).square().mean()\n"
+        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "callback = GradstatCallback(max_norm=1.0)\n"
+        "trainer = pl.Trainer(max_epochs=1, accelerator='cpu', logger=False, enable_checkpointing=False,\n"
+        "                     enable_progress_bar=False, enable_model_summary=False, callbacks=[callback])\n"
+        "trainer.fit(M(), torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))\n"
+        "print(callback.monitor.steps)"
+    )
+    assert python(code).splitlines()[-1] == "4"
+
+
+def test_without_lightning_the_remedy_is_told() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('lightning', 'lightning.pytorch', 'pytorch_lightning'): sys.modules[name] = None\n"
+        "try:\n    import gradstat.integrations.lightning\n"
+        "except ImportError as error: print(error)"
+    )
+    assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in python(code)
+
+
+# The example ------------------------------------------------------------------------------------------------
+
+
+def test_the_example_tells_the_layer_and_the_line(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/lightning_example.py", "--steps", "64", "--folder", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "it began in step 60" in result.stdout
+    assert "NaN was first made in the forward pass, by div in module 'body.2'" in result.stdout
+    assert "return x / x.square().mean(-1, keepdim=True).sqrt()" in result.stdout
+    (log,) = tmp_path.rglob("metrics.csv")
+    assert "grad/l2_norm/body.1.weight" in log.read_text().splitlines()[0]

@@ -1,0 +1,311 @@
+"""Ways into loggers, real ones: what arrives is what was measured, and costs no more calls than it must."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+import gradstat
+from gradstat.integrations import _writers, loggers
+from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, ReportLogger, log_report, scalars_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def model_and_report(bad: bool = False) -> tuple[nn.Module, gradstat.Report]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    (model(torch.randn(5, 4)).square().sum() * (math.nan if bad else 1)).backward()
+    return model, gradstat.check(model)
+
+
+def trained(steps: int = 7, **options: Any) -> gradstat.Monitor:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer, **{"on_anomaly": "record", **options})
+    for _ in range(steps):
+        step(monitor, model, optimizer)
+    return monitor
+
+
+def step(monitor: gradstat.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> gradstat.Report:
+    optimizer.zero_grad()
+    loss = model(torch.randn(5, 4)).square().mean()
+    loss.backward()
+    report = gradstat.check(model)
+    monitor.step(loss)
+    optimizer.step()
+    return report
+
+
+# What is told -----------------------------------------------------------------------------------------------
+
+
+def test_a_report_gives_what_was_chosen() -> None:
+    _, report = model_and_report()
+    assert scalars_of(report) == report.scalars("grad/")
+    assert tuple(scalars_of(report, prefix="")) == AGGREGATES
+    chosen = scalars_of(report, aggregates=("total_norm",), per_tensor=("l2_norm", "mean"), top=2, prefix="g.")
+    largest = [stats.name for stats in report.worst(2, by="l2_norm")]
+    assert list(chosen) == ["g.total_norm", *(f"g.{c}/{name}" for c in ("l2_norm", "mean") for name in largest)]
+    assert chosen[f"g.mean/{largest[0]}"] == report[largest[0]].mean
+    every = scalars_of(report, aggregates=(), per_tensor=("max_abs",))
+    assert every == {f"grad/max_abs/{stats.name}": stats.max_abs for stats in report}
+
+
+def test_what_is_bad_stands_out_most() -> None:
+    model, _ = model_and_report()
+    bias = model[2].bias
+    assert bias.grad is not None
+    bias.grad[0] = math.nan
+    (name,) = scalars_of(gradstat.check(model), aggregates=(), per_tensor=("nan_count",), top=1)
+    assert name == "grad/nan_count/2.bias"
+
+
+@pytest.mark.parametrize("review_every", [1, 64])
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model[2].weight.requires_grad_(not missing)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(
+        model, optimizer, on_anomaly="record", options={"review_every": review_every}, watch={"updates": 2}
+    )
+    assert monitor.latest() is None
+    assert scalars_of(monitor) == {}
+    for i in range(5):
+        report = step(monitor, model, optimizer)
+        newest = monitor.latest()
+        assert newest is not None
+        assert newest.step == i
+        assert newest.report.names == report.names
+        assert newest.report.to_dict()["tensors"] == report.to_dict()["tensors"]
+        values = scalars_of(monitor)
+        assert values["grad/total_norm"] == report.total_norm
+        assert values["grad/lr"] == 0.1
+        assert values["grad/findings"] == len(monitor.findings)
+        assert (values["grad/missing"], values["grad/nonfinite_steps"]) == (0, 0)
+        assert math.isfinite(values["grad/loss"])
+
+
+@pytest.mark.parametrize("history", [0, 100])
+def test_a_monitors_step_is_told_without_its_loss_scale(history: int) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    for review_every in (1, 64):
+        monitor = gradstat.Monitor(
+            model, optimizer, scaler, on_anomaly="record", options={"review_every": review_every, "history": history}
+        )
+        for _ in range(3):  # of which the third is not reviewed at once, if reviews are rare
+            model.zero_grad()
+            loss = model(torch.ones(3, 4)).square().mean()
+            scaler.scale(loss).backward()
+            monitor.step(loss)
+            expected = gradstat.check(model).total_norm / 512
+            assert scalars_of(monitor)["grad/total_norm"] == pytest.approx(expected)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    model, report = model_and_report()
+    with pytest.raises(ValueError, match="aggregates: unknown name 'norm'; known: total_norm, max_abs"):
+        scalars_of(report, aggregates=("norm",))
+    with pytest.raises(ValueError, match=r"per_tensor is the string 'l2_norm'; expected a sequence"):
+        scalars_of(report, per_tensor="l2_norm")
+    with pytest.raises(ValueError, match="top is 0"):
+        scalars_of(report, top=0)
+    with pytest.raises(ValueError, match="every is 0"):
+        ReportLogger(print, every=0)
+    with pytest.raises(TypeError, match=r"expected a gradstat.Report or a gradstat.Monitor, got PendingReport.*result"):
+        scalars_of(gradstat.check_async(model))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"cannot log to a int; expected a TensorBoard SummaryWriter, a wandb run"):
+        log_report(3, report, 0)
+    with pytest.raises(ValueError, match="pass step="):
+        log_report(lambda values, step: None, report)
+
+
+# Where to ---------------------------------------------------------------------------------------------------
+
+
+def events_in(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_gets_one_event_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, report = model_and_report()
+    with SummaryWriter(tmp_path) as writer:
+        file = writer._get_file_writer()
+        written: list[Any] = []
+        original = file.add_summary
+        monkeypatch.setattr(file, "add_summary", lambda *a, **k: (written.append(a), original(*a, **k))[1])
+        for at in (3, 7):
+            log_report(writer, report, at, per_tensor=("l2_norm",))
+    assert len(written) == 2
+    events = events_in(tmp_path)
+    assert set(events.Tags()["scalars"]) == {*report.scalars("grad/"), *(f"grad/l2_norm/{n}" for n in report.names)}
+    for name, value in scalars_of(report, per_tensor=("l2_norm",)).items():
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [(at, pytest.approx(value)) for at in (3, 7)]
+
+
+def test_tensorboard_gets_a_histogram_of_norms(tmp_path: Path) -> None:
+    _, report = model_and_report()
+    with SummaryWriter(tmp_path) as writer:
+        log_report(writer, report, 2, histogram=True)
+    (event,) = events_in(tmp_path).Histograms("grad/log10_norms")
+    logs = [math.log10(stats.l2_norm) for stats in report]
+    assert event.step == 2
+    told = event.histogram_value
+    assert (told.num, told.min, told.max) == (4, pytest.approx(min(logs)), pytest.approx(max(logs)))
+    assert sum(told.bucket) == 4
+
+
+def test_what_is_not_finite_arrives_so(tmp_path: Path) -> None:
+    _, report = model_and_report(bad=True)
+    with SummaryWriter(tmp_path) as writer:
+        log_report(writer, report, 0, histogram=True)
+        loggers.log_scalars(writer, {"large": 1e300, "low": -1e300, "inf": math.inf}, 0)
+    events = events_in(tmp_path)
+    assert math.isnan(events.Scalars("grad/total_norm")[0].value)
+    assert [events.Scalars(name)[0].value for name in ("large", "low", "inf")] == [math.inf, -math.inf, math.inf]
+
+
+def test_wandb_gets_one_call_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    _, report = model_and_report()
+    for mode in ("disabled", "offline"):
+        run = wandb.init(mode=mode, dir=tmp_path, project="gradstat")
+        try:
+            for at in (0, 1):
+                log_report([run, wandb], report, at)
+            if mode == "offline":
+                assert run.summary["grad/total_norm"] == report.total_norm
+                assert run.step in (1, 2)
+        finally:
+            run.finish()
+
+
+def test_mlflow_gets_one_asynchronous_batch_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow
+
+    calls: list[dict[str, Any]] = []
+    original = mlflow.log_metrics
+    monkeypatch.setattr(mlflow, "log_metrics", lambda *a, **k: (calls.append(k), original(*a, **k))[1])
+    _, report = model_and_report()
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    with mlflow.start_run() as run:
+        for at in (0, 1):
+            log_report(mlflow, report, at)
+            mlflow.flush_async_logging()  # batches that are on their way together arrive in any order
+    assert [call["synchronous"] for call in calls] == [False, False]
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "grad/total_norm")
+    assert [(m.step, m.value) for m in history] == [(0, report.total_norm), (1, report.total_norm)]
+
+
+def test_a_function_and_several_targets() -> None:
+    _, report = model_and_report()
+    seen: list[Any] = []
+    logged = log_report([lambda v, s: seen.append((v, s)), lambda v, s: seen.append((v, s))], report, 5)
+    assert seen == [(logged, 5), (logged, 5)]
+
+
+def test_every_n_steps_once() -> None:
+    seen: list[int] = []
+    log = ReportLogger(lambda values, step: seen.append(step), every=3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    for i in range(8):
+        report = step(monitor, model, optimizer)
+        assert bool(log(monitor)) == (i % 3 == 0)
+        assert not log(monitor)
+    assert seen == [0, 3, 6]
+    assert [bool(log(report, i)) for i in range(4)] == [True, False, False, True]
+
+
+# Files ------------------------------------------------------------------------------------------------------
+
+
+def test_json_lines_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "log.jsonl"
+    _, report = model_and_report(bad=True)
+    for at in range(2):
+        with JsonlWriter(path) as writer:
+            log_report(writer, report, at)
+    with path.open("a") as file:
+        file.write('{"step": 2, "half')  # a crash
+    with JsonlWriter(path) as writer:
+        writer.write({"x": 1.5}, 3)
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (*lines[:2], lines[3])] == [0, 1, 3]
+    first = json.loads(lines[0])
+    assert first["grad/total_norm"] is None
+    assert first["grad/nan_count"] == report.nan_count
+    assert json.loads(lines[3]) == {"step": 3, "x": 1.5}
+
+
+def test_a_long_line_is_written_at_once(tmp_path: Path) -> None:
+    with JsonlWriter(tmp_path / "a.jsonl") as writer, JsonlWriter(tmp_path / "a.jsonl") as other:
+        for i in range(20):
+            writer.write({f"name{j}": float(i) for j in range(2000)}, i)
+            other.write({"x": 1.0}, i)
+    assert [json.loads(line)["step"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [
+        i for i in range(20) for _ in range(2)
+    ]
+
+
+def test_csv_rows_are_appended_under_their_columns(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    with CsvWriter(path) as writer:
+        writer.write({"a, b": 1.5, 'c"d': math.nan}, 0)
+        writer.write({'c"d': 2.0}, 1)
+    with CsvWriter(path) as writer:
+        writer.write({'c"d': 3.0, "a, b": math.inf}, 2)
+        with pytest.raises(ValueError, match=r"no column for 'e' .*per_tensor with top=None.*JsonlWriter"):
+            writer.write({"e": 1.0}, 3)
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows == [["step", "a, b", 'c"d'], ["0", "1.5", "nan"], ["1", "", "2.0"], ["2", "inf", "3.0"]]
+
+
+def test_another_csv_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("time,loss\n1,2\n")
+    with pytest.raises(ValueError, match=r"not a table of scalars by step: its first column is \['time'\]"):
+        CsvWriter(path)
+    assert path.read_text() == "time,loss\n1,2\n"
+    assert _writers.CsvWriter is CsvWriter
+
+
+# The example ------------------------------------------------------------------------------------------------
+
+
+def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/loggers.py", "--steps", "90", "--folder", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "dead-gradient (warning), since step 60" in result.stdout
+    with (tmp_path / "layers.csv").open(newline="") as file:
+        norms = {row["step"]: float(row["grad/l2_norm/2.weight"]) for row in csv.DictReader(file)}
+    assert norms["50"] > 0
+    assert norms["60"] == norms["70"] == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    assert steps == list(range(90))
+    assert [e.step for e in events_in(tmp_path / "tensorboard").Scalars("grad/total_norm")] == list(range(0, 90, 10))

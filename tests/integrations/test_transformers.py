@@ -1,0 +1,470 @@
+"""The integration with the Trainer of Hugging Face transformers, under the real Trainer."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import forget_accelerators
+from ranks import Ranks
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
+from gradstat.monitor import AnomalyError
+from gradstat.monitor.segments import PendingRows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Regression(nn.Module):
+    """A model as the Trainer takes it, of which tests know every gradient, and a fault that can be switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 1)
+        self.bad_at: set[int] = set()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        if self.training and any(int(n) in self.bad_at for n in number):
+            hidden = torch.log(-hidden.abs())
+        out = self.last(hidden)
+        return {"loss": ((out - labels) ** 2).mean(), "logits": out}
+
+
+def dataset(count: int = 64) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator)
+    y = x.sum(1, keepdim=True)
+    return [{"x": x[i], "labels": y[i], "number": torch.tensor(i)} for i in range(count)]
+
+
+class InOrder(Trainer):
+    """Samples come in the order of the data set, so that a test knows which step meets which."""
+
+    def _get_train_sampler(self, *_: Any) -> torch.utils.data.Sampler[int]:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 0.01,
+        "dataloader_pin_memory": False,
+        **changes,
+    }
+    return TrainingArguments(**settings)
+
+
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+
+    def made(model: nn.Module | None = None, kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
+        optimizers = changes.pop("optimizers", (None, None))
+        torch.manual_seed(1)
+        if model is None:
+            model = Regression()
+        return kind(model, arguments(tmp_path, **changes), train_dataset=dataset(), optimizers=optimizers)
+
+    yield made
+    forget_accelerators()
+
+
+def logged(trainer: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def trained(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def told(call: Callable[[], Any]) -> list[str]:
+    """What ``call`` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught]
+
+
+QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
+
+# What a healthy run shows -----------------------------------------------------------------------------------
+
+
+def test_logs_are_the_same_and_their_norms_are_right(make: Make) -> None:
+    accumulated = 2
+    plain = make(gradient_accumulation_steps=accumulated, max_grad_norm=0.5)
+    plain.train()
+    watched = make(gradient_accumulation_steps=accumulated, max_grad_norm=0.5)
+    with install(watched) as handle:
+        watched.train()
+    for name, value in trained(plain).items():
+        torch.testing.assert_close(trained(watched)[name], value, rtol=1e-5, atol=1e-7)
+    assert logged(watched, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
+    assert logged(watched, "grad/total_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
+    assert min(logged(watched, "grad/total_norm")) > 0.5  # measured before clipping
+    assert logged(watched, "loss") == pytest.approx(logged(plain, "loss"), abs=1e-4)
+    assert logged(watched, "grad/loss") == pytest.approx(logged(watched, "loss"), abs=1e-4)
+    assert handle.monitor.steps == 5
+    assert handle.monitor.diagnose().steps == 5
+
+
+def test_every_step_is_measured_whatever_is_logged(make: Make) -> None:
+    trainer = make(logging_steps=3, max_steps=7)
+    handle = install(trainer)
+    trainer.train()
+    recording = handle.monitor.recording()
+    assert recording.steps.tolist() == list(range(7))
+    assert recording.tables["gradient"].names == ("first.weight", "first.bias", "last.weight", "last.bias")
+    assert len(logged(trainer, "grad/total_norm")) == 2
+    handle.remove()
+
+
+def test_a_real_model_with_its_default_optimizer(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    tokens = [torch.randint(64, (16,)) for _ in range(32)]
+    data = [{"input_ids": t, "labels": t} for t in tokens]
+    trainer = Trainer(
+        GPT2LMHeadModel(config),
+        arguments(tmp_path, bf16=True, learning_rate=1e-5),
+        train_dataset=data,
+    )
+    handle = install(trainer, watch={"activations": 2, "updates": 1}, log="parameters")
+    trainer.train()
+    assert handle.monitor.diagnose().ok
+    assert "transformer.h.1.mlp.c_fc.weight" in handle.monitor.recording().tables["update"].names
+    assert len(logged(trainer, "grad/l2_norm/transformer.wte.weight")) == 5
+    assert logged(trainer, "grad_norm") == pytest.approx(logged(trainer, "grad/total_norm"), rel=1e-4)
+    handle.remove()
+
+
+def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
+    trainer = make()
+    before = (dict(vars(trainer)), dict(vars(trainer.accelerator)), list(trainer.callback_handler.callbacks))
+    handle = install(trainer)
+    trainer.create_optimizer()
+    handle.remove()
+    before[0]["optimizer"] = trainer.optimizer  # made by the Trainer itself, earlier than otherwise
+    after = vars(trainer)
+    assert {k for k in after if k not in before[0]} <= {"optimizer_cls_and_kwargs"}
+    for name in ("train", "log", "training_step"):
+        assert name not in after
+    assert set(vars(trainer.accelerator)) == set(before[1])
+    assert trainer.callback_handler.callbacks == before[2]
+    trainer.train()
+    assert not logged(trainer, "grad/total_norm")
+    assert handle.monitor.steps == 0
+    install(trainer).remove()  # again is fine
+
+
+def test_somebody_elses_patch_on_top_survives_remove(make: Make) -> None:
+    trainer = make()
+    handle = install(trainer)
+    below = trainer.log
+    seen = []
+    trainer.log = lambda logs, *a: (seen.append(logs), below(logs, *a))[1]  # type: ignore[method-assign]
+    handle.remove()
+    trainer.train()
+    assert seen
+    assert "grad_norm" in trainer.state.log_history[0]
+    assert not logged(trainer, "grad/total_norm")
+
+
+# What a fault shows -----------------------------------------------------------------------------------------
+
+
+def at(step: int, accumulated: int = 1, micro: int = 0) -> set[int]:
+    """The first sample of a micro-batch of a step."""
+    return {(step * accumulated + micro) * 4}
+
+
+@QUIET
+def test_schedulers_advance_over_a_step_that_was_skipped(make: Make) -> None:
+    trainer = make(max_steps=4)
+    trainer.model.bad_at = at(2)
+    handle = install(trainer, on_anomaly="skip")
+    trainer.train()
+    assert trainer.lr_scheduler.last_epoch == 4  # schedulers advance: docs/integrations-transformers.md
+    assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [2]
+    norms = logged(trainer, "grad_norm")
+    assert torch.tensor(norms).isnan().tolist() == [False, False, True, False]
+    handle.remove()
+
+
+@QUIET
+def test_without_skipping_the_model_is_lost_as_it_would_be(make: Make) -> None:
+    trainer = make(max_steps=4)
+    trainer.model.bad_at = at(2)
+    with install(trainer, on_anomaly={"lost-loss": "record"}):
+        trainer.train()
+    assert all(value.isnan().all() for value in trained(trainer).values())
+
+
+@QUIET
+def test_no_clipping_does_not_poison(make: Make) -> None:
+    """Clipping to infinity turned all gradients into NaN if one was infinite."""
+
+    def poison(trainer: Trainer) -> None:
+        trainer.model.last.bias.register_hook(lambda g: g * float("inf"))
+
+    trainer = make(max_grad_norm=0, max_steps=1, optim="sgd")
+    poison(trainer)
+    before = trained(trainer)
+    with install(trainer) as handle:
+        trainer.train()
+    after = trained(trainer)
+    assert after["last.bias"].isinf().all()
+    for name in ("first.weight", "first.bias", "last.weight"):
+        assert after[name].isfinite().all()
+        assert not torch.equal(after[name], before[name])
+    assert logged(trainer, "grad_norm") == [float("inf")]
+    assert [f.name for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == ["last.bias"]
+
+
+def test_a_hidden_loss_is_told(make: Make) -> None:
+    trainer = make(max_steps=3)
+    trainer.model.bad_at = at(1)
+    handle = install(trainer, on_anomaly="skip")
+    words = told(trainer.train)
+    assert sum("logging_nan_inf_filter=True puts the average" in one for one in words) == 1
+    assert torch.tensor(logged(trainer, "grad/loss")).isnan().tolist() == [False, True, False]
+    assert not torch.tensor(logged(trainer, "loss")).isnan().any()
+    handle.remove()
+
+
+def test_without_the_filter_there_is_nothing_to_tell(make: Make) -> None:
+    trainer = make(max_steps=3, logging_nan_inf_filter=False)
+    trainer.model.bad_at = at(1)
+    with install(trainer, on_anomaly="skip"):
+        assert not any("logging_nan_inf_filter" in one for one in told(trainer.train))
+
+
+@QUIET
+def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: nothing is waited for but on logging steps, and the step is skipped all the same."""
+    monkeypatch.setattr(PendingRows, "travels", True)
+    trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
+    trainer.model.bad_at = at(2, 2, 1)
+    found_at: list[int] = []
+    handle = install(trainer, on_anomaly=["skip", lambda monitor, finding: found_at.append(monitor.steps)])
+    trainer.train()
+    assert set(found_at) == {4}  # when step 3, the fourth, was measured
+    assert set(handle.micro_batch_reports) == {2}
+    assert all(value.isfinite().all() for value in trained(trainer).values())
+    assert logged(trainer, "grad/total_norm") == pytest.approx(logged(trainer, "grad_norm"), rel=1e-5)
+    handle.remove()
+
+
+def test_stopping_saves(make: Make, tmp_path: Path) -> None:
+    trainer = make(max_steps=8)
+    trainer.model.bad_at = at(2)
+    handle = install(trainer, on_anomaly=["skip", "stop"])
+    words = told(trainer.train)
+    assert sum("the Trainer stops behind step 3 and saves a checkpoint" in one for one in words) == 1
+    assert trainer.state.global_step == 3
+    assert (tmp_path / "checkpoint-3" / STATE_FILE).is_file()
+    handle.remove()
+
+
+@QUIET
+def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> None:
+    trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.model.bad_at = at(1)
+    install(trainer, on_anomaly="skip")
+    trainer.train()
+    for resume in (str(tmp_path / "checkpoint-2"), True):
+        again = make(max_steps=6)
+        handle = install(again, on_anomaly="skip")
+        again.train(resume_from_checkpoint=resume)
+        assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [1]
+        assert handle.monitor.recording().steps.tolist() == list(range(6))
+        assert logged(again, "grad/nonfinite_steps")[-1] == 1
+        handle.remove()
+
+
+@QUIET
+def test_a_damaged_state_in_a_checkpoint_is_named_with_the_remedy(make: Make, tmp_path: Path) -> None:
+    trainer = make(max_steps=2, save_strategy="steps", save_steps=2)
+    install(trainer)
+    trainer.train()
+    state = tmp_path / "checkpoint-2" / STATE_FILE
+    whole = state.read_bytes()
+    payload = io.BytesIO()
+    torch.save(Path("would be unpickled"), payload)
+    for content in (whole[: len(whole) // 2], b"", payload.getvalue()):
+        state.write_bytes(content)
+        again = make(max_steps=4)
+        with install(again), pytest.raises(RuntimeError, match=rf"{STATE_FILE} is damaged.*Delete it to resume"):
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@QUIET
+@pytest.mark.filterwarnings("ignore:gradstat.*could not be saved")
+def test_a_full_disk_does_not_end_the_run_when_the_state_is_saved(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = make(max_steps=2, save_strategy="steps", save_steps=1)
+    install(trainer)
+    monkeypatch.setattr("gradstat.integrations.transformers.replacing", full)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert not (tmp_path / "checkpoint-2" / STATE_FILE).exists()
+
+
+def test_a_checkpoint_without_the_monitor_still_counts(make: Make, tmp_path: Path) -> None:
+    make(max_steps=2, save_strategy="steps", save_steps=2).train()
+    again = make(max_steps=4)
+    with install(again) as handle:
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert handle.monitor.recording().steps.tolist() == [2, 3]
+
+
+def test_labels_are_looked_at_before_the_loss_fails_on_them(make: Make) -> None:
+    def no_classes(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**sample, "labels": torch.tensor([7])}
+
+    trainer = make()
+    trainer.train_dataset = [no_classes(sample) for sample in dataset()]
+    handle = install(trainer, on_anomaly="raise", classes=5, watch={"batch": 1})
+    with pytest.raises(AnomalyError, match="labels"):
+        trainer.train()
+    handle.remove()
+
+
+# Clipping ---------------------------------------------------------------------------------------------------
+
+
+def test_clipping_twice_is_refused(make: Make) -> None:
+    trainer = make(max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r"clip configured twice: max_norm=0.5, and the Trainer's max_grad_norm=1"):
+        install(trainer, max_norm=0.5)
+    install(trainer, max_norm=1.0).remove()
+
+
+def test_a_trainer_that_clips_otherwise_is_measured_and_told(make: Make) -> None:
+    class Own(InOrder):
+        def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+            return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    if not hasattr(Trainer, "_clip_grad_norm"):
+        pytest.skip("this version has no such method to override")
+    trainer = make(kind=Own)
+    handle = install(trainer)
+    with pytest.warns(UserWarning, match=r"clips without accelerator.clip_grad_norm_"):
+        trainer.train()
+    assert handle.monitor.steps == 5
+    assert max(logged(trainer, "grad/total_norm")) < 0.11
+    handle.remove()
+
+
+# Bad input --------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_refused_before_training(make: Make) -> None:
+    trainer = make()
+    with pytest.raises(TypeError, match=r"expected a transformers.Trainer, got the class Trainer; build it first"):
+        install(Trainer)
+    with pytest.raises(TypeError, match=r"expected a transformers.Trainer, got Linear"):
+        install(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="optimizer is taken from the trainer"):
+        install(trainer, optimizer=None)
+    with pytest.raises(TypeError, match="keep_batch"):
+        install(trainer, options={"keep_batch": True})
+    with pytest.raises(ValueError, match="log is 'all'"):
+        install(trainer, log="all")
+    handle = install(trainer)  # nothing was left behind
+    with pytest.raises(RuntimeError, match="installed on this accelerator already"):
+        install(trainer)
+    handle.remove()
+
+
+def test_a_bare_callback_explains_itself(make: Make) -> None:
+    with pytest.raises(RuntimeError, match=r"callback alone cannot watch gradients.*install\(trainer\)"):
+        GradstatCallback()
+    trainer = make()
+    with pytest.raises(RuntimeError, match="callback alone"):
+        trainer.add_callback(GradstatCallback)
+
+
+def test_deepspeed_says_what_is_not_visible(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", "DEEPSPEED")
+    with pytest.raises(NotImplementedError, match="on_anomaly='skip' cannot be done under DeepSpeed"):
+        install(trainer, on_anomaly="skip")
+    with pytest.raises(NotImplementedError, match=r"max_norm=1.0: expected None under DeepSpeed"):
+        install(trainer, max_norm=1.0)
+    with pytest.warns(UserWarning, match=r"the engine keeps gradients to itself"):
+        install(trainer).remove()
+
+
+def test_a_monitor_that_comes_later(make: Make, tmp_path: Path) -> None:
+    trainer = InOrder(model_init=Regression, args=arguments(tmp_path), train_dataset=dataset())
+    handle = install(trainer)
+    with pytest.raises(RuntimeError, match="made when training begins"):
+        _ = handle.monitor
+    trainer.train()
+    assert handle.monitor.steps == 5
+    handle.remove()
+
+
+def test_the_example_runs_and_names_the_fault() -> None:
+    from ranked import run_example
+
+    shown = run_example("transformers_example.py", "--steps", "20")
+    for words in (
+        "step 10: NaN was first made in the forward pass, by div in module 'transformer.h.1.mlp'",
+        "step 10: micro-batch 1 of 2",
+        "2 errors in 20 steps of GPT2LMHeadModel",
+    ):
+        assert words in shown, shown
+
+
+# Several ranks ----------------------------------------------------------------------------------------------
+
+
+def _train_on_ranks(folder: str, policy: Any) -> tuple[list[float], int, list[tuple[str, int]], Any, list[float]]:
+    from ranked import accelerate_on_ranks
+
+    with accelerate_on_ranks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        model = Regression()
+        model.bad_at = {24}  # one rank only has this sample, in step 3
+        trainer = InOrder(model, arguments(Path(folder), max_steps=8), train_dataset=dataset())
+        with install(trainer, on_anomaly=policy) as handle:
+            trainer.train()
+        found = [(f.rule, f.step) for f in handle.monitor.findings]
+        culprit = handle.monitor.culprit
+        last = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+        return logged(trainer, "grad_norm"), trainer.state.global_step, found, culprit and culprit.op, last
+
+
+def test_ranks_decide_alike(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _train_on_ranks, str(tmp_path), ["skip", "stop", "replay"], timeout=60.0)
+    assert first[1] == second[1] < 8  # both stopped, at the same step
+    assert first[2] == second[2]
+    assert ("nonfinite-loss", 3) in first[2]
+    assert {first[3], second[3]} == {"log", None}  # a replay is each rank's own
+    assert first[4] == second[4]
+    assert all(torch.tensor(first[4]).isfinite())

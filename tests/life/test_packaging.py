@@ -1,0 +1,260 @@
+"""What a user installs: source distribution, wheel from it, what they hold and ask for, and a first use of them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import compatibility
+import pytest
+import torch
+from abi3info import DATAS, FUNCTIONS
+from abi3info.models import PyVersion, Symbol
+from shared_library import Demands, demands_of
+
+from gradstat import _torch_version
+
+ROOT = Path(__file__).resolve().parents[2]
+LARGEST_WHEEL = 1_000_000
+"""Bytes, without CUDA kernels."""
+FIRST_USE = ROOT / "tools" / "first_use.py"
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    result = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[str]:
+    """All files of the project."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: there is no list of the sources")
+    # Those that are new and not yet committed, too.
+    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
+    return [name for name in names if name and (ROOT / name).exists()]
+
+
+def built(folder: Path, **environment: str) -> dict[str, Path]:
+    """Source distribution and wheel, by their suffixes, as `make wheel` makes them."""
+    script = str(ROOT / ".ci" / "distribution.py")
+    printed = run(sys.executable, script, str(folder), cwd=folder, **{"GRADSTAT_CUDA": "0", **environment})
+    return {Path(line).suffix: Path(line) for line in printed.splitlines()}
+
+
+@pytest.fixture(scope="module")
+def distribution(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return built(tmp_path_factory.mktemp("distribution"))
+
+
+@pytest.fixture(scope="module")
+def source_distribution(distribution: dict[str, Path]) -> Path:
+    return distribution[".gz"]
+
+
+@pytest.fixture(scope="module")
+def wheel(distribution: dict[str, Path]) -> Path:
+    return distribution[".whl"]
+
+
+@pytest.fixture(scope="module")
+def pure_wheel(source_distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a machine without a compiler makes of the source distribution."""
+    folder = tmp_path_factory.mktemp("pure")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    run(*pip, str(source_distribution), cwd=folder, PATH=str(Path(sys.executable).parent), CXX="", GRADSTAT_CUDA="0")
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def demands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Demands:
+    with zipfile.ZipFile(wheel) as archive:
+        return demands_of(Path(archive.extract("gradstat/_C.abi3.so", tmp_path_factory.mktemp("library"))))
+
+
+@pytest.fixture(scope="module", params=["_C", "_C_cuda"])
+def library(request: pytest.FixtureRequest) -> tuple[str, Demands]:
+    """Each of both with its name; that of CUDA, which no test's wheel holds, as it was compiled in place."""
+    if request.param == "_C":
+        return "_C", request.getfixturevalue("demands")
+    path = ROOT / "gradstat" / "_C_cuda.abi3.so"
+    if not path.exists() and (shutil.which("nvcc") is None or os.environ.get("GRADSTAT_CUDA") == "0"):
+        pytest.skip("there is no nvcc on PATH to compile CUDA code with, or GRADSTAT_CUDA=0")
+    return "_C_cuda", demands_of(path)
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """The Python of a new environment in ``folder`` that holds the wheel, and sees torch and the rest of this one."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    packages = next((folder / "lib").glob("python3.*")) / "site-packages"
+    # A path, not the environment itself: an editable gradstat in there stays out of sight.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
+    run(*pip, "--target", str(packages), str(wheel), cwd=folder)
+    return python
+
+
+def first_use(python: Path, *, hidden: str = "", warnings: str = "error") -> dict[str, str]:
+    """Runs the program with nothing on PATH, so without a compiler, and without the module ``hidden``."""
+    code = f"import runpy, sys; sys.modules[{hidden!r}] = None; runpy.run_path({str(FIRST_USE)!r}, run_name='__main__')"
+    printed = run(str(python), "-W", warnings, "-c", code, cwd=python.parent, PATH="", PYTHONPATH="", CUDA_HOME="")
+    found: dict[str, str] = json.loads(printed.splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(python.parent.parent), "it used another gradstat than the installed one"
+    return found
+
+
+def test_the_source_distribution_holds_all_of_the_project(sources: list[str], source_distribution: Path) -> None:
+    with tarfile.open(source_distribution) as archive:
+        held = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+    # The compiler of packages follows the symbolic link.
+    kernels = {f"gradstat/{name}" for name in sources if name.startswith("kernels/")}
+    wanted = {name for name in sources if not name.startswith(".") and name != "gradstat/kernels"} | kernels
+    made = {"PKG-INFO", "setup.cfg"} | {name for name in held if name.startswith("gradstat.egg-info/")}
+    assert held == wanted | made
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(sources: list[str], wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        information = {name for name in held if re.match(r"gradstat-[^/]*\.dist-info/", name)}
+        metadata = message_from_string(archive.read(next(n for n in held if n.endswith("/METADATA"))).decode())
+        tags = archive.read(next(n for n in held if n.endswith("/WHEEL"))).decode()
+    package = {name for name in sources if name.startswith("gradstat/") and name != "gradstat/kernels"}
+    kernels = {f"gradstat/{name}" for name in sources if name.startswith("kernels/")}
+    assert held - information == package | kernels | {"gradstat/_C.abi3.so"}
+    assert any(name.endswith("/licenses/LICENSE") for name in information)
+    assert wheel.stat().st_size < LARGEST_WHEEL
+    (tag,) = re.findall(r"^Tag: (.*)$", tags, re.MULTILINE)
+    assert wheel.stem.endswith(f"-{tag}")
+    assert tag.startswith("cp310-abi3-manylinux_2_")
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert f"torch>={'.'.join(map(str, _torch_version.LEAST))}" in metadata.get_all("Requires-Dist", [])
+
+
+def test_the_platform_tag_promises_no_older_system_than_the_library_needs(wheel: Path, demands: Demands) -> None:
+    promised = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)
+    needed = [re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", version) for version in set(demands.symbols.values())]
+    assert max((int(m[1]), int(m[2])) for m in needed if m) <= tuple(map(int, promised[0]))
+
+
+def test_a_second_build_elsewhere_is_the_same_to_the_byte(distribution: dict[str, Path], tmp_path: Path) -> None:
+    elsewhere = tmp_path / "another folder"
+    elsewhere.mkdir()
+    second = built(tmp_path, TMPDIR=str(elsewhere), TZ="Asia/Tokyo", LC_ALL="C", MAX_JOBS="1")
+    for suffix, path in distribution.items():
+        assert second[suffix].name == path.name
+        same = second[suffix].read_bytes() == path.read_bytes()
+        assert same, f"{path.name} depends on where or when it is built, or a source was changed meanwhile"
+
+
+def test_the_library_tells_nothing_about_the_machine_that_built_it(demands: Demands) -> None:
+    homes = (str(ROOT), sys.prefix, str(Path(torch.__file__).parent), tempfile.gettempdir())
+    assert [path for path in demands.paths if path.startswith(homes)] == []
+
+
+def test_the_library_loads_with_every_python_that_the_tag_promises(library: tuple[str, Demands]) -> None:
+    name, demands = library
+    asked = {name for name in demands.symbols if name.startswith(("Py", "_Py"))}
+    assert asked
+    for symbol in asked:
+        entry = FUNCTIONS.get(Symbol(symbol)) or DATAS.get(Symbol(symbol))
+        assert entry is not None, f"{symbol} is not in Python's limited API"
+        assert entry.added <= PyVersion(3, 10), f"{symbol} came with Python {entry.added}"
+    assert demands.exported == {f"PyInit_{name}"}
+
+
+def test_the_library_takes_from_torch_only_its_stable_interface(library: tuple[str, Demands]) -> None:
+    demands = library[1]
+    include = Path(torch.__file__).parent / "include" / "torch" / "csrc"
+    headers = [include / "stable" / "c" / "shim.h", *(include / "inductor" / "aoti_torch" / "c").glob("*.h")]
+    declared = "\n".join(path.read_text() for path in headers)
+    taken = {name for name in demands.symbols if re.match(r"(aoti_)?torch_", name)}
+    assert taken
+    assert {name for name in taken if not re.search(rf"\b{name}\(", declared)} == set()
+    # Everything else is the system's and says in which version: nothing may be bound to what torch leaks.
+    others = {name: version for name, version in demands.symbols.items() if name not in taken}
+    unversioned = {name for name, version in others.items() if not version and not name.startswith(("Py", "_Py"))}
+    assert unversioned == set()
+    assert {version.split("_")[0] for version in others.values() if version} <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
+    system = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
+    system.add("ld-linux-x86-64.so.2")  # of CUDA's runtime, which is linked in
+    # By libtorch a CUDA build of torch brings libtorch_cuda.
+    assert {"libtorch.so", "libtorch_cpu.so", "libc10.so"} <= demands.libraries
+    assert demands.libraries <= system | {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
+
+
+def test_csrc_uses_nothing_of_torch_that_the_oldest_did_not_compile() -> None:
+    rows = [row for row in compatibility.recorded() if row["special"] == "source" and row["outcome"] == "passed"]
+    names = next(row["found"]["names"].split() for row in rows if compatibility.is_oldest(row["torch"]))
+    assert set(compatibility.torch_names()) - set(names) == set(), (
+        "compile them with it: `make wheel`, `python tools/matrix.py dist/*.whl --cell 3.11/2.10.0/source --write`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "gpus", "compiles_cuda"),
+    [
+        ("demo", "No devices were found", False),
+        ("demo", "GPU 0: a card", True),
+        ("test", "No devices were found", True),
+    ],
+)
+def test_make_compiles_cuda_code_for_tests_and_for_a_gpu(
+    target: str, gpus: str, compiles_cuda: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    printed = run("make", "-n", f"VENV={tmp_path}", target, cwd=ROOT, PATH=path)
+    (build,) = [line for line in printed.splitlines() if "build_ext" in line]
+    assert build.startswith("GRADSTAT_CUDA=0 ") != compiles_cuda
+    assert f'-e ".[{target}]"' in printed
+
+
+def test_first_use_of_the_wheel_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    assert first_use(installed(wheel, tmp_path))["cpu"] == "native"
+
+
+def test_first_use_without_triton(wheel: Path, tmp_path: Path) -> None:
+    python = installed(wheel, tmp_path)
+    assert first_use(python, hidden="triton")["cpu"] == "native"
+    assert "cpu     native     chosen" in run(str(python), "-m", "gradstat", "info", cwd=tmp_path, PYTHONPATH="")
+
+
+def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(pure_wheel: Path, tmp_path: Path) -> None:
+    assert pure_wheel.name.endswith("-py3-none-any.whl")
+    python = installed(pure_wheel, tmp_path)
+    assert first_use(python, warnings="ignore:gradstat runs its slow reference")["cpu"] == "reference"
+    assert "no C++ compiler was found at installation" in run(
+        str(python), "-m", "gradstat", "info", cwd=tmp_path, PYTHONPATH=""
+    )
+
+
+def test_the_table_of_versions_is_what_was_found() -> None:
+    document = compatibility.DOCUMENT.read_text()
+    assert compatibility.MARKED.search(document), "the page has lost its markers"
+    assert compatibility.rendered(document) == document, "run `python tools/compatibility.py --write`"
+
+
+@pytest.mark.parametrize("found", ["2.9.1", "2.9.1+cu128", "1.13.0"])
+def test_a_torch_that_is_too_old_is_named_with_the_remedy(found: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(f"needs torch >= 2.10, found torch {found}. Upgrade it: pip in")):
+        _torch_version.require(found)
+
+
+@pytest.mark.parametrize("found", ["2.10.0", "2.10.0a0+git1234", "2.11.0.dev20260101", "3.0.0"])
+def test_a_torch_that_is_new_enough_is_taken(found: str) -> None:
+    _torch_version.require(found)

@@ -1,0 +1,39 @@
+"""docs/diagnosis.md says what the code does: its rules are those there are, its faults those that are injected."""
+
+import re
+
+import diagnosis
+from faults import FAULTS
+from healthy import HEALTHY
+
+
+def test_the_rules_are_rendered_from_the_code() -> None:
+    document = diagnosis.DOCUMENT.read_text()
+    assert len(diagnosis.MARKED.findall(document)) == 3, "a marker was lost"
+    fresh = diagnosis.rendered(document, {"rules": diagnosis.rules()})
+    assert fresh == document, "run `python tools/diagnosis.py --write --only rules`"
+
+
+def test_the_faults_are_those_that_are_injected_and_found() -> None:
+    rows = diagnosis.cells(diagnosis.DOCUMENT.read_text(), "faults")
+    assert [row[0] for row in rows] == [fault.what for fault in FAULTS], "run `python tools/diagnosis.py --write`"
+    for fault, (_, first, steps) in zip(FAULTS, rows, strict=True):
+        assert first == f"`{fault.rule}` `{fault.name}`"
+        step, dated, noticed = map(int, steps.split("/"))
+        assert step == fault.step
+        assert fault.step <= dated <= fault.step + fault.late
+        assert dated <= noticed < fault.step + fault.further
+
+
+def test_the_healthy_trainings_are_those_that_are_run() -> None:
+    document = diagnosis.DOCUMENT.read_text()
+    rows = diagnosis.cells(document, "healthy")
+    assert rows == [[healthy.name] for healthy in HEALTHY], "run `python tools/diagnosis.py --write`"
+    ((seeds, steps),) = re.findall(r"^\| training, (\d+) seeds of ([\d,]+) steps each \|", document, re.MULTILINE)
+    assert int(seeds) >= 3
+    assert int(steps.replace(",", "")) >= 500
+
+
+def test_the_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", diagnosis.DOCUMENT.read_text(), re.DOTALL)
+    exec(example, {})

@@ -1,0 +1,366 @@
+"""The file of a recording: exact round trips, crashes while saving, files that are damaged, newer or mean harm."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recordings import HOSTILE, assert_same, recording
+
+from gradstat.monitor import Finding, Recording, Series
+from gradstat.monitor.recording import COLUMNS, RecordingFileError, load, save
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save(recording(12, 6, incident=9), tmp_path / "run.gradstat")
+
+
+def test_the_examples_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "flight-recorder.md").read_text(), re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:
+        exec(example, {})
+    assert (tmp_path / "runs" / "today.html").exists()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_round_trips_are_exact(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    made = recording(int(rng.integers(1, 60)), int(rng.integers(1, 30)), start=seed * 1000, incident=None, seed=seed)
+    for table in made.tables.values():  # any bits, NaN of every kind among them
+        table.values = rng.integers(0, 2**32, table.values.shape, np.uint32).view(np.float32)
+    for values in made.scalars.values():
+        values[:] = rng.integers(0, 2**64, values.shape, np.uint64).view(np.float64)
+    assert_same(load(save(made, tmp_path / "a.gradstat")), made)
+
+
+def test_incidents_hostile_names_and_absent_tensors_round_trip(tmp_path: Path) -> None:
+    made = recording(names=HOSTILE)
+    made.scalars |= {name: np.full(40, math.inf) for name in HOSTILE}
+    made.tables["\ud800 lone surrogate"] = made.tables.pop("parameter")
+    assert_same(load(save(made, tmp_path / "a.gradstat")), made)
+
+
+def test_empty_recordings_round_trip(tmp_path: Path) -> None:
+    nothing = Recording(np.zeros(0, np.int64), {}, {})
+    assert_same(load(save(nothing, tmp_path / "a.gradstat")), nothing)
+    empty = Series((), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0, len(COLUMNS)), np.float32))
+    made = Recording(np.zeros(0, np.int64), {"loss": np.zeros(0)}, {"gradient": empty})
+    assert_same(load(save(made, tmp_path / "b.gradstat")), made)
+
+
+def test_whatever_is_in_meta_is_saved_as_strict_json(tmp_path: Path) -> None:
+    made = recording(4, 2, incident=None)
+    made.meta = {
+        "dtype": torch.float32,
+        "n": np.float32(math.nan),
+        "a": np.arange(3),
+        "$float": "NaN",
+        3: (1, -math.inf),
+    }
+    made.meta["nested"] = {"$pairs": [], "x": {"$float": 1}}
+    path = save(made, tmp_path / "a.gradstat")
+    with zipfile.ZipFile(path) as archive:
+        json.loads(archive.read("header.json"), parse_constant=pytest.fail)
+    got = load(path).meta
+    assert math.isnan(got.pop("n"))
+    assert got == {
+        "dtype": "torch.float32",
+        "a": [0, 1, 2],
+        "$float": "NaN",
+        "3": [1, -math.inf],
+        "nested": {"$pairs": [], "x": {"$float": 1}},
+    }
+
+
+def test_numpy_alone_reads_the_file(saved: Path) -> None:
+    with zipfile.ZipFile(saved) as archive:
+        header = json.loads(archive.read("header.json"))
+        with archive.open("tables/0/values.npy") as member:
+            values = np.load(member, allow_pickle=False)
+    assert values.shape == (len(COLUMNS), 6, 12)
+    assert header["columns"] == list(COLUMNS)
+    np.testing.assert_array_equal(values.transpose(2, 1, 0), load(saved).tables["gradient"].values)
+
+
+def test_saving_twice_gives_the_same_bytes_in_folders_that_are_made(saved: Path, tmp_path: Path) -> None:
+    again = save(load(saved), str(tmp_path / "deep" / "er" / "again.gradstat"))
+    assert again.read_bytes() == saved.read_bytes()
+
+
+def test_a_link_stays_a_link(saved: Path, tmp_path: Path) -> None:
+    link = tmp_path / "latest.gradstat"
+    link.symlink_to(saved)
+    made = recording(3, 2, incident=None)
+    save(made, link)
+    assert link.is_symlink()
+    assert_same(load(saved), made)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "expected"),
+    [
+        ({"steps": np.array([3, 3, 4])}, "steps must be counted from 0 and rise"),
+        ({"steps": np.array([-1, 3, 4])}, "steps must be counted from 0 and rise"),
+        ({"steps": np.array([0.5, 1, 2])}, "must be a list of integers"),
+        (
+            {"scalars": {"loss": np.zeros(2)}},
+            r"scalars\['loss'\] has shape \(2,\); expected one number for each of the 3",
+        ),
+        ({"tables": {"gradient": Series(("w",), np.ones(1), np.arange(3), np.zeros((3, 2, 8)))}}, "values has shape"),
+        ({"tables": {"gradient": Series(("w",), np.ones(2), np.arange(3), np.zeros((3, 1, 8)))}}, "numel must hold 1"),
+        ({"tables": {"gradient": Series(("w",), np.ones(1), np.array([1, 0]), np.zeros((2, 1, 8)))}}, "rise"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_before_anything_is_written(
+    spoiled: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    made = recording(3, 2, incident=None)
+    for name, value in spoiled.items():
+        setattr(made, name, value)
+    with pytest.raises(ValueError, match=expected):
+        save(made, tmp_path / "folder" / "a.gradstat")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_while_writing_leaves_the_old_file_and_no_other(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(recording(), saved)
+    cyclic: dict[str, object] = {}
+    cyclic["self"] = cyclic
+    made = recording()
+    made.meta = cyclic
+    with pytest.raises(RecursionError):
+        save(made, saved)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+    (saved.parent / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        save(recording(), saved.parent / "folder")
+    assert {path.name for path in saved.parent.iterdir()} == {saved.name, "folder"}
+
+
+def test_killed_while_saving_the_old_file_is_read(saved: Path) -> None:
+    before = load(saved)
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from recordings import recording\n"
+        "from gradstat.monitor.recording import archive, file\n"
+        "import time\n"
+        "write = archive.np.lib.format.write_array\n"
+        "def slow(file, array, **options):\n"
+        "    write(file, array, **options)\n"
+        "    if array.ndim == 3:\n"
+        "        print('in the middle', flush=True)\n"
+        "        time.sleep(60)\n"
+        "archive.np.lib.format.write_array = slow\n"
+        "file.save(recording(200, 50), sys.argv[1])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(saved)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the middle\n"
+        time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert len(list(saved.parent.glob(".run.gradstat.*.tmp"))) == 1  # it was in the middle
+    assert_same(load(saved), before)
+    save(before, saved)
+
+
+def test_a_file_that_is_cut_is_refused_wherever_it_is_cut(saved: Path, tmp_path: Path) -> None:
+    data = saved.read_bytes()
+    cut = tmp_path / "cut.gradstat"
+    for length in [*range(0, len(data), 7), len(data) - 1]:
+        cut.write_bytes(data[:length])
+        with pytest.raises(RecordingFileError, match=r"cut\.gradstat is not a gradstat recording, or is damaged"):
+            load(cut)
+
+
+def test_a_flipped_bit_is_refused_or_without_effect(saved: Path, tmp_path: Path) -> None:
+    data, whole = bytearray(saved.read_bytes()), load(saved)
+    rng = np.random.default_rng(0)
+    flipped = tmp_path / "flipped.gradstat"
+    refused = 0
+    for _ in range(400):
+        place, bit = int(rng.integers(len(data))), 1 << int(rng.integers(8))
+        data[place] ^= bit
+        flipped.write_bytes(data)
+        data[place] ^= bit
+        try:
+            assert_same(load(flipped), whole)  # dates and the like
+        except RecordingFileError:
+            refused += 1
+    assert refused > 300
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a recording\n" * 100, b"\x80\x04\x95", bytes(10_000)])
+def test_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(
+        RecordingFileError, match=r"other is not a gradstat recording.*gradstat\.monitor\.recording\.save"
+    ):
+        load(tmp_path / "other")
+
+
+def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "missing.gradstat")
+    with pytest.raises(IsADirectoryError):
+        load(tmp_path)
+
+
+def rewritten(path: Path, header: object = None, members: dict[str, bytes] | None = None, **changed: object) -> Path:
+    """A copy of a recording with another header, some of it changed, or with other members."""
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    if header is None:
+        header = {**json.loads(held["header.json"]), **changed}
+    held["header.json"] = header if isinstance(header, bytes) else json.dumps(header).encode()
+    copy = path.with_name("rewritten.gradstat")
+    with zipfile.ZipFile(copy, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in {**held, **(members or {})}.items():
+            archive.writestr(name, data)
+    return copy
+
+
+def test_a_newer_version_is_refused_politely_and_a_minor_one_read(saved: Path) -> None:
+    newer = rewritten(saved, version=[2, 1], gradstat="9.8.7", columns="of another kind")
+    with pytest.raises(
+        RecordingFileError, match=r"written by gradstat 9\.8\.7 in version 2\.1.*pip install -U gradstat"
+    ):
+        load(newer)
+    with zipfile.ZipFile(saved) as archive:
+        first = np.lib.format.read_array(archive.open("tables/0/values.npy"))
+        second = np.lib.format.read_array(archive.open("tables/1/values.npy"))
+    added = {
+        "tables/0/values.npy": npy(np.insert(first, 0, 7, 0)),
+        "tables/1/values.npy": npy(np.insert(second, 0, 7, 0)),
+    }
+    columns = ["kurtosis", *COLUMNS]
+    minor = rewritten(saved, None, {**added, "more.npy": b"?"}, version=[1, 9], columns=columns, more="?")
+    assert_same(load(minor), load(saved))
+
+
+def npy(array: np.ndarray) -> bytes:
+    import io
+
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=array.dtype.hasobject)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": "something else"},
+        {"version": None},
+        {"n_steps": 13},
+        {"n_steps": 10**18},
+        {"n_steps": -1},
+        {"columns": ["mean"]},
+        {"columns": [*COLUMNS, "more"]},
+        {"scalars": ["loss"] * 7},
+        {"scalars": "abcdefg"},
+        {"scalars": [{}] * 7},
+        {"tables": {}},
+        {"tables": [{"kind": "gradient", "names": ["w"], "n_steps": 12}]},
+        {"findings": [{"rule": "x"}]},
+        {"findings": [{**Finding("r", "error", 0, "n", {}).to_dict(), "severity": "fatal"}]},
+        {"meta": 3},
+    ],
+    ids=str,
+)
+def test_a_header_that_does_not_fit_is_refused(changed: dict[str, object], saved: Path) -> None:
+    with pytest.raises(RecordingFileError, match=r"rewritten\.gradstat is not a gradstat recording, or is damaged"):
+        load(rewritten(saved, **changed))
+
+
+@pytest.mark.parametrize("header", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"$float": "1"}', b"9" * 5000])
+def test_a_header_that_is_no_header_is_refused(header: bytes, saved: Path) -> None:
+    with pytest.raises(RecordingFileError):
+        load(rewritten(saved, header))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12, dtype=np.int32),
+        np.arange(12).astype(">i8"),
+        np.arange(12)[::-1].copy(),
+        np.arange(-1, 11),
+        np.zeros((12, 1), np.int64),
+        np.array([{}] * 12, object),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_arrays_that_do_not_fit_are_refused(array: np.ndarray, saved: Path) -> None:
+    with pytest.raises(RecordingFileError):
+        load(rewritten(saved, members={"steps.npy": npy(array)}))
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked(saved: Path) -> None:
+    claimed = npy(np.zeros(12, np.int64))[:128].replace(b"(12,)", b"(10**9,)")
+    for data in (claimed, npy(np.zeros(2, np.int64))[:128].replace(b"(2,), }", b"(1 << 60,), }"), bytes(300 << 20)):
+        bomb = rewritten(saved, members={"steps.npy": data})
+        assert peak_of(bomb) < 100 << 20
+    # A member that is all that its declared size says, and consistent with the header, but beyond the limit.
+    n = 3_000_000
+    large = rewritten(saved, None, {"steps.npy": npy(np.arange(n)), "scalars.npy": npy(np.zeros((7, n)))}, n_steps=n)
+    with pytest.raises(RecordingFileError, match="larger than the limit"):
+        load(large, limit=100 << 20)
+
+
+def peak_of(path: Path) -> int:
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecordingFileError):
+            load(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_declared_size_that_deflate_cannot_reach_is_refused(saved: Path) -> None:
+    data = bytearray(saved.read_bytes())
+    place = data.rindex(b"PK\x01\x02", 0, data.rindex(b"tables/1/values.npy"))
+    data[place + 24 : place + 28] = (2**32 - 2).to_bytes(4, "little")
+    saved.write_bytes(data)
+    with pytest.raises(RecordingFileError, match=r"declares 4,294,967,294 bytes in [\d,]+ compressed ones"):
+        load(saved)
+
+
+def test_other_compressions_are_refused(saved: Path) -> None:
+    for method in (zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2):
+        with zipfile.ZipFile(saved) as archive:
+            held = {name: archive.read(name) for name in archive.namelist()}
+        copy = saved.with_name("odd.gradstat")
+        with zipfile.ZipFile(copy, "w", method) as archive:
+            for name, data in held.items():
+                archive.writestr(name, data)
+        with pytest.raises(RecordingFileError, match="compressed by method"):
+            load(copy)

@@ -1,0 +1,826 @@
+"""find_culprit: which place it names as the first that made something bad, and which it does not."""
+
+import gc
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradstat.monitor.replay import Culprit, StepStateKeeper, find_culprit
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def line_of(mark: str) -> int:
+    """The line of this file that ends with the comment ``# mark``."""
+    lines = Path(__file__).read_text().splitlines()
+    (found,) = [i + 1 for i, line in enumerate(lines) if line.endswith("# " + mark)]
+    return found
+
+
+def assert_source(culprit: Culprit, mark: str) -> None:
+    assert culprit.source is not None
+    path, _, number = culprit.source.rpartition(":")
+    assert Path(path).resolve() == Path(__file__).resolve()
+    assert int(number) == line_of(mark), culprit
+    assert culprit.line.endswith("# " + mark)
+
+
+class Inner(nn.Module):
+    """One parameter, and a function of it and the input."""
+
+    def __init__(self, f: Callable[..., Tensor], n: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(self.weight * x)
+
+
+def model_of(f: Callable[..., Tensor], n: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Identity(), nn.Sequential(Inner(f, n)))
+
+
+def blamed(f: Callable[..., Tensor], x: Tensor | None = None, **kwargs: Any) -> Culprit | None:
+    """The culprit of a step whose innermost module, ``1.0``, is ``f``."""
+    x = torch.tensor([0.0, 1.0, 2.0]) if x is None else x
+    model = model_of(f, x.shape[-1])
+    return find_culprit(model, lambda x: model(x).sum().backward(), batch=x, **kwargs)
+
+
+# Forward ----------------------------------------------------------------------------------------------------
+
+
+def by_log(h: Tensor) -> Tensor:
+    return h.log()  # log
+
+
+def by_exp(h: Tensor) -> Tensor:
+    return (h * 100).exp()  # exp
+
+
+def by_division(h: Tensor) -> Tensor:
+    return 1 / h  # division
+
+
+def by_half(h: Tensor) -> Tensor:
+    return (h * 60000).half().float()  # half
+
+
+def by_zero_norm(h: Tensor) -> Tensor:
+    return (h * 0) / (h * 0).norm()  # norm
+
+
+def by_two_infinities(h: Tensor) -> Tensor:
+    big = torch.full_like(h, math.inf)
+    return h * (big - big)  # infinities
+
+
+def by_masked_row(h: Tensor) -> Tensor:
+    scores = h.expand(2, 3).masked_fill(torch.tensor([[False] * 3, [True] * 3]), -math.inf)
+    return scores.softmax(-1)  # softmax
+
+
+def by_infinity_times_zero(h: Tensor) -> Tensor:
+    mask = torch.triu(torch.full((3, 3), -math.inf), 1)
+    return h + mask * 0  # times zero
+
+
+def in_place(h: Tensor) -> Tensor:
+    y = h + 0
+    y.log_()  # in place
+    return y
+
+
+@pytest.mark.parametrize(
+    ("f", "mark", "kind", "op"),
+    [
+        (by_log, "log", "inf", "log"),
+        (by_exp, "exp", "inf", "exp"),
+        (by_division, "division", "inf", "reciprocal"),
+        (by_half, "half", "inf", "to"),
+        (by_zero_norm, "norm", "nan", "div"),
+        (by_two_infinities, "infinities", "nan", "sub"),
+        (by_masked_row, "softmax", "nan", "softmax"),
+        (by_infinity_times_zero, "times zero", "nan", "mul"),
+        (in_place, "in place", "inf", "log_"),
+    ],
+)
+def test_the_first_bad_operation_of_the_forward_pass(f: Forward, mark: str, kind: str, op: str) -> None:
+    culprit = blamed(f)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("forward", kind, op, "1.0")
+    assert_source(culprit, mark)
+
+
+def test_what_went_in_is_told_as_it_was_before() -> None:
+    for f in (by_log, in_place):
+        culprit = blamed(f)
+        assert culprit is not None
+        assert culprit.inputs is not None
+        assert culprit.inputs.ok
+        assert culprit.inputs["self"].zero_count == 1
+        assert culprit.inputs["self"].max == 2.0
+        assert culprit.output is not None
+        assert culprit.output["output"].inf_count == 1
+        assert culprit.output["output"].first_nonfinite == (0,)
+
+
+def test_the_stack_leads_from_the_step_to_the_line() -> None:
+    culprit = blamed(by_log)
+    assert culprit is not None
+    functions = [frame.split(" in ")[1].split(":")[0] for frame in culprit.stack]
+    assert functions == ["<lambda>", "forward", "by_log"]
+    text = str(culprit)
+    assert "Inf was first made in the forward pass, by log in module '1.0'" in text
+    assert f":{line_of('log')}\n      return h.log()  # log" in text
+    assert "went in: self, 3 float32: 0 to 2, 1 zero, all finite" in text
+    told = json.loads(json.dumps(culprit.to_dict(), allow_nan=False))
+    assert told["op"] == "log"
+    assert told["inputs"][0]["zero_count"] == 1
+
+
+def test_a_loss_outside_of_the_model_has_no_module_and_the_root_is_empty() -> None:
+    model = nn.Linear(3, 3)
+
+    def step() -> None:
+        (model(torch.zeros(2, 3)) * 0).log().sum().backward()  # outside
+
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert culprit.module is None
+    assert_source(culprit, "outside")
+    root = Inner(by_log)
+    culprit = find_culprit(root, lambda: root(torch.zeros(3)).sum().backward())
+    assert culprit is not None
+    assert culprit.module == ""
+    assert "in the model itself" in str(culprit)
+
+
+# Backward ---------------------------------------------------------------------------------------------------
+
+
+def by_sqrt(h: Tensor) -> Tensor:
+    return h.sqrt()  # sqrt
+
+
+def by_zero_times_infinity(h: Tensor) -> Tensor:
+    return torch.where(h > 0, h.sqrt(), 0.0)  # where sqrt
+
+
+def by_atan2(h: Tensor) -> Tensor:
+    return torch.atan2(h * 0, h * 0)  # atan2
+
+
+@pytest.mark.parametrize(
+    ("f", "mark", "kind", "op"),
+    [
+        (by_sqrt, "sqrt", "inf", "sqrt"),  # which anomaly mode does not see
+        (by_zero_times_infinity, "where sqrt", "nan", "sqrt"),
+    ],
+)
+def test_the_first_bad_derivative(f: Forward, mark: str, kind: str, op: str) -> None:
+    culprit = blamed(f)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("backward", kind, op, "1.0")
+    assert_source(culprit, mark)
+    assert "in the backward pass, by the derivative of sqrt in module '1.0'" in str(culprit)
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        zero = gradient * 0
+        return zero / zero  # own backward
+
+
+BAD = torch.full((3,), math.nan)
+
+
+class BringsAlong(BadBackward):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return BAD
+
+
+def applies_brings_along(h: Tensor) -> Tensor:
+    out: Tensor = BringsAlong.apply(h)  # brings along
+    return out
+
+
+def test_a_python_backward_is_blamed_at_its_own_line() -> None:
+    culprit = blamed(BadBackward.apply)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("backward", "nan", "div", "1.0")
+    assert_source(culprit, "own backward")
+
+
+def test_a_backward_that_no_operation_shows_is_blamed_at_its_forward_line() -> None:
+    culprit = blamed(applies_brings_along)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("backward", "nan", "BringsAlong", "1.0")
+    assert_source(culprit, "brings along")
+
+
+def test_a_second_derivative_leads_to_the_forward_line() -> None:
+    def step(x: Tensor) -> None:
+        y = (model[1][0].weight * x).pow(1.5).sum()  # penalty
+        (gradient,) = torch.autograd.grad(y, model[1][0].weight, create_graph=True)
+        gradient.sum().backward()
+
+    model = model_of(by_log)
+    culprit = find_culprit(model, step, batch=torch.tensor([0.0, 1.0, 2.0]))
+    assert culprit is None or culprit.phase == "backward"
+    model[1][0].weight.data.zero_()
+    culprit = find_culprit(model, step, batch=torch.ones(3))
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind) == ("backward", "inf")
+    assert_source(culprit, "penalty")
+
+
+# Accumulation -----------------------------------------------------------------------------------------------
+
+
+def test_an_overflow_when_gradients_of_two_backward_passes_are_added() -> None:
+    model = model_of(lambda h: h * 2e38)
+    model[1][0].weight.data.fill_(0.1)
+
+    def step() -> None:
+        for _ in range(2):
+            model(torch.ones(3)).sum().backward()
+
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind) == ("accumulation", "inf")
+    assert (culprit.name, culprit.module) == ("1.0.weight", "1.0")
+    assert culprit.inputs is not None
+    assert culprit.inputs.ok
+    assert "when gradients of '1.0.weight' were added up" in str(culprit)
+
+
+def test_an_overflow_when_the_engine_adds_the_gradients_of_two_uses() -> None:
+    model = model_of(lambda h: h)
+    model[1][0].weight.data.fill_(0.1)
+
+    def step() -> None:
+        weight = model[1][0].weight
+        (weight * 2e38 + weight * 2e38).sum().backward()
+
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert (culprit.phase, culprit.name) == ("accumulation", "1.0.weight")
+
+
+def used_twice(h: Tensor) -> Tensor:
+    shared = h + 1  # shared
+    return (shared * 2e38) + (shared * 2e38) * 1.0
+
+
+def test_an_overflow_between_two_uses_of_an_activation_leads_to_where_that_was_made() -> None:
+    culprit = blamed(used_twice, torch.full((3,), -0.999))
+    assert culprit is not None
+    assert (culprit.phase, culprit.name, culprit.module) == ("accumulation", None, "1.0")
+    assert_source(culprit, "shared")
+
+
+# Hooks ------------------------------------------------------------------------------------------------------
+
+
+def bad_hook(gradient: Tensor) -> Tensor:
+    return gradient / 0  # hook
+
+
+def in_place_hook(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.div_(0)  # post hook
+
+
+def hook_without_operation(gradient: Tensor) -> Tensor:  # bare hook
+    return BAD
+
+
+@pytest.mark.parametrize(
+    ("hook", "mark"), [(bad_hook, "hook"), (in_place_hook, "post hook"), (hook_without_operation, "bare hook")]
+)
+def test_a_hook_on_a_parameter(hook: Callable[..., Any], mark: str) -> None:
+    model = model_of(lambda h: h)
+    weight = model[1][0].weight
+    if hook is in_place_hook:
+        weight.register_post_accumulate_grad_hook(hook)
+    else:
+        weight.register_hook(hook)
+    culprit = find_culprit(model, lambda: model(torch.ones(3)).sum().backward())
+    assert culprit is not None
+    assert (culprit.phase, culprit.name, culprit.module) == ("hook", "1.0.weight", "1.0")
+    assert_source(culprit, mark)
+    assert "by a hook of '1.0.weight'" in str(culprit)
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    assert list(hooks.values()) == [hook]
+
+
+def test_hooks_on_activations_and_modules() -> None:
+    def hooked(h: Tensor) -> Tensor:
+        h.register_hook(bad_hook)
+        return h * 2
+
+    culprit = blamed(hooked)
+    assert culprit is not None
+    assert (culprit.phase, culprit.module) == ("hook", "1.0")
+    assert_source(culprit, "hook")
+    model = model_of(by_sqrt)
+    model[1][0].register_full_backward_hook(lambda m, gi, go: (gi[0] / 0,))  # module hook
+    x = torch.ones(3, requires_grad=True)
+    culprit = find_culprit(model, lambda: model(x * 1).sum().backward())
+    assert culprit is None  # the weight has no part in it
+    model.insert(0, Inner(lambda h: h))
+    culprit = find_culprit(model, lambda: model(x * 1).sum().backward())
+    assert culprit is not None
+    assert culprit.phase == "hook"
+    assert_source(culprit, "module hook")
+
+
+def test_a_hook_on_an_activation_that_brings_its_gradient_along() -> None:
+    def hooked(h: Tensor) -> Tensor:
+        h.register_hook(hook_without_operation)
+        return h * 2
+
+    culprit = blamed(hooked)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.module) == ("hook", "nan", "1.0")
+
+
+# Input and parameters ---------------------------------------------------------------------------------------
+
+
+def test_a_bad_batch_is_named_by_the_expression_that_reaches_it() -> None:
+    model = nn.Linear(3, 2)
+    batch = {"x": [torch.ones(2, 3), torch.tensor([[1.0, math.nan, 3.0]])], "y": torch.zeros(1)}
+
+    def step(batch: Any) -> None:
+        model(batch["x"][1]).sum().backward()
+
+    culprit = find_culprit(model, step, batch=batch)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.name) == ("input", "nan", "batch['x'][1]")
+    assert "NaN came in from outside of the model: batch['x'][1]" in str(culprit)
+    batch["x"].reverse()
+    assert find_culprit(model, step, batch=batch) is None
+
+
+def test_a_bad_tensor_that_the_step_brings_itself() -> None:
+    model = nn.Linear(3, 2)
+    x = torch.tensor([[1.0, math.nan, 3.0]])
+
+    def step() -> None:
+        model(x).sum().backward()  # brought
+
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert (culprit.phase, culprit.name) == ("input", None)
+    assert_source(culprit, "brought")
+
+
+def test_a_bad_parameter_and_a_bad_buffer() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+    x = torch.randn(4, 3)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    model[1].running_mean[1] = math.inf
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("parameter", "inf", "1.running_mean", "1")
+    model[1].running_mean.zero_()
+    model[2].weight.data[0, 1] = math.nan
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
+    assert culprit.output is not None
+    assert culprit.output[0].first_nonfinite == (0, 1)
+
+
+def test_a_bad_parameter_is_named_even_when_this_step_does_not_use_it() -> None:
+    embedding = nn.Embedding(4, 2)
+    embedding.weight.data[3] = math.nan
+    culprit = find_culprit(embedding, lambda: embedding(torch.tensor([0, 1])).sum().backward())
+    assert culprit is not None
+    assert culprit.phase == "parameter"
+
+
+# What is not to blame ---------------------------------------------------------------------------------------
+
+
+def attention_with_masks(h: Tensor) -> Tensor:
+    q = h.view(1, 1, 3, 1).expand(1, 1, 3, 4)
+    causal = torch.triu(torch.full((3, 3), float("-inf")), diagonal=1)
+    allowed = torch.tril(torch.ones(3, 3, dtype=torch.bool))
+    by_hand = (q @ q.mT + causal).softmax(-1) @ q
+    filled = (q @ q.mT).masked_fill(~allowed, float("-inf")).softmax(-1) @ q
+    chosen = torch.where(allowed, q @ q.mT, torch.tensor(float("-inf"))).softmax(-1) @ q
+    fused = F.scaled_dot_product_attention(q, q, q, attn_mask=causal)
+    fused = fused + F.scaled_dot_product_attention(q, q, q, attn_mask=allowed)
+    fused = fused + F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return by_hand + filled + chosen + fused
+
+
+def other_ways_to_write_infinity(h: Tensor) -> Tensor:
+    scores = h + torch.zeros(3, 3)
+    future = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    a, b, c, d = (scores.clone() for _ in range(4))
+    a[future] = -math.inf
+    b[0, 1:] = -math.inf
+    c.scatter_(1, torch.tensor([[0], [1], [2]]), -math.inf)
+    d[future.T] = math.inf
+    e = F.pad(scores, (0, 2), value=-math.inf)
+    f = scores + (torch.zeros(3, 3) - math.inf).triu(1).nan_to_num(nan=0.0, neginf=-math.inf)
+    g = scores + torch.zeros(3, 3).masked_fill(future, -math.inf)
+    g[g < g.topk(1).values] = -float("inf")
+    least = d.min(-1).values + torch.clamp(h, max=math.inf)
+    return torch.cat([x.softmax(-1)[:, :3] for x in (a, b, c, e, f, g)]).sum(0) + least
+
+
+def masked_transient(h: Tensor) -> Tensor:
+    return torch.where(h < 1, (h.detach() * 100).exp(), 0.0) + h
+
+
+def repaired(h: Tensor) -> Tensor:
+    y = h.detach().log()
+    y.nan_to_num_(neginf=0.0)
+    return h + y
+
+
+def uninitialised_but_written(h: Tensor) -> Tensor:
+    out = torch.empty(3, 2)
+    out.copy_(torch.ones(3, 2))
+    parts = torch.empty_like(out)
+    torch.add(out, 1, out=parts)
+    return h + parts.sum(1)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize(
+    "f",
+    [attention_with_masks, other_ways_to_write_infinity, masked_transient, repaired, uninitialised_but_written],
+)
+def test_a_healthy_step_has_no_culprit(f: Forward) -> None:
+    assert blamed(f) is None
+
+
+def both(f: Forward) -> Forward:
+    return lambda h: f(h).sum() + by_sqrt(h).sum()
+
+
+@pytest.mark.parametrize("f", [attention_with_masks, other_ways_to_write_infinity, masked_transient, repaired])
+def test_beside_intended_and_transient_infinities_the_true_culprit_is_found(f: Forward) -> None:
+    culprit = blamed(both(f))
+    assert culprit is not None
+    assert (culprit.phase, culprit.op) == ("backward", "sqrt")
+
+
+def chosen_between(h: Tensor) -> Tensor:
+    overflows_where_log_is_used = ((1 - h.detach()) * 100).exp()
+    return torch.where(h > 0.5, overflows_where_log_is_used, h.log())  # chosen between
+
+
+def test_of_two_bad_operations_the_one_whose_values_are_used() -> None:
+    culprit = blamed(chosen_between, torch.tensor([0.0, 0.6, 2.0]))
+    assert culprit is not None
+    assert culprit.op == "log"
+    assert_source(culprit, "chosen between")
+
+
+def beside_a_mask(h: Tensor) -> Tensor:
+    scores = (h * 100).masked_fill(torch.tensor([True, False, False]), -math.inf)
+    return scores.exp()  # beside a mask
+
+
+def test_an_overflow_beside_a_masked_element_is_no_intention() -> None:
+    culprit = blamed(beside_a_mask)
+    assert culprit is not None
+    assert (culprit.op, culprit.kind) == ("exp", "inf")
+    assert_source(culprit, "beside a mask")
+
+
+def masked_label(h: Tensor) -> Tensor:
+    logits = h.masked_fill(torch.tensor([True, False, False]), -math.inf)  # masked label
+    return F.cross_entropy(logits[None], torch.tensor([0]))
+
+
+def test_an_intended_infinity_is_blamed_if_it_is_all_there_is() -> None:
+    culprit = blamed(masked_label)
+    assert culprit is not None
+    assert culprit.op == "masked_fill"
+    assert_source(culprit, "masked label")
+
+
+def reads_unwritten(h: Tensor) -> Tensor:
+    return h * torch.empty(3)  # unwritten
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_memory_that_nobody_wrote() -> None:
+    culprit = blamed(reads_unwritten)
+    assert culprit is not None
+    assert (culprit.op, culprit.kind) == ("empty", "nan")
+    assert_source(culprit, "unwritten")
+    assert "nothing wrote it" in str(culprit)
+
+
+def test_a_mask_in_a_buffer_or_the_batch_is_no_bad_input() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("mask", torch.triu(torch.full((3, 3), -math.inf), 1))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (self.weight * x + self.mask + mask).softmax(-1)  # attention
+
+    model = Attention()
+    mask = torch.tensor([0.0, 0.0, -math.inf])
+    step = lambda batch: model(*batch).square().sum().backward()  # noqa: E731
+    assert find_culprit(model, step, batch=(torch.ones(3), mask)) is None
+    culprit = find_culprit(model, step, batch=(torch.ones(3), torch.full((3,), -math.inf)))
+    assert culprit is not None
+    assert (culprit.phase, culprit.op, culprit.kind) == ("forward", "softmax", "nan")
+    assert_source(culprit, "attention")
+
+
+# Steps as they are --------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_refuses_a_bad_loss_still_has_a_culprit_and_other_errors_pass() -> None:
+    model = model_of(by_log)
+
+    def refuses() -> None:
+        loss = model(torch.zeros(3)).sum() + model(torch.zeros(3)).log().sum()
+        if not torch.isfinite(loss):
+            raise FloatingPointError("loss is not finite")
+        loss.backward()
+
+    culprit = find_culprit(model, refuses)
+    assert culprit is not None
+    assert culprit.op == "log"
+
+    def skips() -> None:
+        loss = model(torch.zeros(3)).sum()
+        if torch.isfinite(loss):
+            loss.backward()
+
+    assert find_culprit(model, refuses) is not None
+
+    def fails() -> None:
+        raise KeyError("unrelated")
+
+    with pytest.raises(KeyError, match="unrelated"):
+        find_culprit(model, fails)
+
+
+def test_it_can_be_called_without_gradients_but_not_in_a_backward_pass() -> None:
+    model = model_of(by_log)
+    with torch.no_grad():
+        culprit = find_culprit(model, lambda: model(torch.zeros(3)).sum().backward())
+    assert culprit is not None
+    weight = model[1][0].weight
+    weight.register_hook(lambda gradient: find_culprit(model, lambda: None))
+    with pytest.raises(RuntimeError, match="cannot run in a hook of a backward pass"):
+        model(torch.ones(3)).sum().backward()
+
+
+def test_nonsense_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"model has to be a torch.nn.Module, .* got function"):
+        find_culprit(lambda: None, model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"step_fn has to be a function that runs the step; got Tensor"):
+        find_culprit(model, torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"state has to be StepStateKeeper.states or a StepState; got int in it"):
+        find_culprit(model, model, state=[3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_block(reentrant: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self, f: Forward) -> None:
+            super().__init__()
+            self.inner = Inner(f)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
+            return out
+
+    for f, phase, mark in ((by_log, "forward", "log"), (by_sqrt, "backward", "sqrt")):
+        model = Block(f)
+        keeper = StepStateKeeper(model)
+        x = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
+        model(x).sum().backward()
+        assert len(keeper.states) == 1
+        culprit = find_culprit(model, lambda: model(x).sum().backward(), state=keeper.states)  # noqa: B023
+        assert culprit is not None
+        assert (culprit.phase, culprit.module) == (phase, "inner")
+        assert_source(culprit, mark)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].weight.data.fill_(3e4)
+
+    def step(x: Tensor) -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(x).float().mean()
+        loss.backward()
+
+    culprit = find_culprit(model, step, batch=torch.ones(2, 4) * 10)
+    if dtype is torch.bfloat16:
+        assert culprit is None
+    else:
+        assert culprit is not None
+        assert (culprit.phase, culprit.kind, culprit.module, culprit.op) == ("forward", "inf", "0", "addmm")
+
+
+def test_a_loss_scale_that_is_too_large() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    x = torch.randn(2, 4)
+    culprit = find_culprit(model, step, batch=x, optimizer=optimizer, scaler=scaler)
+    assert culprit is not None
+    assert culprit.kind == "inf"
+    assert scaler.get_scale() in (65536.0, 2.0**24)  # as it was: lazily made on the first call
+    assert scaler._scale is None
+
+
+def test_inside_of_function_transforms() -> None:
+    linear = nn.Linear(3, 3)
+
+    def mapped() -> None:
+        torch.func.vmap(lambda x: (linear(x) * 0).log())(torch.ones(4, 3)).sum().backward()  # mapped
+
+    culprit = find_culprit(linear, mapped)
+    assert culprit is not None
+    assert_source(culprit, "mapped")
+
+    def derived() -> None:
+        scale = torch.func.grad(lambda w: (w * 0).sqrt().sum())(linear.weight.detach()).sum()  # derived
+        (linear(torch.ones(1, 3)) * scale).sum().backward()
+
+    culprit = find_culprit(linear, derived)
+    assert culprit is not None
+    assert (culprit.phase, culprit.op) == ("backward", "sqrt")
+    assert_source(culprit, "derived")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_modules_and_wrapped_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(Doubled()))
+
+    def step() -> None:
+        pair = TwoTensor(torch.zeros(3), torch.ones(3)).log()  # wrapped
+        (model(torch.ones(1, 3)) * pair.a).sum().backward()
+
+    culprit = find_culprit(model, step)
+    assert culprit is not None
+    assert_source(culprit, "wrapped")
+
+
+def test_compiled_models_run_eagerly() -> None:
+    model = torch.compile(model_of(by_log), backend="eager")
+    keeper = StepStateKeeper(model)
+    step = lambda x: model(x).sum().backward()  # noqa: E731
+    x = torch.tensor([0.0, 1.0, 2.0])
+    step(x)
+    assert len(keeper.states) == 1
+    culprit = find_culprit(model, step, batch=x, state=keeper.states)
+    assert culprit is not None
+    assert culprit.op == "log"
+    assert culprit.module is not None
+    assert culprit.module.endswith("1.0")
+    assert_source(culprit, "log")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    def f(h: Tensor) -> Tensor:
+        y = h.log()
+        alive.extend([weakref.ref(h), weakref.ref(y), weakref.ref(y.untyped_storage())])
+        return y
+
+    def step() -> None:
+        loss = model(torch.zeros(3)).sum()
+        if refuses:
+            raise FloatingPointError
+        loss.backward()
+
+    model = model_of(f)
+    gc.collect()
+    gc.disable()
+    try:
+        culprit = find_culprit(model, step)
+        still_there = [reference() for reference in alive]
+    finally:
+        gc.enable()
+    assert culprit is not None
+    assert still_there == [None] * 3
+    assert not torch.is_anomaly_enabled()
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "replay.md").read_text()
+    example, schedule = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(example)
+    (tmp_path / "schedule.py").write_text(schedule)
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+
+    def run(name: str) -> str:
+        command = [sys.executable, name]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+        ).stdout
+
+    def words(text: str) -> str:
+        """Without the numbers of the statistics, which may differ a little between machines."""
+        return re.sub(r"(?<=: )[^\n]*(all finite|zero)$", "...", text, flags=re.MULTILINE)
+
+    assert words(run("train.py")) == words(printed)
+    assert words(printed).count("...") == 2
+    assert run("schedule.py") == "1 of 5 steps in anomaly mode\n"
+
+
+# Notebooks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("/tmp/ipykernel_77/1570997521.py", "In[5]:2"),  # what a kernel calls a cell, and knows the number of
+        ("/tmp/ipykernel_77/42.py", "a cell:2"),  # of another kernel
+        ("C:\\Temp\\ipykernel_77\\1570997521.py", "In[5]:2"),
+        ("<ipython-input-12-0123456789ab>", "In[12]:2"),  # IPython in a terminal, and older kernels
+        ("/home/me/ipykernel_77/train.py", "/home/me/ipykernel_77/train.py:2"),  # a file
+    ],
+)
+def test_the_code_of_a_notebook_is_named_by_its_cell(file: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = {"/tmp/ipykernel_77/1570997521.py": 5, "C:\\Temp\\ipykernel_77\\1570997521.py": 5}
+
+    def format_code_name(name: str) -> tuple[str, str] | None:  # as IPython.core.compilerop.CachingCompiler
+        return ("Cell", f"In[{cells[name]}]") if name in cells else None
+
+    compiler = types.SimpleNamespace(format_code_name=format_code_name)
+    ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(compile=compiler))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    names: dict[str, Any] = {}
+    exec(compile("def f(x):\n    return x.log()", file, "exec"), names)
+    culprit = blamed(names["f"], -torch.ones(3))
+    assert culprit is not None
+    assert culprit.source == named
+    assert culprit.stack[-1].startswith(f"{named} in f")
+
+
+def test_a_cell_is_named_without_ipython_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
+    names: dict[str, Any] = {}
+    exec(compile("def f(x):\n    return x.log()", "/tmp/ipykernel_77/1.py", "exec"), names)
+    culprit = blamed(names["f"], -torch.ones(3))
+    assert culprit is not None
+    assert culprit.source == "a cell:2"

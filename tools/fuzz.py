@@ -1,0 +1,138 @@
+"""`make fuzz`: a million tensors of random bits and layouts through every operation, held against an exact account.
+
+    python tools/fuzz.py                          # a million, from a seed that is printed
+    python tools/fuzz.py --seed 7 --tensors 1000  # the same ones again, on every machine
+    python tools/fuzz.py --seed 7 --batch 3       # one batch of them
+
+Batches of none, of few and of thousands of tensors are drawn from the seed and their number. Each goes through `stats`,
+by which tensors are counted, and through two of the other operations of judging.py. A failure names the tensor, and the
+command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+import rows
+from fuzzing import Batch
+from judging import OPERATIONS
+from rows import Row
+
+GROUP = "fuzz"
+
+MILLION = 1_000_000
+# Of tensors in a batch; the reference is slow.
+SIZES = {"native": (0, 1, 2, 7, 60, 300, 300, 1000, 4000), "reference": (1, 9, 60)}
+
+
+class Case(NamedTuple):
+    """One batch, and what is done with it."""
+
+    seed: int
+    number: int
+    tensors: int
+    backend: str
+    operations: tuple[str, ...]
+
+    @classmethod
+    def drawn(cls, seed: int, number: int) -> Case:
+        source = random.Random(f"{seed}/{number}")
+        backend = "reference" if source.random() < 0.05 else "native"
+        tensors = source.choice(SIZES[backend])
+        others = source.sample(sorted(set(OPERATIONS) - {"stats"}), 2)
+        return cls(seed, number, tensors, backend, ("stats", *others))
+
+    def run(self, device: str, apart: bool) -> None:
+        source = random.Random(f"{self.seed}:{self.number}")
+        batch = Batch.drawn(source.getrandbits(63), self.tensors, device, apart)
+        fresh = batch.memory()
+        for operation in self.operations:
+            OPERATIONS[operation](batch, source, self.backend)
+            batch.restore(fresh)  # what was multiplied by NaN once has nothing more to say
+
+
+def cases(seed: int) -> Iterator[Case]:
+    number = 0
+    while True:
+        yield Case.drawn(seed, number)
+        number += 1
+
+
+def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progress: bool = False) -> Counter[str]:
+    """At least so many tensors through `stats`, and what each operation was given."""
+    done: Counter[str] = Counter()
+    started = told = time.monotonic()
+    for case in cases(seed):
+        if done["stats"] >= tensors:
+            return done
+        try:
+            case.run(device, apart)
+        except Exception:
+            how = f"--seed {seed} --batch {case.number} --device {device}{' --apart' * apart}"
+            print(f"\nrepeat it with: python tools/fuzz.py {how}")
+            raise
+        done["batches"] += 1
+        for operation in case.operations:
+            done[operation] += case.tensors
+        if progress and time.monotonic() - told > 10:
+            told = time.monotonic()
+            print(f"{done['stats']:>10,} tensors, {told - started:6.0f} s", flush=True)
+    raise AssertionError("cases never end")
+
+
+def as_rows(done: Counter[str], seconds: float, device: torch.device) -> list[Row]:
+    """What `run` did, none of it wrong: tensors by operation, and all batches."""
+    found = [
+        rows.row(GROUP, operation, "gradstat", "tensors", "", float(count), device)
+        for operation, count in done.most_common()
+        if operation != "batches"
+    ]
+    found.append(rows.row(GROUP, "all operations", "gradstat", "batches", "", float(done["batches"]), device))
+    found.append(rows.row(GROUP, "all operations", "gradstat", "time", "s", seconds, device))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=MILLION, help="at least so many, %(default)s if not given")
+    parser.add_argument("--seed", type=int, help="what they are drawn from; another one each time if not given")
+    parser.add_argument("--batch", type=int, help="this batch alone")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--apart", action="store_true", help="an allocation for each tensor, as AddressSanitizer needs")
+    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
+    options = parser.parse_args()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}, on {options.device}", flush=True)
+    if options.batch is not None:
+        case = Case.drawn(seed, options.batch)
+        print(case, flush=True)
+        case.run(options.device, options.apart)
+        return 0
+    started = time.monotonic()
+    done = run(seed, options.tensors, options.device, options.apart, progress=True)
+    seconds = time.monotonic() - started
+    if options.record:
+        path = rows.append(as_rows(done, seconds, torch.device(options.device)), GROUP)
+        print(f"rows appended to {path}")
+    print(f"{done.pop('batches'):,} batches in {seconds:.0f} s, all as the account says:")
+    for operation, count in done.most_common():
+        print(f"{count:>12,} tensors through {operation}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

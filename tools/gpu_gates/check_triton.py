@@ -1,0 +1,203 @@
+"""Compiles the Triton kernels for NVIDIA GPUs, without one, and checks the machine code.
+
+    python tools/gpu_gates/check_triton.py            # four architectures, about 40 seconds
+
+For every kernel and architecture it prints registers, spills and shared memory, and fails if anything is
+spilled, if the main loop of any element type does not load (and, for scaling, store) 16 bytes at a time, or
+if scaling bfloat16 does not round to nearest. Needs torch and Triton with its NVIDIA tools; no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A kernel defined under the interpreter could not be compiled.
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradstat.kernels import _table, scale, stats
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+WIDE_LOAD = re.compile(r"ld\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64)")
+WIDE_STORE = re.compile(r"st\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One kernel and what its code must contain.
+
+    Attributes:
+        kernel: The kernel.
+        arguments: Its run-time arguments' types, in order.
+        loops: Where the load of a main loop, and if it has one its store, stands, and how many of them there are for
+            all element types together: (function, text of the line, number).
+        warps: Warps per program.
+    """
+
+    kernel: Any
+    arguments: dict[str, str]
+    loops: tuple[tuple[Any, str, int], ...]
+    warps: int
+
+
+GATES = (
+    Gate(
+        stats.stats_kernel,
+        {
+            "table": "*i64",
+            "rows": "*fp64",
+            "tickets": "*i32",
+            "out": "*fp64",
+            "tensors": "i32",
+            "chunks": "i32",
+        },
+        loops=(
+            (stats._read_tile, "tl.load(pointer + step * STEP + offsets)", 7 * stats.UNROLL.value),
+            (stats._read_float8_tile, "tl.load(pointer + step * STEP + offsets)", 2),
+        ),
+        warps=stats.WARPS,
+    ),
+    Gate(
+        scale.scale_kernel,
+        {"table": "*i64", "coefficients": "*fp64", "tensors": "i32", "chunks": "i32", "stride": "i32"},
+        loops=(
+            (scale._scale_chunk, "tl.store(target, _scaled(tl.load(target), coefficient))", 4 * scale.UNROLL.value),
+        ),
+        warps=scale.WARPS,
+    ),
+)
+
+
+def compiled(gate: Gate, architecture: int) -> Any:
+    # As the launcher finds them: torch's allocations are aligned, the coefficient may be any element.
+    aligned = [
+        (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "coefficients"
+    ]
+    source = ASTSource(
+        gate.kernel, gate.arguments, constexprs={}, attrs={i: [["tt.divisibility", 16]] for i in aligned}
+    )
+    options = {"num_warps": gate.warps, "enable_fp_fusion": _table.FUSE}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def line_numbers(gate: Gate) -> set[int]:
+    """The source lines of the main loops' memory accesses."""
+    lines = set()
+    for function, text, _ in gate.loops:
+        found = {function.starting_line_number + i for i, line in enumerate(function.raw_src) if text in line}
+        if len(found) != 1:
+            raise SystemExit(f"{function.__name__} has changed: update the lines this script looks for")
+        lines |= found
+    return lines
+
+
+def accesses(ptx: str, file: str, lines: set[int]) -> list[str]:
+    """The global loads and stores that ptx attributes to the given lines of a file."""
+    number = next(
+        (m[1] for m in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M) if m[2].endswith(file)), None
+    )
+    if number is None:
+        raise SystemExit(f"no line information for {file}")
+    here = is_assembly = False
+    may_move = True
+    found = []
+    for line in ptx.splitlines():
+        location = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line)
+        if location:
+            # Inside inline assembly only the first location is one of the source; the next count its lines.
+            if may_move:
+                here = location[1] == number and int(location[2]) in lines
+                may_move = not is_assembly
+        elif "// begin inline asm" in line:
+            is_assembly = True
+        elif "// end inline asm" in line:
+            is_assembly, may_move = False, True
+        elif here and (access := re.search(r"\b(?:ld|st)\.global\S*", line)):
+            found.append(access[0])
+    return found
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, stack and local memory of each thread, and spills, from the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run([str(CUOBJDUMP), flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return found | {"spills": len(re.findall(r"\b(?:STL|LDL)\b", code)), "LDG.128": code.count("LDG.E.128")}
+
+
+def check(gate: Gate, architecture: int) -> list[str]:
+    """Prints what the kernel needs; returns what is wrong with it."""
+    began = time.perf_counter()
+    kernel = compiled(gate, architecture)
+    seconds = time.perf_counter() - began
+    used = resources(kernel.asm["cubin"])
+    ptx = kernel.asm["ptx"]
+    name = f"{gate.kernel.__name__} sm_{architecture}"
+    main_loop = accesses(ptx, Path(gate.kernel.fn.__code__.co_filename).name, line_numbers(gate))
+    loads = [a for a in main_loop if a.startswith("ld")]
+    stores = [a for a in main_loop if a.startswith("st")]
+    print(
+        f"{name}: {used['REG']} registers, {used['STACK']} bytes of stack, {used['spills']} spills, "
+        f"{kernel.metadata.shared} bytes of shared memory, {used['LDG.128']} LDG.E.128; "
+        f"main loops: {len(loads)} loads, {len(stores)} stores; compiled in {seconds:.1f} s"
+    )
+
+    problems = []
+    if used["spills"] or used["STACK"] or used["LOCAL"]:
+        problems.append("spills registers")
+    expected = sum(count for _, _, count in gate.loops)
+    if len(loads) < expected:
+        problems.append(f"expected {expected} loads in the main loops, found {len(loads)}")
+    narrow = sorted({a for a in loads if not WIDE_LOAD.match(a)} | {a for a in stores if not WIDE_STORE.match(a)})
+    if narrow:
+        problems.append(f"accesses less than 16 bytes in a main loop: {', '.join(narrow)}")
+    if gate.kernel is scale.scale_kernel:
+        if len(stores) < expected:
+            problems.append(f"expected {expected} stores in the main loops, found {len(stores)}")
+        if "cvt.rn.bf16" not in ptx:
+            problems.append("does not round bfloat16 to nearest")
+    return [f"{name}: {problem}" for problem in problems]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "architectures", nargs="*", type=int, default=[80, 90, 100, 120], help="compute capabilities, such as 80 90"
+    )
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*TRITON_DEFAULT_FP_FUSION.*")
+    began = time.perf_counter()
+    problems = []
+    with tempfile.TemporaryDirectory() as cache:
+        # Compile anew: what is checked is this source, and the time.
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for gate in GATES:
+            for architecture in arguments.architectures:
+                problems += check(gate, architecture)
+    print(f"{time.perf_counter() - began:.1f} s in all")
+    for problem in problems:
+        print(f"FAILED {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

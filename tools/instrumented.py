@@ -1,0 +1,66 @@
+"""A copy of the package whose library was built otherwise: with sanitizers, or so that it counts the lines that run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LEVELS = ("baseline", "avx2", "avx512")
+
+
+def build(folder: Path, flags: str) -> None:
+    """Makes the package ``folder/gradstat``, with a library compiled and linked with ``flags``."""
+    package = folder / "gradstat"
+    shutil.rmtree(package, ignore_errors=True)
+    shutil.copytree(ROOT / "gradstat", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(folder)]
+    command += ["--build-temp", str(folder / "objects")]
+    with_flags = {**os.environ, "GRADSTAT_INSTRUMENTATION": flags, "GRADSTAT_CUDA": "0", "GRADSTAT_WERROR": "0"}
+    subprocess.run(command, cwd=ROOT, env=with_flags, check=True)
+
+
+def environment(folder: Path, host_flags: str) -> dict[str, str]:
+    """Where that package is found first, and tests compile CUDA code for the host with ``host_flags``."""
+    path = os.pathsep.join([str(folder), str(ROOT / "tests")])
+    return {**os.environ, "PYTHONPATH": path, "GRADSTAT_INSTRUMENTATION": host_flags}
+
+
+def said_by(program: str, folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What a Python program does that finds the package in ``folder``."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def levels(folder: Path, variables: dict[str, str]) -> list[str]:
+    """The levels of instructions that this machine has."""
+    found = []
+    for level in LEVELS:
+        program = "from gradstat._core import native; print(native.load_cpu().instructions(), native._PACKAGE)"
+        said = said_by(program, folder, {**variables, "GRADSTAT_CPU_INSTRUCTIONS": level})
+        if said.stdout.split() == [level, str(folder / "gradstat")]:
+            found.append(level)
+        elif "is not available on this machine" not in said.stderr:
+            sys.exit(f"the library of {folder} does not load:\n{said.stdout}{said.stderr}")
+    print(f"levels of instructions on this machine: {', '.join(found)}", flush=True)
+    return found
+
+
+def tests(names: tuple[str, ...], *options: str) -> list[str]:
+    """The command that runs test modules with the package of the current folder."""
+    configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
+    paths = [str(next(ROOT.glob(f"tests/*/test_{name}.py"))) for name in names]
+    return [sys.executable, "-m", "pytest", "-q", *configuration, *paths, *options]
+
+
+def step(name: str, command: list[str], folder: Path, variables: dict[str, str]) -> bool:
+    """Runs a command in ``folder`` and says whether it passed."""
+    print(f"\n== {name}", flush=True)
+    started = time.monotonic()
+    passed = subprocess.run(command, cwd=folder, env=variables, check=False).returncode == 0
+    print(f"{'passed' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s", flush=True)
+    return passed

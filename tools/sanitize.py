@@ -1,0 +1,124 @@
+"""`make sanitize`: the C++ code under sanitizers of addresses, undefined behaviour and threads, in tests that reach it.
+
+Builds the CPU library with both sanitizers into ``build/sanitize/``, beside a copy of the package, and runs tests and
+random tensors with it at every level of instructions that this machine has. The CUDA kernels and launchers are compiled
+for the host with the same flags; their stacks are not watched, as their threads are coroutines, whose switches
+AddressSanitizer would have to be told about. The threads of the CPU kernels run under ThreadSanitizer, in a program of
+their own (tests/cpu_threads). First of all errors made on purpose have to be reported: a sanitizer that is not there
+finds nothing.
+
+    python tools/sanitize.py            # everything
+    python tools/sanitize.py --quick    # the highest level, fewer tests
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+import instrumented
+from instrumented import ROOT, step, tests
+
+BUILD = ROOT / "build" / "sanitize"
+FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
+# With the sanitizers' checks in between, gcc does not see what is initialized.
+HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
+KERNEL_TESTS = ("conformance", "fuzz", "multiply")
+OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive")
+HOST_TESTS = ("cuda_on_host", "cuda_launchers")
+COMPILED = ("-k", "not triton and not reference")
+TENSORS, QUICK_TENSORS = 20_000, 600
+
+# A float32 tensor of one element more than its memory has, measured.
+BEHIND_A_TENSOR = """
+import numpy, torch, gradstat
+class Longer:
+    memory = numpy.ones(5000, dtype=numpy.float32)
+    __array_interface__ = {**memory.__array_interface__, "shape": (5001,)}
+print(gradstat.stats([torch.from_numpy(numpy.asarray(Longer()))]))
+"""
+BEHIND_AN_ARRAY = "import ctypes; print(ctypes.CDLL({library!r}).read_behind(ctypes.c_int64(10)))"
+TOO_FAR = "import ctypes; print(ctypes.CDLL({library!r}).shift_by(1, 32))"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the highest level of instructions only, and fewer tests")
+    options = parser.parse_args()
+    instrumented.build(BUILD, FLAGS)
+    environment = sanitized()
+    prove_that_errors_are_reported(environment)
+    passed = watch_threads()
+    levels = instrumented.levels(BUILD, environment)
+    for level in levels[-1:] if options.quick else levels:
+        at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
+        if not options.quick:
+            passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, *COMPILED), BUILD, at_level)
+        tensors = str(QUICK_TENSORS if options.quick else TENSORS)
+        command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--seed", "1", "--tensors", tensors, "--apart"]
+        passed &= step(f"{level}: {tensors} random tensors", command, BUILD, at_level)
+    if not options.quick:
+        # AddressSanitizer keeps what was freed for a while, so memory grows.
+        around = tests(OTHER_TESTS, "-k", f"{COMPILED[1]} and not take_no_more_memory")
+        passed &= step("tests of everything around the kernels", around, BUILD, environment)
+        passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
+    return 0 if passed else 1
+
+
+def sanitized() -> dict[str, str]:
+    """An environment in which the sanitizers' runtime comes before everything else."""
+    compiler = os.environ.get("CXX", "g++").split()[0]
+
+    def path_of(library: str) -> str:
+        command = [compiler, f"-print-file-name={library}"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    return {
+        **instrumented.environment(BUILD, HOST_FLAGS),
+        # The second so that exceptions are already there when the first looks for them.
+        "LD_PRELOAD": f"{path_of('libasan.so')} {path_of('libstdc++.so')}",
+        # Python keeps what it has until the end, and torch more than that.
+        "ASAN_OPTIONS": "detect_leaks=0:strict_string_checks=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        # Allocations of Python's own are seen, too.
+        "PYTHONMALLOC": "malloc",
+    }
+
+
+def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
+    os.environ["GRADSTAT_INSTRUMENTATION"] = HOST_FLAGS
+    sys.path.append(str(ROOT / "tests"))
+    from host_build import compiled
+
+    library = str(compiled("planted.cpp", BUILD))
+    for program, report in (
+        (BEHIND_A_TENSOR, "heap-buffer-overflow"),
+        (BEHIND_AN_ARRAY.format(library=library), "heap-buffer-overflow"),
+        (TOO_FAR.format(library=library), "shift exponent 32 is too large"),
+    ):
+        said = instrumented.said_by(program, BUILD, environment)
+        if said.returncode == 0 or report not in said.stderr:
+            sys.exit(f"an error made on purpose was not reported as {report!r}:\n{program}\n{said.stdout}{said.stderr}")
+    print("errors made on purpose are reported", flush=True)
+
+
+def watch_threads() -> bool:
+    """The CPU kernels under ThreadSanitizer, once a race made on purpose was reported."""
+    from torch.utils.cpp_extension import include_paths
+
+    program = BUILD / "threads"
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    command = [compiler, *["-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-pthread", "-Wno-psabi"]]
+    command += [f"-I{ROOT / 'tests' / 'cpu_threads'}", f"-I{ROOT / 'csrc'}"]
+    command += [flag for path in include_paths() for flag in ("-isystem", path)]
+    subprocess.run([*command, str(ROOT / "tests" / "cpu_threads" / "threads.cpp"), "-o", str(program)], check=True)
+    raced = subprocess.run([str(program), "race"], capture_output=True, text=True, check=False)
+    if raced.returncode == 0 or "data race" not in raced.stderr:
+        sys.exit(f"a race made on purpose was not reported:\n{raced.stdout}{raced.stderr}")
+    return step("the threads of the CPU kernels", [str(program)], BUILD, dict(os.environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
