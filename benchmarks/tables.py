@@ -318,10 +318,10 @@ def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
     return grid(["gradients", "fastest plain read", *columns], lines)
 
 
-def slopes(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """What one more small tensor costs, between one and each larger count, or the two largest if ``short``."""
+def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """What one more small tensor costs, between one and each larger count."""
     smallest, *larger = sorted(_by_case(rows, metric).values(), key=lambda found: next(iter(found.values())).tensors)
-    larger = [found for found in larger if next(iter(found.values())).tensors >= 1000][-2 if short else 0 :]
+    larger = [found for found in larger if next(iter(found.values())).tensors >= 1000]
     names = [name for name in smallest if not name.startswith(LIMIT)]
     lines = [
         [name, *(f"{1e3 * (f[name].value - smallest[name].value) / (f[name].tensors - 1):,.0f} ns" for f in larger)]
@@ -353,15 +353,13 @@ def _plain(row: Row | None, first: Row | None) -> str:
     return in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f}"
 
 
-def memory(rows: Sequence[Row], short: bool = False) -> str:
-    """What each call takes at most: a line for each call, a column for each case; unclipped clips only if ``short``."""
-    left_out = (TORCH_LOOP_CLIP, CLIPPED, TORCH_CLIPPED, CLIP_LIMIT) if short else ()
+def memory(rows: Sequence[Row]) -> str:
+    """What each call takes at most: a line for each call, a column for each case."""
     cases = _groups(rows)
     found = {(case, row.provider): row for case, members in cases.items() for row in members}
     lines = [
         [name, *(in_bytes(found[case, name].value) if (case, name) in found else "" for case in cases)]
         for name in _in_order(row.provider for row in rows)
-        if name not in left_out
     ]
     return grid(["call", *(case for case, _ in cases)], lines)
 
@@ -458,11 +456,9 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     if name.startswith("growth in tensors"):
         caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
         title = f"Tensors of 64 float32 elements, as they become more, {caches}:\n"
-        if short:
-            return [title, slopes(rows, short=True)] if name.endswith("warm") else []
-        return [title, growth(rows), slopes(rows)]
+        return [] if short else [title, growth(rows), slopes(rows)]
     if name == "memory":
-        return ["Peak memory of a call:\n", memory(rows, short)]
+        return [] if short else ["Peak memory of a call:\n", memory(rows)]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 
