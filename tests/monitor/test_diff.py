@@ -444,6 +444,6 @@ def test_the_verdict_blames_the_cause_among_what_is_bad_in_one_step() -> None:
     made.tables["parameter"] = series(2, made.steps)
     for kind in ("gradient", "exp_avg", "batch"):
         made.tables[kind].values[10, 0, NAN] = 1
-    assert verdict(made) == ("warning", "Step 10: NaN or Inf in the batch of batch['x']")
+    assert verdict(made) == ("warning", "Step 10: NaN or Inf in the batch of batch['x']", 10)
     del made.tables["batch"]
     assert verdict(made)[1].startswith("Step 10: NaN or Inf in the gradient of ")

@@ -263,8 +263,7 @@ def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) ->
 
 def _backward_first(partings: list[Parting], step: int | None, order: tuple[str, ...]) -> str | None:
     """Of the gradients that part first, the one complete first, if gradients are what parts first and that is known."""
-    first = [p for p in partings if step is not None and p.step == step]
-    tensors = [p for p in first if p.kind != "series"]
+    tensors = [p for p in partings if step is not None and p.step == step and p.kind != "series"]
     if len(tensors) < 2 or tensors[0].kind != "gradient":
         return None
     names = {p.name for p in tensors if p.kind == "gradient"}

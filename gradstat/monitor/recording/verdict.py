@@ -6,47 +6,31 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.kinds import in_order
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
-
-_NAN, _INF = COLUMNS.index("nan_count"), COLUMNS.index("inf_count")
+from gradstat.monitor.recording.recording import Recording, Series
 
 
 def bad_cells(series: Series) -> npt.NDArray[np.bool_]:
     """``[m, n]``: in which steps which tensors had NaN or Inf."""
-    bad: npt.NDArray[np.bool_] = (series.values[:, :, _NAN] > 0) | (series.values[:, :, _INF] > 0)
+    bad: npt.NDArray[np.bool_] = (series.column("nan_count") > 0) | (series.column("inf_count") > 0)
     return bad
 
 
-def first_incident(recording: Recording) -> int | None:
-    """The step to look at first: of the first error found, else of the first NaN or Inf, else of the first warning."""
-    for severity in ("error", "warning"):
-        steps = [finding.step for finding in recording.findings if finding.severity == severity]
-        if steps:
-            return min(steps)
-        if severity == "error":
-            bad = _first_bad(recording)
-            if bad is not None:
-                return bad[0]
-    return None
-
-
-def verdict(recording: Recording) -> tuple[str, str]:
-    """The severity of the worst that is known, ``"ok"`` if nothing is, and a sentence about it."""
+def verdict(recording: Recording) -> tuple[str, str, int | None]:
+    """The severity of the worst that is known, ``"ok"`` if nothing is; a sentence about it; the step to look at."""
     for severity in ("error", "warning"):
         found = [finding for finding in recording.findings if finding.severity == severity]
         if found:
             first = min(found, key=lambda finding: finding.step)
-            return severity, f"Step {first.step}: {first.text or f'{first.rule}, {first.name}'}"
-        if severity == "error":
-            bad = _first_bad(recording)
-            if bad is not None:
-                step, kind, names = bad
-                more = f" and {len(names) - 1} more" * (len(names) > 1)
-                return "warning", f"Step {step}: NaN or Inf in the {kind} of {names[0]}{more}"
+            return severity, f"Step {first.step}: {first.text or f'{first.rule}, {first.name}'}", first.step
+        bad = _first_bad(recording) if severity == "error" else None
+        if bad is not None:
+            step, kind, names = bad
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            return "warning", f"Step {step}: NaN or Inf in the {kind} of {names[0]}{more}", step
     measured = len(recording.steps)
     if not measured:
-        return "ok", "No step was recorded"
-    return "ok", f"Nothing was found in {measured:,} step{'s' * (measured != 1)}"
+        return "ok", "No step was recorded", None
+    return "ok", f"Nothing was found in {measured:,} step{'s' * (measured != 1)}", None
 
 
 def one_line(text: str) -> str:

@@ -16,10 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradstat.counters import _counters
-from gradstat.monitor.replay.step_state import RngState, same_version
-
-# Below this, a tensor is copied at once; it may be one that changes without a new version, as running statistics do.
-_SMALL = 1 << 16
+from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_version
 
 
 class Undo:
@@ -68,8 +65,7 @@ class Undo:
 
     def _restore_tensors(self) -> None:
         for tensor, copy in self._copies.values():
-            keeps = same_version(tensor)
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad(), keeps:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
                 tensor.copy_(copy)
 
     # Things of a training step ----------------------------------------------------------------------------
@@ -80,7 +76,7 @@ class Undo:
     def model(self, model: Module) -> None:
         """Buffers, parameters and training flags."""
         for module in model.modules():
-            self.attributes(module, "training")
+            self.attribute(module, "training")
             for buffer in module.buffers(recurse=False):
                 self._tensor(buffer)
             held: Any = module._buffers
@@ -92,19 +88,18 @@ class Undo:
         for parameter in parameters:
             data = parameter.data  # an alias, in case the step gives the parameter other memory
             self.protect(data)
-            self.attributes(parameter, "requires_grad")
+            self.attribute(parameter, "requires_grad")
             self.finally_do(partial(_set_data, parameter, data))
             self.gradient(parameter)
 
     def gradient(self, leaf: Tensor) -> None:
         """Sets the gradient of ``leaf`` to None for the while."""
         gradient = leaf.grad
-        self.finally_do(lambda: setattr(leaf, "grad", gradient))
+        self.finally_do(partial(setattr, leaf, "grad", gradient))
         leaf.grad = None
 
-    def attributes(self, owner: Any, *names: str) -> None:
-        for name in names:
-            self.finally_do(partial(_set_attribute, owner, name, getattr(owner, name)))
+    def attribute(self, owner: Any, name: str) -> None:
+        self.finally_do(partial(_set_attribute, owner, name, getattr(owner, name)))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """State, hyper-parameters and other attributes, which may be changed from now on."""
@@ -143,7 +138,7 @@ class Undo:
         self.finally_do(partial(_set_contents, mapping, before))
 
     def _tensor(self, tensor: Tensor) -> None:
-        if tensor.numel() <= _SMALL:
+        if tensor.numel() <= ALWAYS_COPIED:
             self.copy(tensor)
         else:
             self.protect(tensor)
@@ -167,7 +162,7 @@ class Undo:
         for schedule in _subclasses(LRScheduler):
             if "step" in vars(schedule):
                 self.finally_do(partial(setattr, schedule, "step", vars(schedule)["step"]))
-                schedule.step = _no_schedule
+                schedule.step = lambda *args, **kwargs: None
 
 
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -175,10 +170,6 @@ def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _no_schedule(self: Any, *args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
