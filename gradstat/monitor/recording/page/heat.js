@@ -90,7 +90,7 @@ class HeatMap {
     this.rowAxis = y;
     this.plot.setAttribute("aria-label", `Heat map: ${COLUMN_LABELS[column]} of ${plural(table.n, "tensor")} in ${plural(table.m, "step")}. `
       + "The table below holds the same numbers.");
-    if (!this.listening) this.listen();
+    this.listen(this.plot, (x) => [x * this.pooled, Math.min(this.table.m, (x + 1) * this.pooled)]);
     byId("heat-note").textContent = this.pooled > 1
       ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
   }
@@ -111,33 +111,26 @@ class HeatMap {
     };
   }
 
-  // Rows of the values' colours, and of where there is something bad, or nothing; what nobody needs is not made.
+  // Rows of the values' colours, and of where there is something bad, or nothing.
   cells() {
     const { table, pooled, bins } = this;
     const { map } = this.colours;
     const values = table.column(this.column), nan = table.column("nan_count"), inf = table.column("inf_count");
     const counting = COUNTS.has(this.column), blank = () => new Float32Array(bins).fill(NaN);
-    const none = blank(), z = [], bad = [], absent = [];
+    const z = [], bad = [], absent = [];
     for (let j = 0; j < table.n; j++) {
-      const zs = blank();
-      let bads = none, nones = none;
+      const zs = blank(), bads = blank(), nones = blank();
       for (let b = 0; b < bins; b++) {
         const from = j * table.m + b * pooled, to = Math.min((j + 1) * table.m, from + pooled);
         let best = NaN, there = false;
         for (let k = from; k < to; k++) {
           const x = values[k];
           there ||= nan[k] === nan[k];
-          if (!counting && (nan[k] > 0 || inf[k] > 0)) {
-            if (bads === none) bads = blank();
-            bads[b] = 1;
-          }
+          if (!counting && (nan[k] > 0 || inf[k] > 0)) bads[b] = 1;
           if (Number.isFinite(x) && !(Math.abs(x) <= Math.abs(best))) best = x;
         }
         zs[b] = map(best); // NaN stays NaN
-        if (!there) {
-          if (nones === none) nones = blank();
-          nones[b] = 1;
-        }
+        if (!there) nones[b] = 1;
       }
       z.push(zs);
       bad.push(bads);
@@ -208,25 +201,20 @@ class HeatMap {
       yaxis: axis({ ...this.rowAxis, range: this.plot._fullLayout.yaxis.range, showticklabels: false, showgrid: false }),
     }, CONFIG);
     this.profile.setAttribute("aria-label", `${COLUMN_LABELS[column]} of each tensor in this step`);
-    if (!this.profileListening) {
-      this.profileListening = true;
-      this.profile.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, this.shownAt, this.shownAt + 1));
-      this.profile.on("plotly_unhover", () => { byId("tip").hidden = true; });
-      this.profile.on("plotly_click", (e) => this.onTensor(e.points[0].y));
-    }
+    this.listen(this.profile, () => [this.shownAt, this.shownAt + 1]);
     this.shownAt = i;
   }
 
-  listen() {
-    this.listening = true;
-    this.plot.on("plotly_hover", (e) => {
-      const { x, y } = e.points[0];
-      this.tip(e.event, y, x * this.pooled, Math.min(this.table.m, (x + 1) * this.pooled));
-    });
-    this.plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
-    this.plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
-    this.plot.on("plotly_relayout", () => this.show(this.step));
-    this.plot.on("plotly_afterplot", () => this.cover()); // of another size now
+  // Listens to a chart, once it is drawn; `range` are the measurements under the pointer, from one to before another.
+  listen(plot, range) {
+    if (plot.dataset.listening) return;
+    plot.dataset.listening = "yes";
+    plot.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, ...range(e.points[0].x)));
+    plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
+    plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
+    if (plot !== this.plot) return;
+    plot.on("plotly_relayout", () => this.show(this.step));
+    plot.on("plotly_afterplot", () => this.cover()); // of another size now
   }
 
   // What lies under the pointer, of measurements from one to before another.
