@@ -8,15 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, run
+from pages import LANGUAGES, OF_FRAMEWORKS, PAGES, ROOT, Block, blocks_of, run
 from ranks import Ranks
 
-# What frameworks say of themselves.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-]
+pytestmark = OF_FRAMEWORKS
 QUICK_START = ROOT / "docs" / "quickstart.md"
 BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
 # Blocks that no test runs, by page, with the reason that the page's source gives.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import offline_chromium
 from recordings import HOSTILE, recording, spoil
 
 from gradstat.monitor import Finding, Recording
@@ -84,23 +83,10 @@ def test_too_long_a_run_is_thinned_but_keeps_what_matters(bad: list[int]) -> Non
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One headless Chromium that has no network, for all tests here."""
-    required = os.environ.get("GRADSTAT_REQUIRE_BROWSER") == "1"
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        (pytest.fail if required else pytest.skip)("there is no chromium with chromedriver on the path")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1200"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    started.execute_cdp_cmd("Network.enable", {})
-    conditions = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-    started.execute_cdp_cmd("Network.emulateNetworkConditions", conditions)
+    """One for all tests here."""
+    started = offline_chromium()
+    if started is None:
+        pytest.skip("there is no chromium with chromedriver on the path")
     yield started
     started.quit()
 
