@@ -121,11 +121,9 @@ class Comparison:
                 f"The recordings cannot be compared: the first has {_range(self.steps_a)}, the second "
                 f"{_range(self.steps_b)}, and no step is in both. Record the same steps of both runs"
             )
-        common = (
-            f"the {self.common_steps:,} steps that both have" if self.common_steps > 1 else "the step that both have"
-        )
+        steps = f"{self.common_steps:,} steps" if self.common_steps > 1 else "step"
         if self.step is not None:
-            if self.step == self._first_common:
+            if self.steps_a and self.steps_b and self.step == max(self.steps_a[0], self.steps_b[0]):
                 before = "the first that both have, so what parted them lies there, before it or in how they began"
             elif self.exact_step == self.step:
                 before = "equal to the last bit before"
@@ -135,15 +133,10 @@ class Comparison:
         if self.exact_step is not None:
             return (
                 f"The runs differ in single bits since step {self.exact_step}, but nowhere by more than "
-                f"{self.tolerance:g}, in {common}:"
+                f"{self.tolerance:g}, in the {steps} that both have:"
             )
-        return f"The runs never part: equal to the last bit in {common}" + "." * (not self.structure)
-
-    @property
-    def _first_common(self) -> int | None:
-        if self.steps_a is None or self.steps_b is None:
-            return None
-        return max(self.steps_a[0], self.steps_b[0])
+        end = "" if self.structure else "."
+        return f"The runs never part: equal to the last bit in the {steps} that both have{end}"
 
     def _what_parts(self) -> list[str]:
         at = self.first or tuple(p for p in self.partings if p.exact_step == self.exact_step)
@@ -152,12 +145,8 @@ class Comparison:
             lines.append(f"... and {len(at) - _SHOWN} more in this step")
         if self.backward_first is not None:
             lines.append(f"the backward pass met {one_line(self.backward_first)} first")
-        later = [
-            parting for parting in self.partings if self.step is not None and parting.step not in (None, self.step)
-        ]
-        for parting in later[:3]:
-            lines.append(f"later, in step {parting.step}: {parting}")
-        return lines
+        later = [p for p in self.partings if self.step is not None and p.step not in (None, self.step)]
+        return lines + [f"later, in step {parting.step}: {parting}" for parting in later[:3]]
 
 
 def _range(steps: tuple[int, int] | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ class Undo:
     def __init__(self) -> None:
         self._protected: dict[int, list[Tensor]] = {}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._then: list[Callable[[], object]] = []
+        self._then = contextlib.ExitStack()
+        self._then.callback(self._copies.clear)
         self._optimizers: set[int] = set()
 
     def protect(self, tensor: Tensor) -> None:
@@ -49,29 +49,18 @@ class Undo:
         for protected in self._protected.pop(_storage_of(tensor) or 0, ()):
             self.copy(protected)
 
-    def finally_do(self, action: Callable[[], object]) -> None:
-        """``action`` will be run by `restore`; the last one first."""
-        self._then.append(action)
-
     def restore(self) -> None:
-        """Puts everything back, whatever happens in between."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._copies.clear)
-            for action in self._then:
-                stack.callback(action)
-            stack.callback(self._restore_tensors)
-        self._then.clear()
+        """Puts everything back, whatever happens in between: tensors, then the rest, the last first."""
         self._protected.clear()
-
-    def _restore_tensors(self) -> None:
-        for tensor, copy in self._copies.values():
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
-                tensor.copy_(copy)
+        with self._then:
+            for tensor, copy in self._copies.values():
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
+                    tensor.copy_(copy)
 
     # Things of a training step ----------------------------------------------------------------------------
 
     def rng(self) -> None:
-        self.finally_do(RngState.capture().restore)
+        self._then.callback(RngState.capture().restore)
 
     def model(self, model: Module) -> None:
         """Buffers, parameters and training flags."""
@@ -89,17 +78,17 @@ class Undo:
             data = parameter.data  # an alias, in case the step gives the parameter other memory
             self.protect(data)
             self.attribute(parameter, "requires_grad")
-            self.finally_do(partial(_set_data, parameter, data))
+            self._then.callback(_set_data, parameter, data)
             self.gradient(parameter)
 
     def gradient(self, leaf: Tensor) -> None:
         """Sets the gradient of ``leaf`` to None for the while."""
         gradient = leaf.grad
-        self.finally_do(partial(setattr, leaf, "grad", gradient))
+        self._then.callback(setattr, leaf, "grad", gradient)
         leaf.grad = None
 
     def attribute(self, owner: Any, name: str) -> None:
-        self.finally_do(partial(_set_attribute, owner, name, getattr(owner, name)))
+        self._then.callback(_set_attribute, owner, name, getattr(owner, name))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """State, hyper-parameters and other attributes, which may be changed from now on."""
@@ -113,7 +102,7 @@ class Undo:
         for state in optimizer.state.values():
             self._mapping(state)
         self._mapping(optimizer.state, tensors=False)
-        self.finally_do(partial(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups)))
+        self._then.callback(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups))
         self._mapping(vars(optimizer), tensors=False)
 
     def scaler(self, scaler: GradScaler) -> None:
@@ -135,7 +124,7 @@ class Undo:
         for value in before.values() if tensors else ():
             if isinstance(value, Tensor):
                 self._tensor(value)
-        self.finally_do(partial(_set_contents, mapping, before))
+        self._then.callback(_set_contents, mapping, before)
 
     def _tensor(self, tensor: Tensor) -> None:
         if tensor.numel() <= ALWAYS_COPIED:
@@ -153,15 +142,15 @@ class Undo:
         counts = dict(_counters)  # of guarded steps, which are counted by kernels, before any hook of an optimizer
         for counters in counts.values():
             self.copy(counters.tensor)
-        self.finally_do(partial(_set_contents, _counters, counts))
+        self._then.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
             optimizer.step = _no_step  # type: ignore[method-assign]
         handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.optimizer(optimizer))
-        self.finally_do(handle.remove)
+        self._then.callback(handle.remove)
         for schedule in _subclasses(LRScheduler):
             if "step" in vars(schedule):
-                self.finally_do(partial(setattr, schedule, "step", vars(schedule)["step"]))
+                self._then.callback(setattr, schedule, "step", vars(schedule)["step"])
                 schedule.step = lambda *args, **kwargs: None
 
 
