@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import multiprocessing
@@ -12,7 +11,6 @@ import re
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -491,20 +489,12 @@ def test_loading_never_unpickles(saved: Path, tmp_path: Path) -> None:
 
 
 def test_the_package_has_no_way_to_unpickle_a_file() -> None:
-    forbidden = {"pickle", "cPickle", "dill", "joblib", "cloudpickle", "shelve", "marshal", "yaml"}
-    seen = 0
-    for path in sorted((ROOT / "gradstat").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-                assert not forbidden & {module.split(".")[0] for module in modules}, path
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                called = ast.unparse(node.func)
-                arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                if called == "torch.load":
-                    seen += 1
-                    assert arguments.get("weights_only") == "True", path
-                assert called not in ("np.load", "numpy.load", "torch.jit.load", "torch.package"), path
-                assert arguments.get("allow_pickle", "False") == "False", path
-    assert seen == 1  # the monitor's state in a checkpoint of the Trainer
-    assert "pickle" not in sys.modules["gradstat.monitor.recording.file"].__dict__
+    ways = re.compile(
+        r"^\s*(?:import|from)\s+(?:pickle|cPickle|dill|joblib|cloudpickle|shelve|marshal|yaml)\b"
+        r"|\b(?:np|numpy)\.load\(|\btorch\.(?:jit\.load|package)\b|allow_pickle=(?!False)"
+        r"|\btorch\.load\((?![^)]*weights_only=True)",
+        re.MULTILINE,
+    )
+    assert all(map(ways.search, ("import pickle", "x = np.load(file)", "torch.load(file)", "f(a, allow_pickle=True)")))
+    for path in (ROOT / "gradstat").rglob("*.py"):
+        assert not ways.search(path.read_text()), path
