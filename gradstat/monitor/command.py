@@ -13,8 +13,7 @@ from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import RecordingFileError, load
-from gradstat.monitor.recording.recording import Recording
-from gradstat.monitor.recording.verdict import one_line, verdict
+from gradstat.monitor.recording.recording import Recording, one_line, verdict
 from gradstat.monitor.recording.view import ViewerMissingError, write_page
 
 FAILED = 2

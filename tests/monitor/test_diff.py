@@ -17,7 +17,7 @@ from gradstat.__main__ import main
 from gradstat.monitor import Finding, Monitor, Recording
 from gradstat.monitor.command import describe
 from gradstat.monitor.recording import COLUMNS, compare, load, save
-from gradstat.monitor.recording.verdict import verdict
+from gradstat.monitor.recording.recording import verdict
 
 NORM, MEAN, NAN = (COLUMNS.index(name) for name in ("l2_norm", "mean", "nan_count"))
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.kinds import in_order, kind_of, place_of
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
 _FIRST_SERIES = ("lr", "loss_scale")  # set before the step
 _LOSS = "loss"
@@ -99,14 +99,7 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
 
 def _scalars(a: Recording, b: Recording, names: list[str]) -> Measured:
     steps, at, bt = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
-
-    def rows(recording: Recording, places: Any) -> npt.NDArray[np.float64]:
-        values = np.array([recording.scalars[name] for name in names], np.float64).reshape(
-            len(names), len(recording.steps)
-        )
-        return np.ascontiguousarray(values[:, places].T[:, :, None])
-
-    x, y = rows(a, at), rows(b, bt)
+    x, y = scalar_rows(a, names)[:, at].T[:, :, None], scalar_rows(b, names)[:, bt].T[:, :, None]
     scale = np.maximum(np.abs(x), np.abs(y))
     return Measured("series", tuple(names), steps, ("",), x, y, scale, np.ones(x.shape, bool))
 

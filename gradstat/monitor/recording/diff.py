@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding, values_of
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
-from gradstat.monitor.recording.recording import Recording
-from gradstat.monitor.recording.verdict import one_line
+from gradstat.monitor.recording.recording import Recording, one_line
 
 TOLERANCE = 1e-3
 _SHOWN = 10

@@ -14,8 +14,7 @@ from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import GRADIENT, in_order
 from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
-from gradstat.monitor.recording.verdict import bad_cells, verdict
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, bad_cells, scalar_rows, verdict
 
 CELLS = 2_000_000
 """Tensors times steps, of all kinds together, that a page may hold; about 8 bytes each."""
@@ -78,7 +77,7 @@ def _kept(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt
 
 def _scalars(recording: Recording, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
     there = np.isin(recording.steps, steps)
-    rows = np.array(list(recording.scalars.values()), np.float64).reshape(len(recording.scalars), len(recording.steps))
+    rows = scalar_rows(recording, recording.scalars)
     at = np.searchsorted(steps, recording.steps[there])
     return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, there].astype("<f8"))}
 

@@ -42,20 +42,14 @@ class _Input(NamedTuple):
 
 
 class NonfiniteMode(TorchDispatchMode):
-    """A mode to run a step under; the origins of what is bad are in `taint` afterwards.
-
-    Attributes:
-        origins: All there were, in order.
-        reached: Origins of what is bad where a step ends, in the order of time: losses that a backward pass began from,
-            and gradients when they were complete.
-        backward_ran: Whether there was one.
-    """
+    """A mode to run a step under; the origins of what is bad are in `taint` afterwards."""
 
     def __init__(self, modules: ModuleTracker, names: dict[int, str], before_write: Callable[[Tensor], None]) -> None:
         """``names`` are those of parameters by their ``id``; ``before_write`` is told what is about to change."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.taint = Taint()
         self.origins: list[Origin] = []
+        # Of what is bad where a step ends: losses that a backward pass began from, gradients when they were complete.
         self.reached: list[Origin] = []
         self.backward_ran = False
         self.modules = modules

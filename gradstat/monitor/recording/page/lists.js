@@ -4,7 +4,9 @@ const FINDINGS_SHOWN = 4;
 const ROWS_SHOWN = 12;
 
 // Pairs as terms and what they are.
-const described = (pairs) => pairs.flatMap(([key, value]) => [element("dt", { textContent: key }), element("dd", { textContent: value })]);
+const described = (pairs) => pairs.flatMap(([key, value]) => [
+  element("dt", { textContent: key }), element("dd", { textContent: value }),
+]);
 
 function drawFindings(data, { onStep, onName }) {
   const order = { error: 0, warning: 1, info: 2 };
