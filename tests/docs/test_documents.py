@@ -1,12 +1,11 @@
 """What the documents claim: figures come from rows, every block of code runs, links lead somewhere."""
 
-import importlib.util
 import re
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import render
 import torch
 from pages import LANGUAGES, OF_FRAMEWORKS, PAGES, ROOT, Block, blocks_of, run
 from ranks import Ranks
@@ -26,17 +25,7 @@ NOT_RUN = {
 }
 
 
-def load_script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_tables_are_rendered_from_the_recorded_rows() -> None:
-    render = load_script(ROOT / "benchmarks" / "render.py")
     for document in render.DOCUMENTS:
         text = document.read_text()
         assert render.MARKED.search(text), f"{document.name} has lost its markers"
