@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
+import zipfile
+from pathlib import Path
 
 import numpy as np
 
@@ -24,14 +28,18 @@ def series(n: int, steps: np.ndarray, seed: int = 0, names: tuple[str, ...] = ()
     rng = np.random.default_rng(seed)
     m = len(steps)
     scale = 10.0 ** rng.uniform(-4, 1, n) * np.exp(0.1 * rng.standard_normal((m, n)).cumsum(0))
-    values = np.zeros((m, n, len(COLUMNS)), np.float32)
     numel = rng.integers(1, 10**6, n)
-    values[..., 0] = scale * np.sqrt(numel)
-    values[..., 1] = scale * rng.standard_normal((m, n)) * 0.01
-    values[..., 2] = scale
-    values[..., 3] = -scale * rng.uniform(3, 5, (m, n))
-    values[..., 4] = scale * rng.uniform(3, 5, (m, n))
-    values[..., 5] = rng.uniform(0, 1, (m, n)) * (rng.random(n) < 0.3)
+    columns = {
+        "l2_norm": scale * np.sqrt(numel),
+        "mean": scale * rng.standard_normal((m, n)) * 0.01,
+        "std": scale,
+        "min": -scale * rng.uniform(3, 5, (m, n)),
+        "max": scale * rng.uniform(3, 5, (m, n)),
+        "zero_fraction": rng.uniform(0, 1, (m, n)) * (rng.random(n) < 0.3),
+        "nan_count": np.zeros((m, n)),
+        "inf_count": np.zeros((m, n)),
+    }
+    values = np.stack([columns[name] for name in COLUMNS], -1).astype(np.float32)
     layers = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
     made = (f"blocks.{i // 8}.{layers[i // 2 % 4]}.{('weight', 'bias')[i % 2]}" for i in range(n))
     return Series(tuple([*names, *made][:n]), numel, steps, values)
@@ -39,8 +47,7 @@ def series(n: int, steps: np.ndarray, seed: int = 0, names: tuple[str, ...] = ()
 
 def spoil(table: Series, i: int, j: int, nan: int = 0, inf: int = 0) -> None:
     """Lets tensor ``j`` have bad elements in its ``i``-th measurement."""
-    table.values[i, j, COLUMNS.index("nan_count")] = nan
-    table.values[i, j, COLUMNS.index("inf_count")] = inf
+    table.column("nan_count")[i, j], table.column("inf_count")[i, j] = nan, inf
 
 
 def recording(
@@ -51,7 +58,7 @@ def recording(
     steps = np.arange(start, start + m)
     gradient = series(n, steps, seed, names)
     now_and_then = series(n, steps[::5], seed + 1, names)
-    norm = np.sqrt((gradient.values[..., 0].astype(np.float64) ** 2).sum(1))
+    norm = np.sqrt((gradient.column("l2_norm").astype(np.float64) ** 2).sum(1))
     scalars = {
         "norm": norm.copy(),
         "finite_norm": norm,
@@ -95,25 +102,36 @@ def recording(
     )
 
 
+def bits(value: object) -> object:
+    """Something that is equal only if everything in ``value`` is, in order, and arrays have the same bits."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, (Recording, Series)):
+        return bits(vars(value))
+    if isinstance(value, dict):
+        return [(key, bits(item)) for key, item in value.items()]
+    return repr(value)  # NaN is not equal to itself, its words are
+
+
 def assert_same(a: Recording, b: Recording) -> None:
     """Holds two recordings equal, bit for bit."""
+    assert bits(a) == bits(b)
 
-    def same(x: np.ndarray, y: np.ndarray) -> None:
-        assert x.dtype == y.dtype
-        assert x.shape == y.shape
-        assert x.tobytes() == y.tobytes()
 
-    same(a.steps, b.steps)
-    assert list(a.scalars) == list(b.scalars)
-    for name in a.scalars:
-        same(a.scalars[name], b.scalars[name])
-    assert list(a.tables) == list(b.tables)
-    for kind in a.tables:
-        x, y = a.tables[kind], b.tables[kind]
-        assert x.names == y.names
-        same(x.numel, y.numel)
-        same(x.steps, y.steps)
-        same(x.values, y.values)
-    assert repr(a.findings) == repr(b.findings)  # NaN is not equal to itself, its words are
-    assert a.backward_order == b.backward_order
-    assert repr(a.meta) == repr(b.meta)
+def npy(array: np.ndarray) -> bytes:
+    """The array as an ``.npy`` file; one of objects is pickled."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=array.dtype.hasobject)
+    return file.getvalue()
+
+
+def rewritten(path: Path, members: dict[str, bytes] | None = None, *, method: int = 8, **changed: object) -> Path:
+    """A copy of a recording with other ``members``, compressed by ``method``, or with some of its header changed."""
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    held["header.json"] = json.dumps({**json.loads(held["header.json"]), **changed}).encode()
+    copy = path.with_name("rewritten.gradstat")
+    with zipfile.ZipFile(copy, "w", method) as archive:
+        for name, data in {**held, **(members or {})}.items():
+            archive.writestr(name, data)
+    return copy

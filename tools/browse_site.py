@@ -4,10 +4,10 @@ Every page fits a phone, loads all that it names, and says nothing to the consol
 should. Where there is no chromium with its driver nothing is looked at, unless GRADSTAT_REQUIRE_BROWSER is 1.
 """
 
-import os
-import shutil
 import sys
 from pathlib import Path
+
+from browser import offline_chromium
 
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 # What people may search for, and a page that has to be among the results.
@@ -21,31 +21,16 @@ _BROKEN = "return [...document.images].filter(image => !image.complete || !image
 
 
 def main(folder: str) -> int:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        required = os.environ.get("GRADSTAT_REQUIRE_BROWSER") == "1"
-        print(
-            "there is no chromium with chromedriver on the path", "" if required else "; nothing was looked at", sep=""
-        )
-        return int(required)
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = offline_chromium()
+    if started is None:
+        print("there is no chromium with chromedriver on the path; nothing was looked at")
+        return 0
     site = Path(folder).resolve()
     problems = []
-    with webdriver.Chrome(options=options, service=Service(driver)) as browser:
-        browser.execute_cdp_cmd("Network.enable", {})
-        browser.execute_cdp_cmd(
-            "Network.emulateNetworkConditions",
-            {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
-        )
+    with started as browser:
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
         pages = [page for page in sorted(site.rglob("*.html")) if "_modules" not in page.parts]
         for page in pages:

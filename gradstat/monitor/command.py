@@ -13,8 +13,7 @@ from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import RecordingFileError, load
-from gradstat.monitor.recording.recording import Recording
-from gradstat.monitor.recording.verdict import first_incident, one_line, verdict
+from gradstat.monitor.recording.recording import Recording, one_line, verdict
 from gradstat.monitor.recording.view import ViewerMissingError, write_page
 
 FAILED = 2
@@ -27,7 +26,7 @@ class _UsageError(Exception):
 
 def describe(recording: Recording) -> str:
     """What a recording says, for a terminal: its verdict, what there is to look at, and the diagnosis."""
-    _, sentence = verdict(recording)
+    _, sentence, _ = verdict(recording)
     tensors = ", ".join(f"{len(series.names)} {kind}s" for kind, series in recording.tables.items())
     steps = recording.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
@@ -105,12 +104,12 @@ def _view(options: argparse.Namespace) -> int:
         if page.exists() and page.samefile(options.file):
             raise _UsageError(f"--output {page} is the recording itself")
     if options.json:
-        level, sentence = verdict(recording)
+        level, sentence, incident = verdict(recording)
         _print_json(
             {
                 "verdict": sentence,
                 "level": level,
-                "incident": first_incident(recording),
+                "incident": incident,
                 "steps": [int(recording.steps[0]), int(recording.steps[-1])] if len(recording.steps) else None,
                 "findings": [finding.to_dict() for finding in recording.findings],
                 "meta": recording.meta,

@@ -7,8 +7,10 @@ import torch
 
 import gradstat
 from gradstat.__main__ import main
-from gradstat.demo import corpus, run, train
+from gradstat.demo import corpus, costs, run, train
 from gradstat.demo.model import GPT, TINY
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +32,7 @@ def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.C
 
 def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "CORRUPTED_VALUE", 0.25)  # an ordinary value: nothing to find
+    monkeypatch.setattr(costs, "report", lambda *arguments, **options: "")
     assert main(["demo", "--quick", "--steps", "12", "--device", "cpu", "--output", str(tmp_path)]) == 1
 
 

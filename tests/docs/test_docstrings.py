@@ -11,16 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import OF_FRAMEWORKS
 from public_names import public_names
 
 from gradstat.monitor import AnomalyWarning
 
-# What frameworks say of themselves.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-]
+pytestmark = OF_FRAMEWORKS
 TRAINING = """
 import itertools
 import math

@@ -1,22 +1,16 @@
 """What the documents claim: figures come from rows, every block of code runs, links lead somewhere."""
 
-import importlib.util
 import re
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import render
 import torch
-from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, run
+from pages import LANGUAGES, OF_FRAMEWORKS, PAGES, ROOT, Block, blocks_of, run
 from ranks import Ranks
 
-# What frameworks say of themselves.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-]
+pytestmark = OF_FRAMEWORKS
 QUICK_START = ROOT / "docs" / "quickstart.md"
 BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
 # Blocks that no test runs, by page, with the reason that the page's source gives.
@@ -31,17 +25,7 @@ NOT_RUN = {
 }
 
 
-def load_script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_tables_are_rendered_from_the_recorded_rows() -> None:
-    render = load_script(ROOT / "benchmarks" / "render.py")
     for document in render.DOCUMENTS:
         text = document.read_text()
         assert render.MARKED.search(text), f"{document.name} has lost its markers"

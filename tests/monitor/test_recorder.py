@@ -3,37 +3,22 @@
 import json
 import math
 import os
-import re
-import signal
-import subprocess
-import sys
-import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from recordings import HOSTILE, assert_same, recording
+from recordings import assert_same, npy, recording, rewritten
 
 from gradstat.monitor import Finding, Recording, Series
 from gradstat.monitor.recording import COLUMNS, RecordingFileError, load, save
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return save(recording(12, 6, incident=9), tmp_path / "run.gradstat")
-
-
-def test_the_examples_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "flight-recorder.md").read_text(), re.DOTALL)
-    assert len(examples) == 3
-    for example in examples:
-        exec(example, {})
-    assert (tmp_path / "runs" / "today.html").exists()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -44,13 +29,6 @@ def test_round_trips_are_exact(seed: int, tmp_path: Path) -> None:
         table.values = rng.integers(0, 2**32, table.values.shape, np.uint32).view(np.float32)
     for values in made.scalars.values():
         values[:] = rng.integers(0, 2**64, values.shape, np.uint64).view(np.float64)
-    assert_same(load(save(made, tmp_path / "a.gradstat")), made)
-
-
-def test_incidents_hostile_names_and_absent_tensors_round_trip(tmp_path: Path) -> None:
-    made = recording(names=HOSTILE)
-    made.scalars |= {name: np.full(40, math.inf) for name in HOSTILE}
-    made.tables["\ud800 lone surrogate"] = made.tables.pop("parameter")
     assert_same(load(save(made, tmp_path / "a.gradstat")), made)
 
 
@@ -160,62 +138,6 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(saved: Path, m
     assert {path.name for path in saved.parent.iterdir()} == {saved.name, "folder"}
 
 
-def test_killed_while_saving_the_old_file_is_read(saved: Path) -> None:
-    before = load(saved)
-    code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from recordings import recording\n"
-        "from gradstat.monitor.recording import archive, file\n"
-        "import time\n"
-        "write = archive.np.lib.format.write_array\n"
-        "def slow(file, array, **options):\n"
-        "    write(file, array, **options)\n"
-        "    if array.ndim == 3:\n"
-        "        print('in the middle', flush=True)\n"
-        "        time.sleep(60)\n"
-        "archive.np.lib.format.write_array = slow\n"
-        "file.save(recording(200, 50), sys.argv[1])\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(saved)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in the middle\n"
-        time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert len(list(saved.parent.glob(".run.gradstat.*.tmp"))) == 1  # it was in the middle
-    assert_same(load(saved), before)
-    save(before, saved)
-
-
-def test_a_file_that_is_cut_is_refused_wherever_it_is_cut(saved: Path, tmp_path: Path) -> None:
-    data = saved.read_bytes()
-    cut = tmp_path / "cut.gradstat"
-    for length in [*range(0, len(data), 7), len(data) - 1]:
-        cut.write_bytes(data[:length])
-        with pytest.raises(RecordingFileError, match=r"cut\.gradstat is not a gradstat recording, or is damaged"):
-            load(cut)
-
-
-def test_a_flipped_bit_is_refused_or_without_effect(saved: Path, tmp_path: Path) -> None:
-    data, whole = bytearray(saved.read_bytes()), load(saved)
-    rng = np.random.default_rng(0)
-    flipped = tmp_path / "flipped.gradstat"
-    refused = 0
-    for _ in range(400):
-        place, bit = int(rng.integers(len(data))), 1 << int(rng.integers(8))
-        data[place] ^= bit
-        flipped.write_bytes(data)
-        data[place] ^= bit
-        try:
-            assert_same(load(flipped), whole)  # dates and the like
-        except RecordingFileError:
-            refused += 1
-    assert refused > 300
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a recording\n" * 100, b"\x80\x04\x95", bytes(10_000)])
 def test_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(content)
@@ -232,44 +154,13 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def rewritten(path: Path, header: object = None, members: dict[str, bytes] | None = None, **changed: object) -> Path:
-    """A copy of a recording with another header, some of it changed, or with other members."""
-    with zipfile.ZipFile(path) as archive:
-        held = {name: archive.read(name) for name in archive.namelist()}
-    if header is None:
-        header = {**json.loads(held["header.json"]), **changed}
-    held["header.json"] = header if isinstance(header, bytes) else json.dumps(header).encode()
-    copy = path.with_name("rewritten.gradstat")
-    with zipfile.ZipFile(copy, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in {**held, **(members or {})}.items():
-            archive.writestr(name, data)
-    return copy
-
-
-def test_a_newer_version_is_refused_politely_and_a_minor_one_read(saved: Path) -> None:
-    newer = rewritten(saved, version=[2, 1], gradstat="9.8.7", columns="of another kind")
-    with pytest.raises(
-        RecordingFileError, match=r"written by gradstat 9\.8\.7 in version 2\.1.*pip install -U gradstat"
-    ):
-        load(newer)
+def test_a_file_of_a_later_minor_version_is_read(saved: Path) -> None:
+    members = {"more.npy": b"?"}
     with zipfile.ZipFile(saved) as archive:
-        first = np.lib.format.read_array(archive.open("tables/0/values.npy"))
-        second = np.lib.format.read_array(archive.open("tables/1/values.npy"))
-    added = {
-        "tables/0/values.npy": npy(np.insert(first, 0, 7, 0)),
-        "tables/1/values.npy": npy(np.insert(second, 0, 7, 0)),
-    }
-    columns = ["kurtosis", *COLUMNS]
-    minor = rewritten(saved, None, {**added, "more.npy": b"?"}, version=[1, 9], columns=columns, more="?")
+        for name in ("tables/0/values.npy", "tables/1/values.npy"):
+            members[name] = npy(np.insert(np.lib.format.read_array(archive.open(name)), 0, 7, 0))
+    minor = rewritten(saved, members, version=[1, 9], columns=["kurtosis", *COLUMNS], more="?")
     assert_same(load(minor), load(saved))
-
-
-def npy(array: np.ndarray) -> bytes:
-    import io
-
-    file = io.BytesIO()
-    np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=array.dtype.hasobject)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -301,7 +192,7 @@ def test_a_header_that_does_not_fit_is_refused(changed: dict[str, object], saved
 @pytest.mark.parametrize("header", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"$float": "1"}', b"9" * 5000])
 def test_a_header_that_is_no_header_is_refused(header: bytes, saved: Path) -> None:
     with pytest.raises(RecordingFileError):
-        load(rewritten(saved, header))
+        load(rewritten(saved, {"header.json": header}))
 
 
 @pytest.mark.parametrize(
@@ -318,31 +209,25 @@ def test_a_header_that_is_no_header_is_refused(header: bytes, saved: Path) -> No
 )
 def test_arrays_that_do_not_fit_are_refused(array: np.ndarray, saved: Path) -> None:
     with pytest.raises(RecordingFileError):
-        load(rewritten(saved, members={"steps.npy": npy(array)}))
+        load(rewritten(saved, {"steps.npy": npy(array)}))
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(saved: Path) -> None:
     claimed = npy(np.zeros(12, np.int64))[:128].replace(b"(12,)", b"(10**9,)")
-    for data in (claimed, npy(np.zeros(2, np.int64))[:128].replace(b"(2,), }", b"(1 << 60,), }"), bytes(300 << 20)):
-        bomb = rewritten(saved, members={"steps.npy": data})
-        assert peak_of(bomb) < 100 << 20
+    for data in (claimed, npy(np.zeros(2, np.int64))[:128].replace(b"(2,), }", b"(1 << 60,), }"), bytes(50 << 20)):
+        bomb = rewritten(saved, {"steps.npy": data})
+        tracemalloc.start()
+        try:
+            with pytest.raises(RecordingFileError):
+                load(bomb)
+            assert tracemalloc.get_traced_memory()[1] < 10 << 20
+        finally:
+            tracemalloc.stop()
     # A member that is all that its declared size says, and consistent with the header, but beyond the limit.
-    n = 3_000_000
-    large = rewritten(saved, None, {"steps.npy": npy(np.arange(n)), "scalars.npy": npy(np.zeros((7, n)))}, n_steps=n)
+    n = 30_000
+    large = rewritten(saved, {"steps.npy": npy(np.arange(n)), "scalars.npy": npy(np.zeros((7, n)))}, n_steps=n)
     with pytest.raises(RecordingFileError, match="larger than the limit"):
-        load(large, limit=100 << 20)
-
-
-def peak_of(path: Path) -> int:
-    import tracemalloc
-
-    tracemalloc.start()
-    try:
-        with pytest.raises(RecordingFileError):
-            load(path)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+        load(large, limit=1 << 20)
 
 
 def test_a_declared_size_that_deflate_cannot_reach_is_refused(saved: Path) -> None:
@@ -356,11 +241,5 @@ def test_a_declared_size_that_deflate_cannot_reach_is_refused(saved: Path) -> No
 
 def test_other_compressions_are_refused(saved: Path) -> None:
     for method in (zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2):
-        with zipfile.ZipFile(saved) as archive:
-            held = {name: archive.read(name) for name in archive.namelist()}
-        copy = saved.with_name("odd.gradstat")
-        with zipfile.ZipFile(copy, "w", method) as archive:
-            for name, data in held.items():
-                archive.writestr(name, data)
         with pytest.raises(RecordingFileError, match="compressed by method"):
-            load(copy)
+            load(rewritten(saved, method=method))

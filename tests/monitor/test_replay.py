@@ -3,9 +3,6 @@
 import gc
 import json
 import math
-import os
-import re
-import subprocess
 import sys
 import types
 import weakref
@@ -31,12 +28,13 @@ def line_of(mark: str) -> int:
     return found
 
 
-def assert_source(culprit: Culprit, mark: str) -> None:
+def assert_source(culprit: Culprit, where: str | types.FunctionType) -> None:
+    """Holds that it is in the line of a mark, or in that of a function of one line."""
     assert culprit.source is not None
     path, _, number = culprit.source.rpartition(":")
     assert Path(path).resolve() == Path(__file__).resolve()
-    assert int(number) == line_of(mark), culprit
-    assert culprit.line.endswith("# " + mark)
+    assert int(number) == (line_of(where) if isinstance(where, str) else where.__code__.co_firstlineno), culprit
+    assert culprit.line == Path(__file__).read_text().splitlines()[int(number) - 1].strip()
 
 
 class Inner(nn.Module):
@@ -55,150 +53,42 @@ def model_of(f: Callable[..., Tensor], n: int = 3) -> nn.Module:
     return nn.Sequential(nn.Identity(), nn.Sequential(Inner(f, n)))
 
 
-def blamed(f: Callable[..., Tensor], x: Tensor | None = None, **kwargs: Any) -> Culprit | None:
-    """The culprit of a step whose innermost module, ``1.0``, is ``f``."""
+def culprit_of(model: nn.Module, step: Callable[..., Any], **kwargs: Any) -> Culprit:
+    """The culprit of a step that has one."""
+    culprit = find_culprit(model, step, **kwargs)
+    assert culprit is not None
+    return culprit
+
+
+def replayed(f: Callable[..., Tensor], x: Tensor | None = None) -> Culprit | None:
+    """What is found in a step whose innermost module, ``1.0``, is ``f``."""
     x = torch.tensor([0.0, 1.0, 2.0]) if x is None else x
     model = model_of(f, x.shape[-1])
-    return find_culprit(model, lambda x: model(x).sum().backward(), batch=x, **kwargs)
+    return find_culprit(model, lambda x: model(x).sum().backward(), batch=x)
 
 
-# Forward ----------------------------------------------------------------------------------------------------
+def blamed(f: Callable[..., Tensor], x: Tensor | None = None) -> Culprit:
+    """The culprit of such a step."""
+    culprit = replayed(f, x)
+    assert culprit is not None
+    return culprit
+
+
+# Operations and their derivatives ------------------------------------------------------------------------------
 
 
 def by_log(h: Tensor) -> Tensor:
     return h.log()  # log
 
 
-def by_exp(h: Tensor) -> Tensor:
-    return (h * 100).exp()  # exp
-
-
-def by_division(h: Tensor) -> Tensor:
-    return 1 / h  # division
-
-
-def by_half(h: Tensor) -> Tensor:
-    return (h * 60000).half().float()  # half
-
-
-def by_zero_norm(h: Tensor) -> Tensor:
-    return (h * 0) / (h * 0).norm()  # norm
-
-
-def by_two_infinities(h: Tensor) -> Tensor:
-    big = torch.full_like(h, math.inf)
-    return h * (big - big)  # infinities
-
-
-def by_masked_row(h: Tensor) -> Tensor:
-    scores = h.expand(2, 3).masked_fill(torch.tensor([[False] * 3, [True] * 3]), -math.inf)
-    return scores.softmax(-1)  # softmax
-
-
-def by_infinity_times_zero(h: Tensor) -> Tensor:
-    mask = torch.triu(torch.full((3, 3), -math.inf), 1)
-    return h + mask * 0  # times zero
+def by_sqrt(h: Tensor) -> Tensor:
+    return h.sqrt()  # sqrt
 
 
 def in_place(h: Tensor) -> Tensor:
     y = h + 0
     y.log_()  # in place
     return y
-
-
-@pytest.mark.parametrize(
-    ("f", "mark", "kind", "op"),
-    [
-        (by_log, "log", "inf", "log"),
-        (by_exp, "exp", "inf", "exp"),
-        (by_division, "division", "inf", "reciprocal"),
-        (by_half, "half", "inf", "to"),
-        (by_zero_norm, "norm", "nan", "div"),
-        (by_two_infinities, "infinities", "nan", "sub"),
-        (by_masked_row, "softmax", "nan", "softmax"),
-        (by_infinity_times_zero, "times zero", "nan", "mul"),
-        (in_place, "in place", "inf", "log_"),
-    ],
-)
-def test_the_first_bad_operation_of_the_forward_pass(f: Forward, mark: str, kind: str, op: str) -> None:
-    culprit = blamed(f)
-    assert culprit is not None
-    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("forward", kind, op, "1.0")
-    assert_source(culprit, mark)
-
-
-def test_what_went_in_is_told_as_it_was_before() -> None:
-    for f in (by_log, in_place):
-        culprit = blamed(f)
-        assert culprit is not None
-        assert culprit.inputs is not None
-        assert culprit.inputs.ok
-        assert culprit.inputs["self"].zero_count == 1
-        assert culprit.inputs["self"].max == 2.0
-        assert culprit.output is not None
-        assert culprit.output["output"].inf_count == 1
-        assert culprit.output["output"].first_nonfinite == (0,)
-
-
-def test_the_stack_leads_from_the_step_to_the_line() -> None:
-    culprit = blamed(by_log)
-    assert culprit is not None
-    functions = [frame.split(" in ")[1].split(":")[0] for frame in culprit.stack]
-    assert functions == ["<lambda>", "forward", "by_log"]
-    text = str(culprit)
-    assert "Inf was first made in the forward pass, by log in module '1.0'" in text
-    assert f":{line_of('log')}\n      return h.log()  # log" in text
-    assert "went in: self, 3 float32: 0 to 2, 1 zero, all finite" in text
-    told = json.loads(json.dumps(culprit.to_dict(), allow_nan=False))
-    assert told["op"] == "log"
-    assert told["inputs"][0]["zero_count"] == 1
-
-
-def test_a_loss_outside_of_the_model_has_no_module_and_the_root_is_empty() -> None:
-    model = nn.Linear(3, 3)
-
-    def step() -> None:
-        (model(torch.zeros(2, 3)) * 0).log().sum().backward()  # outside
-
-    culprit = find_culprit(model, step)
-    assert culprit is not None
-    assert culprit.module is None
-    assert_source(culprit, "outside")
-    root = Inner(by_log)
-    culprit = find_culprit(root, lambda: root(torch.zeros(3)).sum().backward())
-    assert culprit is not None
-    assert culprit.module == ""
-    assert "in the model itself" in str(culprit)
-
-
-# Backward ---------------------------------------------------------------------------------------------------
-
-
-def by_sqrt(h: Tensor) -> Tensor:
-    return h.sqrt()  # sqrt
-
-
-def by_zero_times_infinity(h: Tensor) -> Tensor:
-    return torch.where(h > 0, h.sqrt(), 0.0)  # where sqrt
-
-
-def by_atan2(h: Tensor) -> Tensor:
-    return torch.atan2(h * 0, h * 0)  # atan2
-
-
-@pytest.mark.parametrize(
-    ("f", "mark", "kind", "op"),
-    [
-        (by_sqrt, "sqrt", "inf", "sqrt"),  # which anomaly mode does not see
-        (by_zero_times_infinity, "where sqrt", "nan", "sqrt"),
-    ],
-)
-def test_the_first_bad_derivative(f: Forward, mark: str, kind: str, op: str) -> None:
-    culprit = blamed(f)
-    assert culprit is not None
-    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("backward", kind, op, "1.0")
-    assert_source(culprit, mark)
-    assert "in the backward pass, by the derivative of sqrt in module '1.0'" in str(culprit)
 
 
 class BadBackward(torch.autograd.Function):
@@ -221,23 +111,79 @@ class BringsAlong(BadBackward):
         return BAD
 
 
-def applies_brings_along(h: Tensor) -> Tensor:
-    out: Tensor = BringsAlong.apply(h)  # brings along
-    return out
+FIRST = torch.tensor([True, False, False])
+ROW = torch.tensor([[False] * 3, [True] * 3])
+IN_A_LINE: list[tuple[str, str, str, Any]] = [
+    ("forward", "inf", "exp", lambda h: (h * 100).exp()),
+    ("forward", "inf", "reciprocal", lambda h: 1 / h),
+    ("forward", "inf", "to", lambda h: (h * 60000).half().float()),
+    ("forward", "nan", "div", lambda h: (h * 0) / (h * 0).norm()),
+    ("forward", "nan", "sub", lambda h: h * (torch.full_like(h, math.inf) - torch.full_like(h, math.inf))),
+    ("forward", "nan", "softmax", lambda h: h.expand(2, 3).masked_fill(ROW, -math.inf).softmax(-1)),
+    ("forward", "nan", "mul", lambda h: h + torch.triu(torch.full((3, 3), -math.inf), 1) * 0),
+    ("forward", "inf", "exp", lambda h: (h * 100).masked_fill(FIRST, -math.inf).exp()),  # beside a mask
+    # An intention, but all there is to blame.
+    ("forward", "inf", "masked_fill", lambda h: F.cross_entropy(h.masked_fill(FIRST, -math.inf), torch.tensor(0))),
+    ("backward", "nan", "sqrt", lambda h: torch.where(h > 0, h.sqrt(), 0.0)),
+    ("backward", "nan", "BringsAlong", lambda h: BringsAlong.apply(h)),  # which no operation shows
+]
 
 
-def test_a_python_backward_is_blamed_at_its_own_line() -> None:
-    culprit = blamed(BadBackward.apply)
-    assert culprit is not None
-    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("backward", "nan", "div", "1.0")
-    assert_source(culprit, "own backward")
+@pytest.mark.parametrize(
+    ("phase", "kind", "op", "f", "where"),
+    [
+        *((*case, case[-1]) for case in IN_A_LINE),
+        ("forward", "inf", "log", by_log, "log"),
+        ("forward", "inf", "log_", in_place, "in place"),
+        ("backward", "inf", "sqrt", by_sqrt, "sqrt"),  # which anomaly mode does not see
+        ("backward", "nan", "div", BadBackward.apply, "own backward"),
+    ],
+)
+def test_the_first_bad_operation(phase: str, kind: str, op: str, f: Any, where: Any) -> None:
+    culprit = blamed(f)
+    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == (phase, kind, op, "1.0")
+    assert_source(culprit, where)
 
 
-def test_a_backward_that_no_operation_shows_is_blamed_at_its_forward_line() -> None:
-    culprit = blamed(applies_brings_along)
-    assert culprit is not None
-    assert (culprit.phase, culprit.kind, culprit.op, culprit.module) == ("backward", "nan", "BringsAlong", "1.0")
-    assert_source(culprit, "brings along")
+def test_what_went_in_is_told_as_it_was_before() -> None:
+    for f in (by_log, in_place):
+        culprit = blamed(f)
+        assert culprit.inputs is not None
+        assert culprit.inputs.ok
+        assert culprit.inputs["self"].zero_count == 1
+        assert culprit.inputs["self"].max == 2.0
+        assert culprit.output is not None
+        assert culprit.output["output"].inf_count == 1
+        assert culprit.output["output"].first_nonfinite == (0,)
+
+
+def test_the_stack_leads_from_the_step_to_the_line() -> None:
+    culprit = blamed(by_log)
+    functions = [frame.split(" in ")[1].split(":")[0] for frame in culprit.stack]
+    assert functions == ["<lambda>", "forward", "by_log"]
+    text = str(culprit)
+    assert "Inf was first made in the forward pass, by log in module '1.0'" in text
+    assert f":{line_of('log')}\n      return h.log()  # log" in text
+    assert "went in: self, 3 float32: 0 to 2, 1 zero, all finite" in text
+    assert "in the backward pass, by the derivative of sqrt in module '1.0'" in str(blamed(by_sqrt))
+    told = json.loads(json.dumps(culprit.to_dict(), allow_nan=False))
+    assert told["op"] == "log"
+    assert told["inputs"][0]["zero_count"] == 1
+
+
+def test_a_loss_outside_of_the_model_has_no_module_and_the_root_is_empty() -> None:
+    model = nn.Linear(3, 3)
+
+    def step() -> None:
+        (model(torch.zeros(2, 3)) * 0).log().sum().backward()  # outside
+
+    culprit = culprit_of(model, step)
+    assert culprit.module is None
+    assert_source(culprit, "outside")
+    root = Inner(by_log)
+    culprit = culprit_of(root, lambda: root(torch.zeros(3)).sum().backward())
+    assert culprit.module == ""
+    assert "in the model itself" in str(culprit)
 
 
 def test_a_second_derivative_leads_to_the_forward_line() -> None:
@@ -247,11 +193,8 @@ def test_a_second_derivative_leads_to_the_forward_line() -> None:
         gradient.sum().backward()
 
     model = model_of(by_log)
-    culprit = find_culprit(model, step, batch=torch.tensor([0.0, 1.0, 2.0]))
-    assert culprit is None or culprit.phase == "backward"
     model[1][0].weight.data.zero_()
-    culprit = find_culprit(model, step, batch=torch.ones(3))
-    assert culprit is not None
+    culprit = culprit_of(model, step, batch=torch.ones(3))
     assert (culprit.phase, culprit.kind) == ("backward", "inf")
     assert_source(culprit, "penalty")
 
@@ -267,8 +210,7 @@ def test_an_overflow_when_gradients_of_two_backward_passes_are_added() -> None:
         for _ in range(2):
             model(torch.ones(3)).sum().backward()
 
-    culprit = find_culprit(model, step)
-    assert culprit is not None
+    culprit = culprit_of(model, step)
     assert (culprit.phase, culprit.kind) == ("accumulation", "inf")
     assert (culprit.name, culprit.module) == ("1.0.weight", "1.0")
     assert culprit.inputs is not None
@@ -284,8 +226,7 @@ def test_an_overflow_when_the_engine_adds_the_gradients_of_two_uses() -> None:
         weight = model[1][0].weight
         (weight * 2e38 + weight * 2e38).sum().backward()
 
-    culprit = find_culprit(model, step)
-    assert culprit is not None
+    culprit = culprit_of(model, step)
     assert (culprit.phase, culprit.name) == ("accumulation", "1.0.weight")
 
 
@@ -296,7 +237,6 @@ def used_twice(h: Tensor) -> Tensor:
 
 def test_an_overflow_between_two_uses_of_an_activation_leads_to_where_that_was_made() -> None:
     culprit = blamed(used_twice, torch.full((3,), -0.999))
-    assert culprit is not None
     assert (culprit.phase, culprit.name, culprit.module) == ("accumulation", None, "1.0")
     assert_source(culprit, "shared")
 
@@ -327,8 +267,7 @@ def test_a_hook_on_a_parameter(hook: Callable[..., Any], mark: str) -> None:
         weight.register_post_accumulate_grad_hook(hook)
     else:
         weight.register_hook(hook)
-    culprit = find_culprit(model, lambda: model(torch.ones(3)).sum().backward())
-    assert culprit is not None
+    culprit = culprit_of(model, lambda: model(torch.ones(3)).sum().backward())
     assert (culprit.phase, culprit.name, culprit.module) == ("hook", "1.0.weight", "1.0")
     assert_source(culprit, mark)
     assert "by a hook of '1.0.weight'" in str(culprit)
@@ -342,17 +281,14 @@ def test_hooks_on_activations_and_modules() -> None:
         return h * 2
 
     culprit = blamed(hooked)
-    assert culprit is not None
     assert (culprit.phase, culprit.module) == ("hook", "1.0")
     assert_source(culprit, "hook")
     model = model_of(by_sqrt)
     model[1][0].register_full_backward_hook(lambda m, gi, go: (gi[0] / 0,))  # module hook
     x = torch.ones(3, requires_grad=True)
-    culprit = find_culprit(model, lambda: model(x * 1).sum().backward())
-    assert culprit is None  # the weight has no part in it
+    assert find_culprit(model, lambda: model(x * 1).sum().backward()) is None  # the weight has no part in it
     model.insert(0, Inner(lambda h: h))
-    culprit = find_culprit(model, lambda: model(x * 1).sum().backward())
-    assert culprit is not None
+    culprit = culprit_of(model, lambda: model(x * 1).sum().backward())
     assert culprit.phase == "hook"
     assert_source(culprit, "module hook")
 
@@ -363,7 +299,6 @@ def test_a_hook_on_an_activation_that_brings_its_gradient_along() -> None:
         return h * 2
 
     culprit = blamed(hooked)
-    assert culprit is not None
     assert (culprit.phase, culprit.kind, culprit.module) == ("hook", "nan", "1.0")
 
 
@@ -377,8 +312,7 @@ def test_a_bad_batch_is_named_by_the_expression_that_reaches_it() -> None:
     def step(batch: Any) -> None:
         model(batch["x"][1]).sum().backward()
 
-    culprit = find_culprit(model, step, batch=batch)
-    assert culprit is not None
+    culprit = culprit_of(model, step, batch=batch)
     assert (culprit.phase, culprit.kind, culprit.name) == ("input", "nan", "batch['x'][1]")
     assert "NaN came in from outside of the model: batch['x'][1]" in str(culprit)
     batch["x"].reverse()
@@ -392,8 +326,7 @@ def test_a_bad_tensor_that_the_step_brings_itself() -> None:
     def step() -> None:
         model(x).sum().backward()  # brought
 
-    culprit = find_culprit(model, step)
-    assert culprit is not None
+    culprit = culprit_of(model, step)
     assert (culprit.phase, culprit.name) == ("input", None)
     assert_source(culprit, "brought")
 
@@ -406,13 +339,11 @@ def test_a_bad_parameter_and_a_bad_buffer() -> None:
         model(x).sum().backward()
 
     model[1].running_mean[1] = math.inf
-    culprit = find_culprit(model, step)
-    assert culprit is not None
+    culprit = culprit_of(model, step)
     assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("parameter", "inf", "1.running_mean", "1")
     model[1].running_mean.zero_()
     model[2].weight.data[0, 1] = math.nan
-    culprit = find_culprit(model, step)
-    assert culprit is not None
+    culprit = culprit_of(model, step)
     assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
     assert culprit.output is not None
     assert culprit.output[0].first_nonfinite == (0, 1)
@@ -421,8 +352,7 @@ def test_a_bad_parameter_and_a_bad_buffer() -> None:
 def test_a_bad_parameter_is_named_even_when_this_step_does_not_use_it() -> None:
     embedding = nn.Embedding(4, 2)
     embedding.weight.data[3] = math.nan
-    culprit = find_culprit(embedding, lambda: embedding(torch.tensor([0, 1])).sum().backward())
-    assert culprit is not None
+    culprit = culprit_of(embedding, lambda: embedding(torch.tensor([0, 1])).sum().backward())
     assert culprit.phase == "parameter"
 
 
@@ -482,7 +412,7 @@ def uninitialised_but_written(h: Tensor) -> Tensor:
     [attention_with_masks, other_ways_to_write_infinity, masked_transient, repaired, uninitialised_but_written],
 )
 def test_a_healthy_step_has_no_culprit(f: Forward) -> None:
-    assert blamed(f) is None
+    assert replayed(f) is None
 
 
 def both(f: Forward) -> Forward:
@@ -492,7 +422,6 @@ def both(f: Forward) -> Forward:
 @pytest.mark.parametrize("f", [attention_with_masks, other_ways_to_write_infinity, masked_transient, repaired])
 def test_beside_intended_and_transient_infinities_the_true_culprit_is_found(f: Forward) -> None:
     culprit = blamed(both(f))
-    assert culprit is not None
     assert (culprit.phase, culprit.op) == ("backward", "sqrt")
 
 
@@ -503,33 +432,8 @@ def chosen_between(h: Tensor) -> Tensor:
 
 def test_of_two_bad_operations_the_one_whose_values_are_used() -> None:
     culprit = blamed(chosen_between, torch.tensor([0.0, 0.6, 2.0]))
-    assert culprit is not None
     assert culprit.op == "log"
     assert_source(culprit, "chosen between")
-
-
-def beside_a_mask(h: Tensor) -> Tensor:
-    scores = (h * 100).masked_fill(torch.tensor([True, False, False]), -math.inf)
-    return scores.exp()  # beside a mask
-
-
-def test_an_overflow_beside_a_masked_element_is_no_intention() -> None:
-    culprit = blamed(beside_a_mask)
-    assert culprit is not None
-    assert (culprit.op, culprit.kind) == ("exp", "inf")
-    assert_source(culprit, "beside a mask")
-
-
-def masked_label(h: Tensor) -> Tensor:
-    logits = h.masked_fill(torch.tensor([True, False, False]), -math.inf)  # masked label
-    return F.cross_entropy(logits[None], torch.tensor([0]))
-
-
-def test_an_intended_infinity_is_blamed_if_it_is_all_there_is() -> None:
-    culprit = blamed(masked_label)
-    assert culprit is not None
-    assert culprit.op == "masked_fill"
-    assert_source(culprit, "masked label")
 
 
 def reads_unwritten(h: Tensor) -> Tensor:
@@ -539,7 +443,6 @@ def reads_unwritten(h: Tensor) -> Tensor:
 @pytest.mark.usefixtures("_poisoned")
 def test_memory_that_nobody_wrote() -> None:
     culprit = blamed(reads_unwritten)
-    assert culprit is not None
     assert (culprit.op, culprit.kind) == ("empty", "nan")
     assert_source(culprit, "unwritten")
     assert "nothing wrote it" in str(culprit)
@@ -559,8 +462,7 @@ def test_a_mask_in_a_buffer_or_the_batch_is_no_bad_input() -> None:
     mask = torch.tensor([0.0, 0.0, -math.inf])
     step = lambda batch: model(*batch).square().sum().backward()  # noqa: E731
     assert find_culprit(model, step, batch=(torch.ones(3), mask)) is None
-    culprit = find_culprit(model, step, batch=(torch.ones(3), torch.full((3,), -math.inf)))
-    assert culprit is not None
+    culprit = culprit_of(model, step, batch=(torch.ones(3), torch.full((3,), -math.inf)))
     assert (culprit.phase, culprit.op, culprit.kind) == ("forward", "softmax", "nan")
     assert_source(culprit, "attention")
 
@@ -577,16 +479,14 @@ def test_a_step_that_refuses_a_bad_loss_still_has_a_culprit_and_other_errors_pas
             raise FloatingPointError("loss is not finite")
         loss.backward()
 
-    culprit = find_culprit(model, refuses)
-    assert culprit is not None
-    assert culprit.op == "log"
+    assert culprit_of(model, refuses).op == "log"
 
     def skips() -> None:
         loss = model(torch.zeros(3)).sum()
         if torch.isfinite(loss):
             loss.backward()
 
-    assert find_culprit(model, refuses) is not None
+    assert culprit_of(model, skips).op == "log"
 
     def fails() -> None:
         raise KeyError("unrelated")
@@ -598,8 +498,7 @@ def test_a_step_that_refuses_a_bad_loss_still_has_a_culprit_and_other_errors_pas
 def test_it_can_be_called_without_gradients_but_not_in_a_backward_pass() -> None:
     model = model_of(by_log)
     with torch.no_grad():
-        culprit = find_culprit(model, lambda: model(torch.zeros(3)).sum().backward())
-    assert culprit is not None
+        culprit_of(model, lambda: model(torch.zeros(3)).sum().backward())
     weight = model[1][0].weight
     weight.register_hook(lambda gradient: find_culprit(model, lambda: None))
     with pytest.raises(RuntimeError, match="cannot run in a hook of a backward pass"):
@@ -633,8 +532,7 @@ def test_a_checkpointed_block(reentrant: bool) -> None:
         x = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
         model(x).sum().backward()
         assert len(keeper.states) == 1
-        culprit = find_culprit(model, lambda: model(x).sum().backward(), state=keeper.states)  # noqa: B023
-        assert culprit is not None
+        culprit = culprit_of(model, lambda: model(x).sum().backward(), state=keeper.states)  # noqa: B023
         assert (culprit.phase, culprit.module) == (phase, "inner")
         assert_source(culprit, mark)
 
@@ -650,10 +548,8 @@ def test_autocast(dtype: torch.dtype) -> None:
         loss.backward()
 
     culprit = find_culprit(model, step, batch=torch.ones(2, 4) * 10)
-    if dtype is torch.bfloat16:
-        assert culprit is None
-    else:
-        assert culprit is not None
+    assert (culprit is None) == (dtype is torch.bfloat16)
+    if culprit is not None:
         assert (culprit.phase, culprit.kind, culprit.module, culprit.op) == ("forward", "inf", "0", "addmm")
 
 
@@ -671,8 +567,7 @@ def test_a_loss_scale_that_is_too_large() -> None:
         scaler.update()
 
     x = torch.randn(2, 4)
-    culprit = find_culprit(model, step, batch=x, optimizer=optimizer, scaler=scaler)
-    assert culprit is not None
+    culprit = culprit_of(model, step, batch=x, optimizer=optimizer, scaler=scaler)
     assert culprit.kind == "inf"
     assert scaler.get_scale() in (65536.0, 2.0**24)  # as it was: lazily made on the first call
     assert scaler._scale is None
@@ -684,16 +579,14 @@ def test_inside_of_function_transforms() -> None:
     def mapped() -> None:
         torch.func.vmap(lambda x: (linear(x) * 0).log())(torch.ones(4, 3)).sum().backward()  # mapped
 
-    culprit = find_culprit(linear, mapped)
-    assert culprit is not None
+    culprit = culprit_of(linear, mapped)
     assert_source(culprit, "mapped")
 
     def derived() -> None:
         scale = torch.func.grad(lambda w: (w * 0).sqrt().sum())(linear.weight.detach()).sum()  # derived
         (linear(torch.ones(1, 3)) * scale).sum().backward()
 
-    culprit = find_culprit(linear, derived)
-    assert culprit is not None
+    culprit = culprit_of(linear, derived)
     assert (culprit.phase, culprit.op) == ("backward", "sqrt")
     assert_source(culprit, "derived")
 
@@ -712,8 +605,7 @@ def test_scripted_modules_and_wrapped_tensors() -> None:
         pair = TwoTensor(torch.zeros(3), torch.ones(3)).log()  # wrapped
         (model(torch.ones(1, 3)) * pair.a).sum().backward()
 
-    culprit = find_culprit(model, step)
-    assert culprit is not None
+    culprit = culprit_of(model, step)
     assert_source(culprit, "wrapped")
 
 
@@ -724,8 +616,7 @@ def test_compiled_models_run_eagerly() -> None:
     x = torch.tensor([0.0, 1.0, 2.0])
     step(x)
     assert len(keeper.states) == 1
-    culprit = find_culprit(model, step, batch=x, state=keeper.states)
-    assert culprit is not None
+    culprit = culprit_of(model, step, batch=x, state=keeper.states)
     assert culprit.op == "log"
     assert culprit.module is not None
     assert culprit.module.endswith("1.0")
@@ -751,40 +642,15 @@ def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
     gc.collect()
     gc.disable()
     try:
-        culprit = find_culprit(model, step)
+        culprit_of(model, step)
         still_there = [reference() for reference in alive]
     finally:
         gc.enable()
-    assert culprit is not None
     assert still_there == [None] * 3
     assert not torch.is_anomaly_enabled()
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
-
-
-def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    page = (root / "docs" / "replay.md").read_text()
-    example, schedule = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (printed,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "train.py").write_text(example)
-    (tmp_path / "schedule.py").write_text(schedule)
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-
-    def run(name: str) -> str:
-        command = [sys.executable, name]
-        return subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-        ).stdout
-
-    def words(text: str) -> str:
-        """Without the numbers of the statistics, which may differ a little between machines."""
-        return re.sub(r"(?<=: )[^\n]*(all finite|zero)$", "...", text, flags=re.MULTILINE)
-
-    assert words(run("train.py")) == words(printed)
-    assert words(printed).count("...") == 2
-    assert run("schedule.py") == "1 of 5 steps in anomaly mode\n"
 
 
 # Notebooks ---------------------------------------------------------------------------------------------------
@@ -798,29 +664,20 @@ def test_the_example_of_the_page_prints_what_the_page_says(tmp_path: Path) -> No
         ("C:\\Temp\\ipykernel_77\\1570997521.py", "In[5]:2"),
         ("<ipython-input-12-0123456789ab>", "In[12]:2"),  # IPython in a terminal, and older kernels
         ("/home/me/ipykernel_77/train.py", "/home/me/ipykernel_77/train.py:2"),  # a file
+        ("/tmp/ipykernel_77/1.py", None),  # without IPython
     ],
 )
-def test_the_code_of_a_notebook_is_named_by_its_cell(file: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = {"/tmp/ipykernel_77/1570997521.py": 5, "C:\\Temp\\ipykernel_77\\1570997521.py": 5}
-
+def test_the_code_of_a_notebook_is_named_by_its_cell(
+    file: str, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def format_code_name(name: str) -> tuple[str, str] | None:  # as IPython.core.compilerop.CachingCompiler
-        return ("Cell", f"In[{cells[name]}]") if name in cells else None
+        return ("Cell", "In[5]") if name.endswith("1570997521.py") else None
 
     compiler = types.SimpleNamespace(format_code_name=format_code_name)
     ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(compile=compiler))
-    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython", ipython if named else None)  # type: ignore[arg-type]
     names: dict[str, Any] = {}
     exec(compile("def f(x):\n    return x.log()", file, "exec"), names)
     culprit = blamed(names["f"], -torch.ones(3))
-    assert culprit is not None
-    assert culprit.source == named
-    assert culprit.stack[-1].startswith(f"{named} in f")
-
-
-def test_a_cell_is_named_without_ipython_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "IPython", None)  # type: ignore[arg-type]
-    names: dict[str, Any] = {}
-    exec(compile("def f(x):\n    return x.log()", "/tmp/ipykernel_77/1.py", "exec"), names)
-    culprit = blamed(names["f"], -torch.ones(3))
-    assert culprit is not None
-    assert culprit.source == "a cell:2"
+    assert culprit.source == (named or "a cell:2")
+    assert culprit.stack[-1].startswith(f"{culprit.source} in f")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import offline_chromium
 from recordings import HOSTILE, recording, spoil
 
 from gradstat.monitor import Finding, Recording
@@ -84,23 +83,10 @@ def test_too_long_a_run_is_thinned_but_keeps_what_matters(bad: list[int]) -> Non
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One headless Chromium that has no network, for all tests here."""
-    required = os.environ.get("GRADSTAT_REQUIRE_BROWSER") == "1"
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        (pytest.fail if required else pytest.skip)("there is no chromium with chromedriver on the path")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1200"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    started.execute_cdp_cmd("Network.enable", {})
-    conditions = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-    started.execute_cdp_cmd("Network.emulateNetworkConditions", conditions)
+    """One for all tests here."""
+    started = offline_chromium()
+    if started is None:
+        pytest.skip("there is no chromium with chromedriver on the path")
     yield started
     started.quit()
 
@@ -113,7 +99,11 @@ class Page:
         for kind in ("browser", "performance"):
             browser.get_log(kind)  # of the page before
         browser.get(path.as_uri())
+        browser.execute_script(
+            "window.$ = (s) => document.querySelector(s); window.$$ = (s) => document.querySelectorAll(s)"
+        )
         self.wait("document.body.dataset.ready === 'yes'")
+        assert "file" in self.fetched()
 
     def __call__(self, expression: str, *arguments: object) -> Any:
         return self.browser.execute_script(f"return {expression}", *arguments)
@@ -131,13 +121,11 @@ class Page:
         self.browser.execute_script(script, id, value)
 
     def scrub(self, value: int) -> None:
-        script = (
-            "const s = document.getElementById('step'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))"
-        )
+        script = "const s = $('#step'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))"
         self.browser.execute_script(script, value)
 
     def click(self, selector: str) -> None:
-        self.browser.execute_script("document.querySelector(arguments[0]).click()", selector)
+        self.browser.execute_script("$(arguments[0]).click()", selector)
 
     def press(self, key: str) -> None:
         self.browser.execute_script("document.activeElement.blur()")
@@ -147,26 +135,35 @@ class Page:
 
     @property
     def step(self) -> str:
-        return str(self("document.getElementById('now').textContent"))
+        return self.text("now")
 
     def rows(self) -> list[list[str]]:
-        cells = "[...document.querySelectorAll('#worst tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        cells = "[...$$('#worst tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
         got: list[list[str]] = self(cells)
         return got
+
+    def text(self, id: str) -> str:
+        return str(self("document.getElementById(arguments[0]).textContent", id))
+
+    def fetched(self) -> set[str]:
+        """The schemes of what was asked for since the last call, each of which is one that needs no network."""
+        log = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
+        sent = [entry["params"]["request"]["url"] for entry in log if entry["method"] == "Network.requestWillBeSent"]
+        schemes = {url.split(":")[0] for url in sent}
+        assert schemes <= {"file", "data", "blob"}
+        return schemes
 
     def assert_clean(self) -> None:
         """Nothing was complained about, nothing fetched and no name executed."""
         assert self("typeof window.harmed") == "undefined"
         assert self.browser.get_log("browser") == []
-        log = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
-        sent = [entry["params"]["request"]["url"] for entry in log if entry["method"] == "Network.requestWillBeSent"]
-        assert {"file"} <= {url.split(":")[0] for url in sent} <= {"file", "data", "blob"}
+        self.fetched()
         entries = self("performance.getEntriesByType('resource').map((e) => e.name)")
         assert [name for name in entries if not name.startswith(("data:", "blob:"))] == []
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Page:
     made = recording(names=HOSTILE)
     made.scalars["</script><b>x"] = made.scalars["loss"]
     gradient = made.tables["gradient"]
@@ -176,41 +173,43 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "<i>rule", "info", 12, HOSTILE[1], {HOSTILE[0]: HOSTILE[1]}, HOSTILE, HOSTILE, HOSTILE[0], "gradient"
     )
     made.findings = (*made.findings, words)
-    return write_page(made, tmp_path_factory.mktemp("page") / "hostile.html", HOSTILE[0], diagnosis_text=HOSTILE[1])
+    path = tmp_path_factory.mktemp("page") / "hostile.html"
+    return Page(browser, write_page(made, path, HOSTILE[0], diagnosis_text=HOSTILE[1]))
 
 
 @pytest.fixture
-def page(browser: Any, hostile: Path) -> Iterator[Page]:
-    made = Page(browser, hostile)
-    yield made
-    made.assert_clean()
+def page(opened: Page) -> Iterator[Page]:
+    """The page at the incident, opened once; only how the table is sorted stays from test to test."""
+    opened.choose("kind", "gradient")
+    opened.choose("column", "L2 norm")
+    opened.click("#close")
+    opened.click("#incident")
+    yield opened
+    opened.assert_clean()
 
 
-Z = "document.getElementById('heat').data[0].z"
-BAD = "document.getElementById('heat').data.find((t) => t.name === 'bad').z"
+Z = "$('#heat').data[0].z"
+BAD = "$('#heat').data.find((t) => t.name === 'bad').z"
 
 
 def test_it_opens_at_the_incident_with_the_verdict(page: Page) -> None:
-    assert (
-        page("document.getElementById('verdict').textContent")
-        == f"Step 30: The gradient of {CULPRIT} has 7 NaN and 2 Inf."
-    )
+    assert page.text("verdict") == f"Step 30: The gradient of {CULPRIT} has 7 NaN and 2 Inf."
     assert page.step == "step 30 of 39"
-    assert page("document.querySelectorAll('.finding').length") == 3
-    assert page("document.querySelector('.finding').dataset.severity") == "error"
-    assert "\N{MINUS SIGN}Inf" in page("document.querySelector('.finding dl').textContent")
-    assert page("document.querySelectorAll('#marks i').length") == 3
+    assert page("$$('.finding').length") == 3
+    assert page("$('.finding').dataset.severity") == "error"
+    assert "\N{MINUS SIGN}Inf" in page("$('.finding dl').textContent")
+    assert page("$$('#marks i').length") == 3
     assert page.rows()[0][:3] == [CULPRIT, "7", "2"]
 
 
 def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
-    assert page("document.querySelectorAll('#heat .heatmaplayer image').length") >= 2
+    assert page("$$('#heat .heatmaplayer image').length") >= 2
     assert page(f"[{Z}.length, {Z}[0].length]") == [24, 40]
     value = recording(names=HOSTILE).tables["gradient"].values
     assert page(f"{Z}[5][7]") == pytest.approx(np.log10(value[7, 5, 0]), abs=1e-4)
     assert page(f"{BAD}.flatMap((row) => [...row]).filter((x) => x === 1).length") == 1
     assert page(f"{BAD}[12][30]") == 1
-    absent = "document.getElementById('heat').data.find((t) => t.name === 'absent').z"
+    absent = "$('#heat').data.find((t) => t.name === 'absent').z"
     assert page(f"[{absent}[1].every((x) => x === 1), {absent}[2].some((x) => x === 1)]") == [True, False]
     page.choose("column", "largest |x|")
     largest = np.abs(value[7, 5, 3:5]).max()
@@ -229,15 +228,12 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page(f"{Z}[12][30]") == pytest.approx(np.log10(3))
     page.choose("kind", "parameter")
     assert page(f"{Z}[0].length") == 8
-    assert (
-        "measured last in step 30" in page("document.getElementById('measured').textContent")
-        or page.step == "step 30 of 39"
-    )
+    assert page.text("measured") == "parameter"
     page.scrub(33)
-    assert page("document.getElementById('measured').textContent") == "parameter, measured last in step 30"
+    assert page.text("measured") == "parameter, measured last in step 30"
 
 
-CURTAIN = "document.getElementById('curtain').getBoundingClientRect()"
+CURTAIN = "$('#curtain').getBoundingClientRect()"
 
 
 def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
@@ -245,18 +241,18 @@ def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
     for step in (0, 20, 39):
         page.scrub(step)
         assert page.step == f"step {step} of 39"
-        assert page("document.getElementById('curtain').dataset.measurement") == str(step)
-        assert page("document.getElementById('worst-title').textContent") == f"Worst in step {step}"
+        assert page("$('#curtain').dataset.measurement") == str(step)
+        assert page.text("worst-title") == f"Worst in step {step}"
         widths.append(page(f"{CURTAIN}.width"))
-    map_width = page("document.getElementById('heat')._fullLayout._size.w")
+    map_width = page("$('#heat')._fullLayout._size.w")
     assert widths[0] == pytest.approx(map_width * 39 / 40, abs=4)
     assert widths[1] == pytest.approx(map_width * 19 / 40, abs=4)
     assert widths[2] <= 2
-    bars = "document.getElementById('profile').data[0].x"
+    bars = "$('#profile').data[0].x"
     before = page(bars)
     page.scrub(3)
     assert page(bars) != before
-    assert page("document.querySelector('[data-series=loss] .value').textContent") != "NaN"
+    assert page("$('[data-series=loss] .value').textContent") != "NaN"
 
 
 def test_keys_and_buttons_move_the_step(page: Page) -> None:
@@ -283,33 +279,33 @@ def test_keys_and_buttons_move_the_step(page: Page) -> None:
 
 def test_play_replays_the_run_up_to_the_incident(page: Page) -> None:
     page.click("#play")
-    assert page("document.getElementById('play').textContent") == "Pause"
-    page.wait("Number(document.getElementById('step').value) > 1 && Number(document.getElementById('step').value) < 30")
+    assert page.text("play") == "Pause"
+    page.wait("Number($('#step').value) > 1 && Number($('#step').value) < 30")
     page.press(" ")
-    assert page("document.getElementById('play').textContent") == "Play"
+    assert page.text("play") == "Play"
     page.scrub(27)
     page.click("#play")
-    page.wait("document.getElementById('play').textContent === 'Play'")
+    page.wait("$('#play').textContent === 'Play'")
     assert page.step == "step 30 of 39"
 
 
 def test_a_name_shows_every_field_of_its_tensor(page: Page) -> None:
-    assert page("document.getElementById('detail').hidden")
+    assert page("$('#detail').hidden")
     page.click("#worst tbody button")
-    assert not page("document.getElementById('detail').hidden")
-    assert page("document.getElementById('detail-title').textContent") == CULPRIT
-    assert page("document.querySelectorAll('#fields .chart').length") == 9
-    marks = "document.querySelector('#fields [data-series=l2_norm] .plot').data[1].x"
+    assert not page("$('#detail').hidden")
+    assert page.text("detail-title") == CULPRIT
+    assert page("$$('#fields .chart').length") == 9
+    marks = "$('#fields [data-series=l2_norm] .plot').data[1].x"
     assert page(marks) == [30]
-    assert page("document.querySelectorAll('#fields .js-plotly-plot').length") == 9
+    assert page("$$('#fields .js-plotly-plot').length") == 9
     page.choose("kind", "parameter")
-    assert page("document.getElementById('detail-title').textContent") == CULPRIT
-    assert page("document.getElementById('detail-size').textContent").startswith("parameter, ")
-    assert page("document.querySelector('#fields [data-series=l2_norm] .plot').data[0].x") == [*range(0, 40, 5)]
+    assert page.text("detail-title") == CULPRIT
+    assert page.text("detail-size").startswith("parameter, ")
+    assert page("$('#fields [data-series=l2_norm] .plot').data[0].x") == [*range(0, 40, 5)]
     page.scrub(12)
-    assert page("document.querySelectorAll('#fields .cursor')[0].style.left") != ""
+    assert page("$$('#fields .cursor')[0].style.left") != ""
     page.click("#close")
-    assert page("document.getElementById('detail').hidden")
+    assert page("$('#detail').hidden")
 
 
 def test_a_click_on_a_row_of_the_map_shows_the_tensor(page: Page) -> None:
@@ -320,11 +316,11 @@ def test_a_click_on_a_row_of_the_map_shows_the_tensor(page: Page) -> None:
     height, width = layer.rect["height"], layer.rect["width"]
     at = (int(-0.3 * width), int(((12 + 0.5) / 24 - 0.5) * height))
     ActionChains(page.browser).move_to_element_with_offset(layer, *at).perform()
-    page.wait("!document.getElementById('tip').hidden")
-    assert page("document.getElementById('tip').textContent").startswith(CULPRIT + "step ")
+    page.wait("!$('#tip').hidden")
+    assert page.text("tip").startswith(CULPRIT + "step ")
     ActionChains(page.browser).move_to_element_with_offset(layer, *at).click().perform()
-    page.wait("!document.getElementById('detail').hidden")
-    assert page("document.getElementById('detail-title').textContent") == CULPRIT
+    page.wait("!$('#detail').hidden")
+    assert page.text("detail-title") == CULPRIT
 
 
 def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
@@ -332,17 +328,15 @@ def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
     shown = {row[0] for row in page.rows()}
     assert {HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[4]} <= shown
     for name in (HOSTILE[0], HOSTILE[2]):
-        script = (
-            "[...document.querySelectorAll('#worst tbody button')].find((b) => b.textContent === arguments[0]).click()"
-        )
+        script = "[...$$('#worst tbody button')].find((b) => b.textContent === arguments[0]).click()"
         page.browser.execute_script(script, name)
-        assert page("document.getElementById('detail-title').textContent") == name
-    labels = page("[...document.querySelectorAll('#heat .ytick text')].map((t) => t.textContent)")
+        assert page.text("detail-title") == name
+    labels = page("[...$$('#heat .ytick text')].map((t) => t.textContent)")
     assert labels[0].startswith("</script>")
     assert "<b>&amp;</b>" in labels
-    assert page("document.querySelectorAll('main img, main a, #heat a').length") == 0
-    assert page("document.getElementById('run').textContent") == HOSTILE[0]
-    assert page("document.querySelector('#told pre').textContent") == HOSTILE[1]
+    assert page("$$('main img, main a, #heat a').length") == 0
+    assert page.text("run") == HOSTILE[0]
+    assert page("$('#told pre').textContent") == HOSTILE[1]
 
 
 def test_the_table_sorts(page: Page) -> None:
@@ -352,7 +346,7 @@ def test_the_table_sorts(page: Page) -> None:
     norms = [key(row[4]) for row in page.rows()]
     assert norms == sorted(norms, reverse=True)
     assert len(norms) == 23  # of 24, one was never there
-    assert page("document.querySelector('th[aria-sort]').dataset.key") == "l2_norm"
+    assert page("$('th[aria-sort]').dataset.key") == "l2_norm"
     page.click("#worst th[data-key=l2_norm] button")
     norms = [key(row[4]) for row in page.rows()]
     assert norms == sorted(norms)
@@ -361,14 +355,12 @@ def test_the_table_sorts(page: Page) -> None:
 
 
 def test_lines_mark_what_is_not_finite_and_what_was_found(page: Page) -> None:
-    loss = "document.querySelector('[data-series=loss] .plot').data"
+    loss = "$('[data-series=loss] .plot').data"
     assert page(f"{loss}[1].x") == [30]
     assert page(f"{loss}[1].text") == ["step 30: NaN"]
     assert page(f"{loss}[2].text") == ["The loss tripled."]
     assert page(f"{loss}[0].y[30]") is None
-    assert page("document.getElementById('constant').textContent") == (
-        "The same in every step: loss scale 65,536 · gradients missing 0."
-    )
+    assert page.text("constant") == ("The same in every step: loss scale 65,536 · gradients missing 0.")
 
 
 def test_dark_and_small_screens(page: Page) -> None:
@@ -379,12 +371,12 @@ def test_dark_and_small_screens(page: Page) -> None:
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
         page.wait(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
-        page.wait("document.getElementById('heat')._fullLayout.width < 400")
+        page.wait("$('#heat')._fullLayout.width < 400")
         assert page("document.documentElement.scrollWidth") <= 400
         # The curtain begins where the map was measured up to, in its new size.
-        plot = "document.getElementById('heat')"
+        plot = "$('#heat')"
         edge = f"{plot}._fullLayout.xaxis._offset + {plot}._fullLayout.xaxis.d2p(30.5)"
-        page.wait(f"Math.abs(parseFloat(document.getElementById('curtain').style.left) - ({edge})) < 1")
+        page.wait(f"Math.abs(parseFloat($('#curtain').style.left) - ({edge})) < 1")
         page.wait(f"{plot}._fullLayout.margin.l < 140")
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
@@ -395,7 +387,7 @@ def test_a_diagnosis_in_html_is_shown_but_not_run(browser: Any, tmp_path: Path) 
     markup = "<p id='mine'>It was <b>this</b>.</p><script>window.harmed = 1</script>"
     markup += HOSTILE[1].replace("src=x", "src=data:,")
     page = Page(browser, write_page(recording(), tmp_path / "page.html", diagnosis_html=markup))
-    assert page("document.getElementById('mine').textContent") == "It was this."
+    assert page.text("mine") == "It was this."
     refused = browser.get_log("browser")  # the policy is held, and said to be
     assert len(refused) >= 2
     assert all("Content Security Policy" in entry["message"] for entry in refused)
@@ -418,14 +410,14 @@ def test_long_runs_are_pooled_and_lose_no_bad_step(browser: Any, tmp_path: Path)
 def test_recordings_with_nothing_in_them_are_shown(browser: Any, tmp_path: Path) -> None:
     nothing = Recording(np.zeros(0, np.int64), {}, {})
     page = Page(browser, write_page(nothing, tmp_path / "nothing.html"))
-    assert page("document.getElementById('verdict').textContent") == "No step was recorded"
+    assert page.text("verdict") == "No step was recorded"
     page.assert_clean()
     one = recording(1, 1, incident=None)
     page = Page(browser, write_page(one, tmp_path / "one.html"))
-    assert page("document.getElementById('verdict').textContent") == "Nothing was found in 1 step"
-    assert page("document.getElementById('incident').disabled")
+    assert page.text("verdict") == "Nothing was found in 1 step"
+    assert page("$('#incident').disabled")
     page.assert_clean()
     one.tables.clear()
     page = Page(browser, write_page(one, tmp_path / "scalars.html"))
-    assert page("document.querySelectorAll('#series .chart, #constant').length") >= 1
+    assert page("$$('#series .chart, #constant').length") >= 1
     page.assert_clean()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.kinds import in_order, kind_of, place_of
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
 _FIRST_SERIES = ("lr", "loss_scale")  # set before the step
 _LOSS = "loss"
@@ -24,26 +24,16 @@ _DDP = "module."  # and what DDP puts before all of them
 
 @dataclass(frozen=True)
 class Measured:
-    """What both recordings have of one kind.
+    """What both recordings have of one kind; ``[m, n, columns]`` for steps, names and columns."""
 
-    Attributes:
-        kind: As in `Recording.tables`, or ``"series"``.
-        names: ``[n]``.
-        steps: ``[m]`` that both have.
-        columns: What the last axis is.
-        a, b: ``[m, n, columns]`` float64.
-        scale: The same shape: what a difference is divided by.
-        beyond_rounding: The same shape: whether a difference may be more than rounding.
-    """
-
-    kind: str
+    kind: str  # as in `Recording.tables`, or "series"
     names: tuple[str, ...]
     steps: npt.NDArray[np.int64]
     columns: tuple[str, ...]
     a: npt.NDArray[np.float64]
     b: npt.NDArray[np.float64]
-    scale: npt.NDArray[np.float64]
-    beyond_rounding: npt.NDArray[np.bool_]
+    scale: npt.NDArray[np.float64]  # what a difference is divided by
+    beyond_rounding: npt.NDArray[np.bool_]  # whether a difference may be more than rounding
 
 
 def unwrapped(recording: Recording) -> Recording:
@@ -109,14 +99,7 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
 
 def _scalars(a: Recording, b: Recording, names: list[str]) -> Measured:
     steps, at, bt = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
-
-    def rows(recording: Recording, places: Any) -> npt.NDArray[np.float64]:
-        values = np.array([recording.scalars[name] for name in names], np.float64).reshape(
-            len(names), len(recording.steps)
-        )
-        return np.ascontiguousarray(values[:, places].T[:, :, None])
-
-    x, y = rows(a, at), rows(b, bt)
+    x, y = scalar_rows(a, names)[:, at].T[:, :, None], scalar_rows(b, names)[:, bt].T[:, :, None]
     scale = np.maximum(np.abs(x), np.abs(y))
     return Measured("series", tuple(names), steps, ("",), x, y, scale, np.ones(x.shape, bool))
 
@@ -128,7 +111,6 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
     aj, bj = np.array(pairs, np.int64).reshape(-1, 2).T
     x = a.values[np.ix_(at, aj)].astype(np.float64)
     y = b.values[np.ix_(bt, bj)].astype(np.float64)
-    scale, size = np.ones_like(x), np.zeros_like(x)
 
     def larger(column: str) -> npt.NDArray[np.float64]:
         c = COLUMNS.index(column)
@@ -136,39 +118,34 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
         return values
 
     norm = larger("l2_norm")
-    elements = np.maximum(a.numel[aj], 1)
-    rms = norm / np.sqrt(elements)
+    root = np.sqrt(np.maximum(a.numel[aj], 1))
+    rms = norm / root
     largest = np.fmax(larger("min"), larger("max"))
-    for column, relative_to in (
-        ("l2_norm", norm),
-        ("mean", np.fmax(rms, larger("mean"))),
-        ("std", np.fmax(rms, larger("std"))),
-        ("min", largest),
-        ("max", largest),
-    ):
-        scale[..., COLUMNS.index(column)] = relative_to
-    for column in ("nan_count", "inf_count"):
-        scale[..., COLUMNS.index(column)] = 0  # any difference matters
-    # By how much each column's difference changes the tensor's norm, at most.
-    difference = np.abs(x - y)
-    root = np.sqrt(elements)[None, :]
-    for column, weight in (("l2_norm", 1.0), ("mean", root), ("std", root), ("min", 1.0), ("max", 1.0)):
-        size[..., COLUMNS.index(column)] = difference[..., COLUMNS.index(column)] * weight
-    for column in ("zero_fraction", "nan_count", "inf_count"):
-        size[..., COLUMNS.index(column)] = np.inf
+    # To what a column's difference is relative, and how many times it changes the tensor's norm, at most.
+    measures: dict[str, tuple[Any, Any]] = {
+        "l2_norm": (norm, 1),
+        "mean": (np.fmax(rms, larger("mean")), root),
+        "std": (np.fmax(rms, larger("std")), root),
+        "min": (largest, 1),
+        "max": (largest, 1),
+        "zero_fraction": (1, np.inf),
+        "nan_count": (0, np.inf),  # any difference matters
+        "inf_count": (0, np.inf),
+    }
+    scale, size = np.empty_like(x), np.empty_like(x)
+    with np.errstate(invalid="ignore"):  # no difference, infinitely often
+        for c, column in enumerate(COLUMNS):
+            scale[..., c], weight = measures[column]
+            size[..., c] = np.abs(x[..., c] - y[..., c]) * weight
     whole = np.sqrt(np.nansum(norm**2, 1))[:, None, None]
     beyond = ~(size <= _ROUNDING * whole)  # NaN, of which one side is, is beyond
     return Measured(kind, tuple(a.names[i] for i, _ in pairs), steps, COLUMNS, x, y, scale, beyond)
 
 
 def _one_sided(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> list[str]:
-    there, here = set(b), set(a)
-    sentences = []
-    for which, names in (("first", [n for n in a if n not in there]), ("second", [n for n in b if n not in here])):
-        if names:
-            more = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
-            sentences.append(f"{what} of the {which} only: {', '.join(names[:_MOST_NAMES])}{more}")
-    return sentences
+    here, there = set(a), set(b)
+    only = {"first": [name for name in a if name not in there], "second": [name for name in b if name not in here]}
+    return [f"{what} of the {which} only: {_some(names)}" for which, names in only.items() if names]
 
 
 def _sizes(kind: str, a: Series, b: Series) -> list[str]:
@@ -177,5 +154,9 @@ def _sizes(kind: str, a: Series, b: Series) -> list[str]:
     size = dict(zip(b.names, b.numel.tolist(), strict=True))
     pairs = zip(a.names, a.numel.tolist(), strict=True)
     other = [f"{name} ({n:,} and {size[name]:,})" for name, n in pairs if name in size and size[name] != n]
-    more = f" and {len(other) - _MOST_NAMES} more" * (len(other) > _MOST_NAMES)
-    return [f"{kind}s of other sizes: {', '.join(other[:_MOST_NAMES])}{more}"] if other else []
+    return [f"{kind}s of other sizes: {_some(other)}"] if other else []
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
+    return ", ".join(names[:_MOST_NAMES]) + more

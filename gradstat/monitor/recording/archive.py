@@ -29,8 +29,8 @@ def encoded(value: Any) -> Any:
 
     A recording is saved when a run has failed; then one odd value must not cost the rest.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -44,8 +44,6 @@ def encoded(value: Any) -> Any:
         return dict(pairs)
     if isinstance(value, (list, tuple)):
         return [encoded(item) for item in value]
-    if isinstance(value, np.ndarray):
-        return encoded(value.tolist())
     return str(value)
 
 
@@ -64,25 +62,21 @@ def decoded(value: Any) -> Any:
 
 def write(file: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Writes the archive; the same content gives the same bytes."""
-    text = json.dumps(
-        encoded(header), allow_nan=False, separators=(",", ":")
-    )  # ASCII: any string survives, surrogates too
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
-        archive.writestr(_entry(HEADER), text.encode("ascii"), zipfile.ZIP_DEFLATED, _LEVEL)
+    # ASCII: any string survives, surrogates too.
+    text = json.dumps(encoded(header), allow_nan=False, separators=(",", ":"))
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(_entry(HEADER), text)
         for name, array in arrays.items():
             with archive.open(_entry(f"{name}.npy"), "w", force_zip64=array.nbytes >= 1 << 31) as member:
                 little = array.astype(array.dtype.newbyteorder("<"), copy=False)
                 np.lib.format.write_array(member, np.ascontiguousarray(little), version=(1, 0), allow_pickle=False)
 
 
-# More costs several times as long and saves a few percent of what are mostly mantissas.
-_LEVEL = 3
-
-
 def _entry(name: str) -> zipfile.ZipInfo:
     entry = zipfile.ZipInfo(name)  # dated 1980, so that the time does not show in the bytes
     entry.compress_type = zipfile.ZIP_DEFLATED
-    entry._compresslevel = _LEVEL  # type: ignore[attr-defined]  # `open` has no argument for it
+    # More costs several times as long and saves a few percent of what are mostly mantissas.
+    entry._compresslevel = 3  # type: ignore[attr-defined]  # `open` has no argument for it
     entry.external_attr = 0o600 << 16
     return entry
 
@@ -90,15 +84,11 @@ def _entry(name: str) -> zipfile.ZipInfo:
 class Reader:
     """An archive, none of whose claims is believed before it is checked.
 
-    Args:
-        file: What to read.
-        limit: Bytes that all its members together may have.
-
-    Raises:
-        DamagedError, and what zipfile, zlib and struct raise, here as in the methods: it is not such an archive.
+    What is not such an archive raises `DamagedError`, or whatever zipfile, zlib and struct do.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
+        """``limit`` is the number of bytes that all members together may have."""
         self._archive = zipfile.ZipFile(file)
         self._left = limit
 

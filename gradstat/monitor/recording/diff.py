@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding, values_of
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
-from gradstat.monitor.recording.recording import Recording
-from gradstat.monitor.recording.verdict import one_line
+from gradstat.monitor.recording.recording import Recording, one_line
 
 TOLERANCE = 1e-3
 _SHOWN = 10
@@ -121,11 +120,9 @@ class Comparison:
                 f"The recordings cannot be compared: the first has {_range(self.steps_a)}, the second "
                 f"{_range(self.steps_b)}, and no step is in both. Record the same steps of both runs"
             )
-        common = (
-            f"the {self.common_steps:,} steps that both have" if self.common_steps > 1 else "the step that both have"
-        )
+        steps = f"{self.common_steps:,} steps" if self.common_steps > 1 else "step"
         if self.step is not None:
-            if self.step == self._first_common:
+            if self.steps_a and self.steps_b and self.step == max(self.steps_a[0], self.steps_b[0]):
                 before = "the first that both have, so what parted them lies there, before it or in how they began"
             elif self.exact_step == self.step:
                 before = "equal to the last bit before"
@@ -135,15 +132,10 @@ class Comparison:
         if self.exact_step is not None:
             return (
                 f"The runs differ in single bits since step {self.exact_step}, but nowhere by more than "
-                f"{self.tolerance:g}, in {common}:"
+                f"{self.tolerance:g}, in the {steps} that both have:"
             )
-        return f"The runs never part: equal to the last bit in {common}" + "." * (not self.structure)
-
-    @property
-    def _first_common(self) -> int | None:
-        if self.steps_a is None or self.steps_b is None:
-            return None
-        return max(self.steps_a[0], self.steps_b[0])
+        end = "" if self.structure else "."
+        return f"The runs never part: equal to the last bit in the {steps} that both have{end}"
 
     def _what_parts(self) -> list[str]:
         at = self.first or tuple(p for p in self.partings if p.exact_step == self.exact_step)
@@ -152,12 +144,8 @@ class Comparison:
             lines.append(f"... and {len(at) - _SHOWN} more in this step")
         if self.backward_first is not None:
             lines.append(f"the backward pass met {one_line(self.backward_first)} first")
-        later = [
-            parting for parting in self.partings if self.step is not None and parting.step not in (None, self.step)
-        ]
-        for parting in later[:3]:
-            lines.append(f"later, in step {parting.step}: {parting}")
-        return lines
+        later = [p for p in self.partings if self.step is not None and p.step not in (None, self.step)]
+        return lines + [f"later, in step {parting.step}: {parting}" for parting in later[:3]]
 
 
 def _range(steps: tuple[int, int] | None) -> str:
@@ -263,8 +251,7 @@ def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) ->
 
 def _backward_first(partings: list[Parting], step: int | None, order: tuple[str, ...]) -> str | None:
     """Of the gradients that part first, the one complete first, if gradients are what parts first and that is known."""
-    first = [p for p in partings if step is not None and p.step == step]
-    tensors = [p for p in first if p.kind != "series"]
+    tensors = [p for p in partings if step is not None and p.step == step and p.kind != "series"]
     if len(tensors) < 2 or tensors[0].kind != "gradient":
         return None
     names = {p.name for p in tensors if p.kind == "gradient"}

@@ -13,7 +13,7 @@ from gradstat._core.files import replacing
 from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
 SUFFIX = ".gradstat"
 FORMAT = "gradstat recording"
@@ -59,10 +59,9 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         "backward_order": list(recording.backward_order),
         "meta": recording.meta,
     }
-    shape = (len(recording.scalars), len(recording.steps))
     arrays: dict[str, npt.NDArray[Any]] = {
         "steps": np.asarray(recording.steps, np.int64),
-        "scalars": np.array(list(recording.scalars.values()), np.float64).reshape(shape),
+        "scalars": scalar_rows(recording, recording.scalars),
     }
     for i, series in enumerate(recording.tables.values()):
         arrays[f"tables/{i}/numel"] = np.asarray(series.numel, np.int64)

@@ -14,8 +14,7 @@ from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import GRADIENT, in_order
 from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
-from gradstat.monitor.recording.verdict import bad_cells, first_incident, verdict
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, bad_cells, scalar_rows, verdict
 
 CELLS = 2_000_000
 """Tensors times steps, of all kinds together, that a page may hold; about 8 bytes each."""
@@ -36,8 +35,9 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     kept = _kept(recording, steps, cells)
     left_out = len(steps) - len(kept)
     steps = kept
-    incident = first_incident(recording)
-    level, sentence = verdict(recording)
+    level, sentence, incident = verdict(recording)
+    # Gradients, which the page opens with, and the others as a step computes them.
+    kinds = sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
     return {
         "level": level,
         "verdict": sentence,
@@ -46,18 +46,13 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         # Of one that is older than what was kept, the oldest that was.
         "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
         "scalars": _scalars(recording, steps),
-        "tables": [_table(kind, recording.tables[kind], steps) for kind in _tables_of_page(recording)],
+        "tables": [_table(kind, recording.tables[kind], steps) for kind in kinds],
         "columns": list(COLUMNS),
         "findings": [_finding(finding, steps) for finding in recording.findings],
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _word(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,
     }
-
-
-def _tables_of_page(recording: Recording) -> list[str]:
-    """Gradients, which the page opens with, and the others as a step computes them."""
-    return sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
 
 
 def _place(steps: npt.NDArray[np.int64], step: int) -> int:
@@ -82,7 +77,7 @@ def _kept(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt
 
 def _scalars(recording: Recording, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
     there = np.isin(recording.steps, steps)
-    rows = np.array(list(recording.scalars.values()), np.float64).reshape(len(recording.scalars), len(recording.steps))
+    rows = scalar_rows(recording, recording.scalars)
     at = np.searchsorted(steps, recording.steps[there])
     return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, there].astype("<f8"))}
 
@@ -103,11 +98,8 @@ def _table(kind: str, series: Series, steps: npt.NDArray[np.int64]) -> dict[str,
 
 
 def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    bits = values.view(np.uint32)
-    rounded = ((bits.astype(np.uint64) + (1 << (_DROPPED_BITS - 1))) >> _DROPPED_BITS << _DROPPED_BITS).astype(
-        np.uint32
-    )
-    result = rounded.view(np.float32)
+    bits = values.view(np.uint32).astype(np.uint64) + (1 << (_DROPPED_BITS - 1))
+    result = (bits >> _DROPPED_BITS << _DROPPED_BITS).astype(np.uint32).view(np.float32)
     return np.where(np.isfinite(values) & np.isfinite(result), result, values)
 
 

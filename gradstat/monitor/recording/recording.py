@@ -1,7 +1,8 @@
-"""`Recording`: what a monitor knows of a run's last steps, as arrays: what is saved, viewed and compared."""
+"""`Recording`: what a monitor knows of a run's last steps, as arrays; and the worst of it in a sentence."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.kinds import in_order
 
 COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 """What is kept of a tensor in a step, all over its finite elements but the last three."""
@@ -70,3 +72,51 @@ class Recording:
     findings: tuple[Finding, ...] = ()
     backward_order: tuple[str, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+def scalar_rows(recording: Recording, names: Collection[str]) -> npt.NDArray[np.float64]:
+    """``[len(names), k]``: those scalars, one below the other."""
+    rows = [recording.scalars[name] for name in names]
+    return np.array(rows, np.float64).reshape(len(names), len(recording.steps))
+
+
+def bad_cells(series: Series) -> npt.NDArray[np.bool_]:
+    """``[m, n]``: in which steps which tensors had NaN or Inf."""
+    bad: npt.NDArray[np.bool_] = (series.column("nan_count") > 0) | (series.column("inf_count") > 0)
+    return bad
+
+
+def verdict(recording: Recording) -> tuple[str, str, int | None]:
+    """The severity of the worst that is known, ``"ok"`` if nothing is; a sentence about it; the step to look at."""
+    for severity in ("error", "warning"):
+        found = [finding for finding in recording.findings if finding.severity == severity]
+        if found:
+            first = min(found, key=lambda finding: finding.step)
+            return severity, f"Step {first.step}: {first.text or f'{first.rule}, {first.name}'}", first.step
+        bad = _first_bad(recording) if severity == "error" else None
+        if bad is not None:
+            step, kind, names = bad
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            return "warning", f"Step {step}: NaN or Inf in the {kind} of {names[0]}{more}", step
+    measured = len(recording.steps)
+    if not measured:
+        return "ok", "No step was recorded", None
+    return "ok", f"Nothing was found in {measured:,} step{'s' * (measured != 1)}", None
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks and what would drive a terminal: names from files that come from anywhere."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:
+    """The first step with NaN or Inf, of which kind, and in which tensors, in model order."""
+    found: tuple[int, str, list[str]] | None = None
+    for kind in in_order(recording.tables):  # of what is bad in one step, the cause
+        series = recording.tables[kind]
+        bad = bad_cells(series)
+        rows = np.flatnonzero(bad.any(axis=1))
+        if len(rows) and (found is None or series.steps[rows[0]] < found[0]):
+            names = [series.names[j] for j in np.flatnonzero(bad[rows[0]])]
+            found = (int(series.steps[rows[0]]), kind, names)
+    return found

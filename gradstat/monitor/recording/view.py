@@ -47,16 +47,12 @@ def write_page(
         OSError: The page cannot be written.
     """
     target = Path(path)
-    page = _page(recording, title or "Flight recording", _diagnosis(diagnosis_text, diagnosis_html))
+    diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
+    page = _page(recording, title or "Flight recording", diagnosis + (diagnosis_html or ""))
     with replacing(target) as file:
         # Names may hold half of a surrogate pair, which UTF-8 has no bytes for.
         file.write(page.encode("utf-8", "replace"))
     return target
-
-
-def _diagnosis(text: str | None, markup: str | None) -> str:
-    shown = f"<pre>{html.escape(text)}</pre>" if text else ""
-    return shown + (markup or "")
 
 
 def _page(recording: Recording, title: str, diagnosis: str) -> str:

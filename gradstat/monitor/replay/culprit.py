@@ -54,21 +54,17 @@ class Culprit:
     def _headline(self) -> str:
         what = {"nan": "NaN", "inf": "Inf"}[self.kind]
         op = self.op or "an operation"
-        module = (
-            "" if self.module is None else f" in {f'module {self.module!r}' if self.module else 'the model itself'}"
-        )
+        module = f" in module {self.module!r}" if self.module else " in the model itself" if self.module == "" else ""
         of_parameter = "" if self.name is None else f" of {self.name!r}"
-        if self.phase == "input":
-            return f"{what} came in from outside of the model: {self.name or 'a tensor that was there before the step'}"
-        if self.phase == "parameter":
-            return f"{what} was in the parameter or buffer {self.name!r} before the step began"
-        if self.phase == "hook":
-            return f"{what} was first made by a hook{of_parameter}{module}"
-        if self.phase == "accumulation":
-            return f"{what} was first made when gradients{of_parameter} were added up{module}"
-        if self.phase == "backward":
-            return f"{what} was first made in the backward pass, by the derivative of {op}{module}"
-        return f"{what} was first made in the forward pass, by {op}{module}"
+        sentences = {
+            "input": f"came in from outside of the model: {self.name or 'a tensor that was there before the step'}",
+            "parameter": f"was in the parameter or buffer {self.name!r} before the step began",
+            "hook": f"was first made by a hook{of_parameter}{module}",
+            "accumulation": f"was first made when gradients{of_parameter} were added up{module}",
+            "backward": f"was first made in the backward pass, by the derivative of {op}{module}",
+            "forward": f"was first made in the forward pass, by {op}{module}",
+        }
+        return f"{what} {sentences[self.phase]}"
 
     def __str__(self) -> str:
         lines = [self._headline()]
@@ -94,8 +90,5 @@ def _words(stats: TensorStats) -> str:
     zeros = f", {stats.zero_count:,} zero" if stats.zero_count else ""
     if stats.ok:
         return f"{stats.name}, {shape} {dtype}: {finite}{zeros}, all finite"
-    return (
-        f"{stats.name}: {bad_words(stats)}; the rest {finite}{zeros}"
-        if stats.finite_values
-        else (f"{stats.name}: {bad_words(stats)}")
-    )
+    bad = f"{stats.name}: {bad_words(stats)}"
+    return f"{bad}; the rest {finite}{zeros}" if stats.finite_values else bad

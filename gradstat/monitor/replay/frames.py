@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType
+import traceback
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,7 @@ class Line(NamedTuple):
     @property
     def source(self) -> str:
         """``"path/file.py:line"``, relative to the working directory if it lies there; ``"In[5]:line"`` of a cell."""
-        here = os.getcwd() + os.sep
-        return f"{_cell(self.file) or self.file.removeprefix(here)}:{self.number}"
+        return f"{_cell(self.file) or self.file.removeprefix(os.getcwd() + os.sep)}:{self.number}"
 
     @property
     def text(self) -> str:
@@ -64,45 +64,26 @@ def _cell(file: str) -> str | None:
     return "a cell" if named is None else str(named[1])
 
 
-class Place(NamedTuple):
-    """Where something happened: the user's lines, outermost first. May be empty."""
-
-    lines: tuple[Line, ...] = ()
-
-    def fields(self) -> dict[str, Any]:
-        """What a `Culprit` tells about it."""
-        if not self.lines:
-            return {}
-        last = self.lines[-1]
-        return {"source": last.source, "line": last.text, "stack": tuple(map(str, self.lines))}
-
-    @classmethod
-    def of_code(cls, code: CodeType) -> Place:
-        """The first line of a function."""
-        return cls((Line(code.co_filename, code.co_firstlineno, code.co_name),))
+def told(lines: list[Line]) -> dict[str, Any]:
+    """What a `Culprit` tells of the place that ``lines``, innermost first, lead to."""
+    if not lines:
+        return {}
+    return {"source": lines[0].source, "line": lines[0].text, "stack": tuple(map(str, reversed(lines)))}
 
 
-def running(frame: FrameType | None = None) -> list[Line]:
+def running() -> list[Line]:
     """All lines that run now, innermost first, up to the replay, without whatever called it."""
-    return list(_up_to_replay(_lines(frame if frame is not None else sys._getframe(1))))
+    frames = traceback.walk_stack(sys._getframe(1))
+    return _up_to_replay(Line(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames)
 
 
-def _lines(frame: FrameType | None) -> Iterator[Line]:
-    while frame is not None:
-        yield Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
+def _up_to_replay(lines: Iterable[Line]) -> list[Line]:
+    return list(itertools.takewhile(lambda line: line.file != _REPLAY, lines))
 
 
-def _up_to_replay(lines: Iterable[Line]) -> Iterator[Line]:
-    for line in lines:
-        if line.file == _REPLAY:
-            return
-        yield line
-
-
-def users(lines: Iterable[Line]) -> Place:
-    """The user's lines among ``lines``, which are innermost first."""
-    return Place(tuple(line for line in reversed(list(lines)) if line.is_users))
+def users(lines: list[Line]) -> dict[str, Any]:
+    """What a `Culprit` tells of the user's lines among ``lines``."""
+    return told([line for line in lines if line.is_users])
 
 
 def below_engine(lines: list[Line]) -> list[Line]:
@@ -110,10 +91,7 @@ def below_engine(lines: list[Line]) -> list[Line]:
 
     All of them on the threads of the engine, on which its Python function does not run.
     """
-    for i, line in enumerate(lines):
-        if (line.file, line.function) == _ENGINE:
-            return lines[:i]
-    return lines
+    return list(itertools.takewhile(lambda line: (line.file, line.function) != _ENGINE, lines))
 
 
 def is_torch(line: Line, *path: str) -> bool:
@@ -121,8 +99,8 @@ def is_torch(line: Line, *path: str) -> bool:
     return line.file == os.path.join(_TORCH, *path)
 
 
-def of_node(node: Any) -> Place:
-    """The user's lines that made an autograd node in the forward pass; kept by torch in anomaly mode.
+def of_node(node: Any) -> dict[str, Any]:
+    """What a `Culprit` tells of the user's lines that made an autograd node; torch keeps them in anomaly mode.
 
     A node made by a backward pass (a second derivative) is followed to the node of the forward pass, unless it was a
     checkpoint that ran part of the forward pass again.
@@ -139,7 +117,7 @@ def _traceback(metadata: dict[str, Any]) -> list[Line]:
     """The lines kept with a node, innermost first."""
     matches = [_TRACEBACK_LINE.search(entry) for entry in metadata.get("traceback_") or ()]
     lines = [Line(match["file"], int(match["line"]), match["function"]) for match in matches if match]
-    return list(_up_to_replay(reversed(lines)))
+    return _up_to_replay(reversed(lines))
 
 
 def is_recomputation(lines: list[Line]) -> bool:

@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from gradstat.monitor.replay import frames
-from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
 from gradstat.monitor.replay.operator_call import is_leaf_node
-from gradstat.monitor.replay.taint import first, is_bad, kind_of, report_of, values_of
+from gradstat.monitor.replay.taint import first, is_bad, report_of, values_of
 
 
 class GraphHooks:
@@ -58,33 +57,25 @@ class GraphHooks:
     def _before(self, node: Any, grad_outputs: Any) -> None:
         self._local.done = None
         with self._watch.paused():
-            for gradient in grad_outputs:
-                if self._watch.is_new(gradient):
-                    here = {**self._watch.at_node(node), "phase": "hook", "op": None}
-                    output = report_of({"gradient": gradient})
-                    self._watch.add(gradient, Culprit(kind_of(gradient), output=output, **here))
+            for gradient in filter(self._watch.is_new, grad_outputs):
+                here = {**self._watch.at_node(node), "phase": "hook", "op": None}
+                self._watch.add(gradient, called="gradient", **here)
 
     def _after(self, node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
         with self._watch.paused():
-            for gradient in grad_inputs:
-                if self._watch.is_new(gradient):
-                    inputs = {f"grad_outputs[{i}]": g for i, g in enumerate(grad_outputs) if g is not None}
-                    here = {**self._watch.at_node(node), "inputs": report_of(inputs)}
-                    output = report_of({"output": gradient})
-                    self._watch.add(gradient, Culprit(kind_of(gradient), output=output, **here))
+            for gradient in filter(self._watch.is_new, grad_inputs):
+                inputs = {f"grad_outputs[{i}]": g for i, g in enumerate(grad_outputs) if g is not None}
+                self._watch.add(gradient, inputs=report_of(inputs), **self._watch.at_node(node))
             edges = zip(grad_inputs, node.next_functions, strict=False)
             self._local.done = node, [(_address(g), next_node) for g, (next_node, _) in edges if g is not None]
 
-    def _target(self, node: Any, tensors: list[Tensor]) -> tuple[Any] | None:
+    def _target(self, node: Any, tensors: list[Tensor]) -> Any | None:
         """The node whose gradients are being added up, if ``node`` is done; None while it runs."""
         done, edges = getattr(self._local, "done", None) or (None, [])
         if done is not node:
             return None
         addresses = {_address(tensor) for tensor in tensors}
-        for address, next_node in edges:
-            if address in addresses:
-                return (next_node,)
-        return (node,)
+        return next((next_node for address, next_node in edges if address in addresses), node)
 
 
 def _address(tensor: Tensor) -> int:
@@ -105,8 +96,9 @@ class LeafHooks:
         for name, parameter in self._parameters:
             self._wrap(parameter._backward_hooks, name, lambda given, result: given if result is None else result)
             self._wrap(parameter._post_accumulate_grad_hooks, name, lambda given, result: given.grad)
-            self._handles.append(parameter.register_hook(partial(self._arrived, name)))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
+            self._handles.append(parameter.register_hook(partial(self._note, name)))
+            look = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._note(name, p.grad))
+            self._handles.append(look)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -119,51 +111,36 @@ class LeafHooks:
 
     def _wrap(self, hooks: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None]) -> None:
         for key, hook in list((hooks or {}).items()):
-
-            def wrapped(given: Any, hook: Callable[[Any], Any] = hook) -> Any:
-                with self._watch.in_hook_on(name):
-                    result = hook(given)
-                with self._watch.paused():
-                    gradient = gradient_of(given, result)
-                    if gradient is not None and self._watch.is_new(gradient):
-                        self._blame(
-                            gradient, name, hook, None if gradient is given or given.grad is gradient else given
-                        )
-                return result
-
             self._wrapped.append((hooks, key, hook))
-            hooks[key] = wrapped
+            hooks[key] = partial(self._run, hook, name, gradient_of)
 
-    def _blame(self, gradient: Tensor, name: str, hook: Any, given: Tensor | None) -> None:
-        code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-        place = frames.Place() if code is None else frames.Place.of_code(code)
-        inputs = None if given is None else report_of({"gradient": given})
-        output, module = report_of({"gradient": gradient}), name.rpartition(".")[0]
-        culprit = Culprit(kind_of(gradient), "hook", module, name=name, inputs=inputs, output=output, **place.fields())
-        self._watch.add(gradient, culprit)
-
-    def _arrived(self, name: str, gradient: Tensor) -> None:
+    def _run(self, hook: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None], given: Any) -> Any:
+        """Runs a hook of the user, and blames it for what it brings along."""
+        with self._watch.in_hook_on(name):
+            result = hook(given)
         with self._watch.paused():
-            self._note(name, gradient)
-
-    def _accumulated(self, name: str, parameter: Tensor) -> None:
-        with self._watch.paused():
-            if parameter.grad is not None:
-                self._note(name, parameter.grad)
+            gradient = gradient_of(given, result)
+            if gradient is not None and self._watch.is_new(gradient):
+                code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+                first_line = [frames.Line(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
+                was_written = gradient is given or given.grad is gradient
+                here = {"phase": "hook", "module": name.rpartition(".")[0], "name": name, **frames.told(first_line)}
+                inputs = None if was_written else report_of({"gradient": given})
+                self._watch.add(gradient, called="gradient", inputs=inputs, **here)
+        return result
 
     def look(self) -> None:
         """Reads what gradients there are, for those that came by no hook."""
         for name, parameter in self._parameters:
-            if parameter.grad is not None:
-                self._note(name, parameter.grad)
+            self._note(name, parameter.grad)
 
-    def _note(self, name: str, gradient: Tensor) -> None:
-        if not is_bad(gradient):
-            return
-        origin = first(self._watch.taint.of(gradient))
-        if origin is None:
-            output = report_of({"gradient": gradient})
-            culprit = Culprit(kind_of(gradient), "backward", name.rpartition(".")[0], name=name, output=output)
-            origin = self._watch.add(gradient, culprit)
-        origin.settle(gradient)
-        self._watch.reached.append(origin)
+    def _note(self, name: str, gradient: Tensor | None) -> None:
+        with self._watch.paused():
+            if gradient is None or not is_bad(gradient):
+                return
+            origin = first(self._watch.taint.of(gradient))
+            if origin is None:
+                module = name.rpartition(".")[0]
+                origin = self._watch.add(gradient, called="gradient", phase="backward", module=module, name=name)
+            origin.settle(gradient)
+            self._watch.reached.append(origin)

@@ -69,9 +69,3 @@ class ModuleTracker:
         found = [r for r in self._ranges if r[0] <= number < r[1]]
         narrowest = min(found, key=lambda r: (r[2] != here, r[1] - r[0]), default=None)
         return None if narrowest is None else narrowest[3]
-
-
-def current_node() -> Any | None:
-    """The autograd node that runs on this thread; None outside of a backward pass."""
-    node: Any | None = torch._C._current_autograd_node()
-    return node

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstat.monitor.replay import frames
 from gradstat.monitor.replay.culprit import Culprit
-from gradstat.monitor.replay.module_tracker import ModuleTracker, current_node
-from gradstat.monitor.replay.operator_call import Argument, Call, is_leaf_node, node_name, overlap
+from gradstat.monitor.replay.module_tracker import ModuleTracker
+from gradstat.monitor.replay.operator_call import Argument, Call, is_leaf_node, node_name
 from gradstat.monitor.replay.taint import (
     Origin,
     Taint,
@@ -31,29 +29,33 @@ from gradstat.monitor.replay.taint import (
 )
 
 _PLAIN = (Tensor, Parameter)
+_current_node: Callable[[], Any | None] = torch._C._current_autograd_node
+
+
+class _Input(NamedTuple):
+    """What an operation reads: the tensor, its values before, and the origins of what is bad in them."""
+
+    name: str
+    tensor: Tensor
+    values: Tensor
+    origins: list[Origin]
 
 
 class NonfiniteMode(TorchDispatchMode):
-    """A mode to run a step under; the origins of what is bad are in `taint` afterwards.
-
-    Attributes:
-        origins: All there were, in order.
-        reached: Origins of what is bad where a step ends, in the order of time: losses that a backward pass began from,
-            and gradients when they were complete.
-        backward_ran: Whether there was one.
-    """
+    """A mode to run a step under; the origins of what is bad are in `taint` afterwards."""
 
     def __init__(self, modules: ModuleTracker, names: dict[int, str], before_write: Callable[[Tensor], None]) -> None:
         """``names`` are those of parameters by their ``id``; ``before_write`` is told what is about to change."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.taint = Taint()
         self.origins: list[Origin] = []
+        # Of what is bad where a step ends: losses that a backward pass began from, gradients when they were complete.
         self.reached: list[Origin] = []
         self.backward_ran = False
         self.modules = modules
         self.names = names
         self.on_node: Callable[[Any | None], None] = lambda node: None
-        self.accumulates_into: Callable[[Any, list[Tensor]], tuple[Any] | None] = lambda node, tensors: None
+        self.accumulates_into: Callable[[Any, list[Tensor]], Any | None] = lambda node, tensors: None
         self._before_write = before_write
         self._local = threading.local()
 
@@ -78,8 +80,14 @@ class NonfiniteMode(TorchDispatchMode):
         """Whether ``tensor`` is bad, and no operation was seen to make it so."""
         return tensor is not None and is_bad(tensor) and first(self.taint.of(tensor)) is None
 
-    def add(self, tensor: Tensor, culprit: Culprit, intended: bool = False, unwritten: bool = False) -> Origin:
-        """A new origin, of the values in ``tensor``."""
+    def add(
+        self, tensor: Tensor, called: str = "output", intended: bool = False, unwritten: bool = False, **told: Any
+    ) -> Origin:
+        """A new origin, of the values in ``tensor``, ``called`` so in the report; and what its `Culprit` ``told``."""
+        if unwritten:
+            culprit = Culprit("nan", **told)
+        else:
+            culprit = Culprit(kind_of(tensor), output=report_of({called: tensor}), **told)
         origin = Origin(len(self.origins), culprit, intended, unwritten)
         self.origins.append(origin)
         self.taint.add(tensor, origin)
@@ -90,12 +98,10 @@ class NonfiniteMode(TorchDispatchMode):
         origin = first(self.taint.of(tensor))
         if origin is None:
             here = self._here(Call(torch.ops.aten.detach.default, (tensor,), {}))
-            phase = here["phase"] if here["phase"] == "hook" else "input"
-            here.update(phase=phase, op=None, output=report_of({"tensor": tensor}))
-            kind = kind_of(tensor)
+            here.update(phase="hook" if here["phase"] == "hook" else "input", op=None)
             # ``scores[mask] = inf`` makes a tensor of the number where no operation shows.
-            number = tensor.dim() == 0 and kind == "inf"
-            origin = self.add(tensor, Culprit(kind, **here), intended=number or looks_like_mask(tensor))
+            number = tensor.dim() == 0 and not has_nan(tensor)
+            origin = self.add(tensor, called="tensor", intended=number or looks_like_mask(tensor), **here)
         origin.settle(tensor)
         return origin
 
@@ -111,95 +117,76 @@ class NonfiniteMode(TorchDispatchMode):
         for argument in call.arguments:
             if argument.written:
                 self._before_write(argument.tensor)
-        node = current_node()
+        node = _current_node()
         self.on_node(node)
-        if node is not None:
-            self.backward_ran = True
-        elif call.name == "ones_like" and _starts_backward():
-            self._note_root(args[0])
-        before = [self._as_before(argument) for argument in call.arguments if argument.read]
+        # The ones that torch makes, a backward pass begins with.
+        starts = call.name == "ones_like" and any(line.function == "_make_grads" for line in frames.running()[:9])
+        if node is None and starts and is_bad(args[0]):
+            self.reached.append(self.origin_of(args[0]))
+        self.backward_ran |= starts or node is not None
+        inputs = [self._as_before(argument) for argument in call.arguments if argument.read]
         result = func(*args, **kwargs)
         if not call.is_view:
-            self._judge(call, before, result)
+            self._judge(call, inputs, result)
         return result
 
-    def _note_root(self, tensor: Tensor) -> None:
-        self.backward_ran = True
-        if is_bad(tensor):
-            self.reached.append(self.origin_of(tensor))
-
-    def _as_before(self, argument: Argument) -> tuple[Argument, Tensor, list[Origin]]:
-        """An argument, its values as they are now, and the origins of what is bad in them."""
+    def _as_before(self, argument: Argument) -> _Input:
         keeps = argument.written and not argument.tensor.is_sparse
         values = argument.tensor.clone() if keeps else argument.tensor
-        return argument, values, list(self.taint.of(argument.tensor))
+        return _Input(argument.name, argument.tensor, values, list(self.taint.of(argument.tensor)))
 
-    def _judge(self, call: Call, before: list[tuple[Argument, Tensor, list[Origin]]], result: Any) -> None:
+    def _judge(self, call: Call, inputs: list[_Input], result: Any) -> None:
         written = {id(argument.tensor) for argument in call.arguments if argument.written}
         for tensor, is_main in call.results(result):
             if call.is_unwritten:
                 if tensor.is_floating_point() or tensor.is_complex():
-                    self.add(tensor, Culprit("nan", **self._here(call)), unwritten=True)
+                    self.add(tensor, unwritten=True, **self._here(call))
                 continue
-            bad = is_bad(tensor)
-            origin = self._decide(call, before, tensor, is_main) if bad else None
+            origin = self._decide(call, inputs, tensor, is_main) if is_bad(tensor) else None
             if id(tensor) in written:
                 self.taint.clear(tensor)
             if origin is not None:
                 self.taint.add(tensor, origin)
 
-    def _decide(
-        self, call: Call, before: list[tuple[Argument, Tensor, list[Origin]]], result: Tensor, is_main: bool
-    ) -> Origin:
+    def _decide(self, call: Call, inputs: list[_Input], result: Tensor, is_main: bool) -> Origin:
         """The origin of what is bad in ``result``: that of something bad that went in, or the call itself."""
         nan = has_nan(result)
         if call.is_constant:
             return self._made_by(call, [], result, intended=not nan)
         explained = torch.zeros((), dtype=torch.bool, device=result.device)
         inherited = []
-        for argument, values, origins in before:
+        for name, tensor, values, origins in inputs:
             if not is_bad(values):
                 continue
-            source = first(origins) or self.origin_of(argument.tensor)
+            source = first(origins) or self.origin_of(tensor)
             source.settle(values)
-            at = overlap(call, argument.name, values, result) if call.is_pointwise else None
-            if at is None:
-                inherited.append(source)
-                explained = torch.ones_like(explained)
-            elif bool(at.any()):
+            at = call.bad_elements_from(name, values, result)
+            if bool(at.any()):
                 inherited.append(source)
                 explained = explained | at
         origin = first(inherited)
         if origin is not None and not origin.intended:
             return origin
         if not nan and (call.has_infinite_number or not is_main):
-            return origin or self._made_by(call, before, result, intended=True)
+            return origin or self._made_by(call, inputs, result, intended=True)
         # Infinities that someone wrote may be passed on; to make NaN of them, or others beside them, is a fault.
         if origin is not None and not nan and bool((explained | finite(result)).all()):
             return origin
-        return self._made_by(call, before, result)
+        return self._made_by(call, inputs, result)
 
-    def _made_by(
-        self,
-        call: Call,
-        before: list[tuple[Argument, Tensor, list[Origin]]],
-        result: Tensor,
-        intended: bool = False,
-    ) -> Origin:
-        inputs = report_of({argument.name: values for argument, values, _ in before})
-        output = report_of({"output": result})
-        culprit = Culprit(kind_of(result), inputs=inputs, output=output, **self._here(call))
-        return self.add(result, culprit, intended=intended)
+    def _made_by(self, call: Call, inputs: list[_Input], result: Tensor, intended: bool = False) -> Origin:
+        went_in = report_of({given.name: given.values for given in inputs})
+        return self.add(result, intended=intended, inputs=went_in, **self._here(call))
 
     # Where we are -----------------------------------------------------------------------------------------
 
     def _here(self, call: Call) -> dict[str, Any]:
         """Phase, module, operation, place and name: what a `Culprit` tells besides numbers."""
         lines = frames.running()
-        node = current_node()
+        node = _current_node()
         here: dict[str, Any] = {"op": call.readable_name, "module": self.modules.current(), "phase": "forward"}
         if node is None:
-            return {**here, **frames.users(lines).fields()}
+            return {**here, **frames.users(lines)}
         inside = [line for line in frames.below_engine(lines) if not frames.is_machinery(line)]
         if not inside:
             return self._in_node(node, [argument.tensor for argument in call.arguments])
@@ -209,30 +196,26 @@ class NonfiniteMode(TorchDispatchMode):
         if not any(line.is_users for line in inside):
             place = frames.of_node(node)
         if frames.is_recomputation(inside):
-            return {**here, **place.fields()}
+            return {**here, **place}
         if frames.is_torch(inside[-1], "autograd", "function.py"):
-            return {**here, "phase": "backward", **place.fields()}
-        name = getattr(self._local, "hook_on", None)
-        return {**here, "phase": "hook", "name": name, **place.fields()}
+            return {**here, "phase": "backward", **place}
+        return {**here, "phase": "hook", "name": getattr(self._local, "hook_on", None), **place}
 
     def _in_node(self, node: Any, tensors: list[Tensor]) -> dict[str, Any]:
         """Inside of the engine and of torch's own derivatives."""
         # A node that is done still counts as the current one while the engine adds its results to others.
-        target = (node,) if is_leaf_node(node) else self.accumulates_into(node, tensors)
+        target = node if is_leaf_node(node) else self.accumulates_into(node, tensors)
         if target is None:
             return self.at_node(node)
-        (node,) = target
-        here: dict[str, Any] = {"phase": "accumulation", "op": "add"}
-        if is_leaf_node(node):
-            name = self.names.get(id(node.variable))
-            place = frames.users(frames.running())
-            return {**here, "name": name, "module": self.owner_of(node), **place.fields()}
-        return {**here, "module": self.owner_of(node), **frames.of_node(node).fields()}
+        here = {"phase": "accumulation", "op": "add", "module": self.owner_of(target)}
+        if is_leaf_node(target):
+            return {**here, "name": self.names.get(id(target.variable)), **frames.users(frames.running())}
+        return {**here, **frames.of_node(target)}
 
     def at_node(self, node: Any) -> dict[str, Any]:
         """The derivative that ``node`` is."""
-        place = frames.of_node(node).fields()
-        return {"phase": "backward", "op": node_name(node), "module": self.modules.maker_of(node), **place}
+        here = {"phase": "backward", "op": node_name(node), "module": self.modules.maker_of(node)}
+        return {**here, **frames.of_node(node)}
 
     def owner_of(self, node: Any) -> str | None:
         """The module that made a node, or holds the parameter that it accumulates into."""
@@ -240,15 +223,3 @@ class NonfiniteMode(TorchDispatchMode):
             name = self.names.get(id(node.variable))
             return None if name is None else name.rpartition(".")[0]
         return self.modules.maker_of(node)
-
-
-def _starts_backward() -> bool:
-    """Whether torch makes the ones that a backward pass begins with."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(8):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "_make_grads":
-            return True
-        frame = frame.f_back
-    return False

@@ -43,21 +43,20 @@ class Argument(NamedTuple):
     read: bool
 
 
-class _Signature(NamedTuple):
-    """Of an operation's arguments by name whether they are written and whether they are read; what it returns."""
-
-    arguments: dict[str, tuple[bool, bool]]
-    returns_alias: bool
+@functools.cache
+def _accesses(func: Any) -> dict[str, tuple[bool, bool]]:
+    """Of an operation's arguments by name: whether they are written, and whether they are read."""
+    overwrites = func.overloadpacket.__name__ in _OVERWRITE
+    accesses = {}
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        accesses[argument.name] = written, not (written and (argument.is_out or overwrites))
+    return accesses
 
 
 @functools.cache
-def _signature_of(func: Any) -> _Signature:
-    overwrites = func.overloadpacket.__name__ in _OVERWRITE
-    arguments = {}
-    for argument in func._schema.arguments:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        arguments[argument.name] = written, not (written and (argument.is_out or overwrites))
-    return _Signature(arguments, any(r.alias_info is not None for r in func._schema.returns))
+def _returns_alias(func: Any) -> bool:
+    return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 class Call:
@@ -66,12 +65,13 @@ class Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name: str = func.overloadpacket.__name__
         self._func = func
-        self._signature = _signature_of(func)
         self._values = [*args, *kwargs.values()]
+        self.is_unwritten = self.name in _UNWRITTEN  # gives memory with whatever was in it
+        self.is_constant = self.name == "lift_fresh"  # makes a tensor of numbers that Python holds
         self.arguments = list(self._arguments(args, kwargs))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Argument]:
-        formal = self._signature.arguments
+        formal = _accesses(self._func)
         pairs = [*zip(formal.items(), args, strict=False), *(((key, formal[key]), kwargs[key]) for key in kwargs)]
         for (name, (written, read)), value in pairs:
             for suffix, tensor in tensors_in(value, ""):
@@ -80,28 +80,14 @@ class Call:
     @property
     def is_view(self) -> bool:
         """Whether it only shows memory in another way."""
-        if self.name == "lift_fresh" or any(argument.written for argument in self.arguments):
+        if self.is_constant or any(argument.written for argument in self.arguments):
             return False
-        return self._signature.returns_alias
-
-    @property
-    def is_unwritten(self) -> bool:
-        """Whether it gives memory with whatever was in it."""
-        return self.name in _UNWRITTEN
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it makes a tensor of numbers that Python holds."""
-        return self.name == "lift_fresh"
+        return _returns_alias(self._func)
 
     @property
     def has_infinite_number(self) -> bool:
         """Whether someone wrote an infinity into the call itself, as in ``masked_fill(mask, -inf)``."""
         return any(isinstance(value, float) and math.isinf(value) for value in self._values)
-
-    @property
-    def is_pointwise(self) -> bool:
-        return torch.Tag.pointwise in self._func.tags or self.name in _ALSO_POINTWISE
 
     @property
     def readable_name(self) -> str:
@@ -117,28 +103,22 @@ class Call:
             found.setdefault(id(tensor), (tensor, i == 0 or not by_products))
         return list(found.values())
 
-    def reach(self, name: str) -> Tensor | None:
-        """Which elements of the result an argument can reach at all; None for all of them."""
-        selector = {a.name: a.tensor for a in self.arguments}
-        if self.name == "where" and "condition" in selector and name in ("self", "other"):
-            condition = selector["condition"].bool()
-            return condition if name == "self" else ~condition
-        if self.name in ("masked_fill", "masked_fill_") and name == "self":
-            return ~selector["mask"].bool()
-        return None
-
-
-def overlap(call: Call, name: str, bad: Tensor, result: Tensor) -> Tensor | None:
-    """Which bad elements of a pointwise call's ``result`` may come of the bad elements of the argument ``name``.
-
-    None if that cannot be told element by element.
-    """
-    try:
-        at = ~finite(bad) & ~finite(result)
-        reach = call.reach(name)
-        return at if reach is None else at & reach
-    except RuntimeError:  # shapes that do not broadcast, or two devices
-        return None
+    def bad_elements_from(self, name: str, values: Tensor, result: Tensor) -> Tensor:
+        """Which bad elements of ``result`` may come of the bad ``values`` of the argument ``name``."""
+        anywhere = torch.ones((), dtype=torch.bool, device=result.device)
+        if torch.Tag.pointwise not in self._func.tags and self.name not in _ALSO_POINTWISE:
+            return anywhere
+        selectors = {a.name: a.tensor for a in self.arguments if a.name in ("condition", "mask")}
+        try:
+            at = ~finite(values) & ~finite(result)
+            if self.name == "where" and name in ("self", "other"):
+                condition = selectors["condition"].bool()
+                return at & (condition if name == "self" else ~condition)
+            if self.name in ("masked_fill", "masked_fill_") and name == "self":
+                return at & ~selectors["mask"].bool()
+        except RuntimeError:  # shapes that do not broadcast, or two devices
+            return anywhere
+        return at
 
 
 def readable(name: str) -> str:

@@ -14,12 +14,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat._core.nested import tensors_in
-from gradstat.monitor.replay.culprit import Culprit
+from gradstat.monitor.replay.culprit import Culprit, Phase
 from gradstat.monitor.replay.graph_hooks import GraphHooks, LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
 from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
 from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replaying
-from gradstat.monitor.replay.taint import Origin, first, is_bad, kind_of, looks_like_mask, report_of
+from gradstat.monitor.replay.taint import Origin, first, is_bad, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
 
 CLEAN = (
@@ -98,10 +98,16 @@ def find_culprit(
             undo.scaler(scaler)
         modules.attach()
         leaves.attach()
-        with _as_it_was(model, states, watch, undo.before_write), _eager(), _anomaly_mode():
-            _read_inputs(watch, inputs)
-            _read_parameters(watch, named)
-            _read_buffers(watch, model)
+        with contextlib.ExitStack() as circumstances:
+            circumstances.enter_context(_as_it_was(model, states, watch, undo.before_write))
+            circumstances.enter_context(torch.compiler.set_stance("force_eager"))
+            # Nodes keep where they were made. Nobody is warned again of what the step warns of.
+            circumstances.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            circumstances.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            _read(watch, "input", inputs, may_be_masks=True)
+            _read(watch, "parameter", named)
+            _read(watch, "parameter", model.named_buffers(), may_be_masks=True)
             try:
                 with torch.enable_grad(), watch, replaying():
                     returned = step_fn() if batch is None else step_fn(batch)
@@ -125,7 +131,7 @@ def find_culprit(
 def _verdict(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None:
     """What to blame, if anything is bad that a step leaves behind."""
     results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_bad(t)]
-    final = [*watch.reached, *(origin for origin in results if origin is not None)]
+    final = [*watch.reached, *filter(None, results)]
     for origin in final:
         if not origin.intended:
             return origin
@@ -136,31 +142,13 @@ def _verdict(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None
     return next(iter(final), None)
 
 
-# What is bad before the step begins -------------------------------------------------------------------------
-
-
-def _read_inputs(watch: NonfiniteMode, inputs: list[tuple[str, Tensor]]) -> None:
-    for name, tensor in inputs:
-        if is_bad(tensor):
-            culprit = Culprit(kind_of(tensor), "input", name=name, output=report_of({name: tensor}))
-            watch.add(tensor, culprit, intended=looks_like_mask(tensor))
-
-
-def _read_parameters(watch: NonfiniteMode, named: Iterable[tuple[str, Tensor]]) -> None:
+def _read(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]], may_be_masks: bool = False) -> None:
+    """Takes note of what is bad before the step begins."""
     for name, tensor in named:
-        if is_bad(tensor):
-            watch.add(tensor, _of_leaf(name, tensor))
-
-
-def _read_buffers(watch: NonfiniteMode, model: Module) -> None:
-    for name, tensor in model.named_buffers():
-        if is_bad(tensor) and first(watch.taint.of(tensor)) is None:
-            watch.add(tensor, _of_leaf(name, tensor), intended=looks_like_mask(tensor))
-
-
-def _of_leaf(name: str, tensor: Tensor) -> Culprit:
-    module = name.rpartition(".")[0]
-    return Culprit(kind_of(tensor), "parameter", module, name=name, output=report_of({name: tensor}))
+        if watch.is_new(tensor):
+            module = None if phase == "input" else name.rpartition(".")[0]
+            intended = may_be_masks and looks_like_mask(tensor)
+            watch.add(tensor, called=name, intended=intended, phase=phase, module=module, name=name)
 
 
 def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
@@ -176,9 +164,6 @@ def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tupl
     return named
 
 
-# Circumstances of the replay --------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _as_it_was(
     model: Module, states: list[StepState], watch: NonfiniteMode, before_write: Callable[[Tensor], None]
@@ -190,7 +175,7 @@ def _as_it_was(
         if todo and not in_backward() and not is_evaluation(module):
             with watch.paused():
                 todo.pop(0).restore(model, before_write)
-                _read_buffers(watch, model)
+                _read(watch, "parameter", model.named_buffers(), may_be_masks=True)
 
     if todo:
         todo[0].restore(model, before_write)
@@ -201,30 +186,8 @@ def _as_it_was(
         handle.remove()
 
 
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled code runs as it was written."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextlib.contextmanager
-def _anomaly_mode() -> Iterator[None]:
-    """Nodes keep where they were made. Nobody is warned again of what the step warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):
-            yield
-
-
 class Replayer:
-    """Keeps what a replay of the newest step needs.
-
-    Args:
-        model, optimizer, scaler: As for `gradstat.Monitor`.
-        step_fn: What does a step; None if it is only given when a replay is asked for.
-        keep_batch: Whether to keep the newest batch.
-    """
+    """Keeps what a replay of the newest step needs, the batch only with ``keep_batch``."""
 
     def __init__(
         self,

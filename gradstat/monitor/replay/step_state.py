@@ -16,7 +16,7 @@ from torch.nn import Module
 from gradstat.monitor.hooks import Hook, removed_with
 
 # Running statistics change without a new version, so small buffers are always copied; large ones are masks and tables.
-_ALWAYS_COPIED = 1 << 16
+ALWAYS_COPIED = 1 << 16
 
 
 class RngState(NamedTuple):
@@ -61,7 +61,7 @@ class _Buffer(NamedTuple):
     def is_good_for(self, buffer: Tensor) -> bool:
         """Whether ``buffer`` surely holds what the copy does."""
         unchanged = self.original() is buffer and self.version == _version(buffer) >= 0
-        return unchanged and buffer.numel() > _ALWAYS_COPIED
+        return unchanged and buffer.numel() > ALWAYS_COPIED
 
 
 class StepState:
@@ -87,9 +87,7 @@ class StepState:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 kept = self._buffers.get(name)
-                if kept is None or kept.copy.shape != buffer.shape:
-                    continue
-                if kept.is_good_for(buffer):
+                if kept is None or kept.copy.shape != buffer.shape or kept.is_good_for(buffer):
                     continue
                 before_write(buffer)
                 # Graphs of earlier forward passes may have saved it, with the values that it is given again.

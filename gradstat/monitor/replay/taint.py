@@ -18,19 +18,12 @@ from gradstat.report import Report
 
 @dataclass(eq=False)
 class Origin:
-    """A place where bad values were made.
-
-    Attributes:
-        index: Counts the origins of a replay, from the first.
-        culprit: What to say of it.
-        intended: Infinities someone wrote on purpose, such as those of a mask.
-        unwritten: Memory that nothing has been seen to write; bad only once it is read and is.
-    """
+    """A place where bad values were made, the ``index``-th of a replay."""
 
     index: int
     culprit: Culprit
-    intended: bool = False
-    unwritten: bool = False
+    intended: bool = False  # infinities that someone wrote on purpose, such as those of a mask
+    unwritten: bool = False  # memory that nothing has been seen to write; bad only once it is read and is
 
     def settle(self, tensor: Tensor) -> None:
         """Unwritten memory was read, and is bad: now it is known how."""
@@ -135,16 +128,14 @@ class Taint:
     def clear(self, tensor: Tensor) -> None:
         """All of a tensor was overwritten: what was known of that memory is history."""
         values = values_of(tensor)
-        if values is None:
-            return
-        key = values.untyped_storage()._cdata
-        if key not in self._entries:
+        key = 0 if values is None else values.untyped_storage()._cdata
+        if values is None or key not in self._entries:
             return
         begin, end = _bytes(values)
         if end - begin != values.numel() * values.element_size():
             return  # a view with gaps, between which bad values may remain
-        reference, ranges = self._entries[key]
-        self._entries[key] = reference, [r for r in ranges if not (begin <= r[0] and r[1] <= end)]
+        _, ranges = self._entries[key]
+        ranges[:] = [r for r in ranges if not (begin <= r[0] and r[1] <= end)]
 
 
 def _bytes(values: Tensor) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradstat.counters import _counters
-from gradstat.monitor.replay.step_state import RngState, same_version
-
-# Below this, a tensor is copied at once; it may be one that changes without a new version, as running statistics do.
-_SMALL = 1 << 16
+from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_version
 
 
 class Undo:
@@ -32,7 +28,8 @@ class Undo:
     def __init__(self) -> None:
         self._protected: dict[int, list[Tensor]] = {}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._then: list[Callable[[], object]] = []
+        self._then = contextlib.ExitStack()
+        self._then.callback(self._copies.clear)
         self._optimizers: set[int] = set()
 
     def protect(self, tensor: Tensor) -> None:
@@ -52,35 +49,23 @@ class Undo:
         for protected in self._protected.pop(_storage_of(tensor) or 0, ()):
             self.copy(protected)
 
-    def finally_do(self, action: Callable[[], object]) -> None:
-        """``action`` will be run by `restore`; the last one first."""
-        self._then.append(action)
-
     def restore(self) -> None:
-        """Puts everything back, whatever happens in between."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._copies.clear)
-            for action in self._then:
-                stack.callback(action)
-            stack.callback(self._restore_tensors)
-        self._then.clear()
+        """Puts everything back, whatever happens in between: tensors, then the rest, the last first."""
         self._protected.clear()
-
-    def _restore_tensors(self) -> None:
-        for tensor, copy in self._copies.values():
-            keeps = same_version(tensor)
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad(), keeps:
-                tensor.copy_(copy)
+        with self._then:
+            for tensor, copy in self._copies.values():
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
+                    tensor.copy_(copy)
 
     # Things of a training step ----------------------------------------------------------------------------
 
     def rng(self) -> None:
-        self.finally_do(RngState.capture().restore)
+        self._then.callback(RngState.capture().restore)
 
     def model(self, model: Module) -> None:
         """Buffers, parameters and training flags."""
         for module in model.modules():
-            self.attributes(module, "training")
+            self.attribute(module, "training")
             for buffer in module.buffers(recurse=False):
                 self._tensor(buffer)
             held: Any = module._buffers
@@ -92,19 +77,18 @@ class Undo:
         for parameter in parameters:
             data = parameter.data  # an alias, in case the step gives the parameter other memory
             self.protect(data)
-            self.attributes(parameter, "requires_grad")
-            self.finally_do(partial(_set_data, parameter, data))
+            self.attribute(parameter, "requires_grad")
+            self._then.callback(_set_data, parameter, data)
             self.gradient(parameter)
 
     def gradient(self, leaf: Tensor) -> None:
         """Sets the gradient of ``leaf`` to None for the while."""
         gradient = leaf.grad
-        self.finally_do(lambda: setattr(leaf, "grad", gradient))
+        self._then.callback(setattr, leaf, "grad", gradient)
         leaf.grad = None
 
-    def attributes(self, owner: Any, *names: str) -> None:
-        for name in names:
-            self.finally_do(partial(_set_attribute, owner, name, getattr(owner, name)))
+    def attribute(self, owner: Any, name: str) -> None:
+        self._then.callback(_set_attribute, owner, name, getattr(owner, name))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """State, hyper-parameters and other attributes, which may be changed from now on."""
@@ -118,7 +102,7 @@ class Undo:
         for state in optimizer.state.values():
             self._mapping(state)
         self._mapping(optimizer.state, tensors=False)
-        self.finally_do(partial(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups)))
+        self._then.callback(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups))
         self._mapping(vars(optimizer), tensors=False)
 
     def scaler(self, scaler: GradScaler) -> None:
@@ -140,10 +124,10 @@ class Undo:
         for value in before.values() if tensors else ():
             if isinstance(value, Tensor):
                 self._tensor(value)
-        self.finally_do(partial(_set_contents, mapping, before))
+        self._then.callback(_set_contents, mapping, before)
 
     def _tensor(self, tensor: Tensor) -> None:
-        if tensor.numel() <= _SMALL:
+        if tensor.numel() <= ALWAYS_COPIED:
             self.copy(tensor)
         else:
             self.protect(tensor)
@@ -158,16 +142,16 @@ class Undo:
         counts = dict(_counters)  # of guarded steps, which are counted by kernels, before any hook of an optimizer
         for counters in counts.values():
             self.copy(counters.tensor)
-        self.finally_do(partial(_set_contents, _counters, counts))
+        self._then.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
             optimizer.step = _no_step  # type: ignore[method-assign]
         handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.optimizer(optimizer))
-        self.finally_do(handle.remove)
+        self._then.callback(handle.remove)
         for schedule in _subclasses(LRScheduler):
             if "step" in vars(schedule):
-                self.finally_do(partial(setattr, schedule, "step", vars(schedule)["step"]))
-                schedule.step = _no_schedule
+                self._then.callback(setattr, schedule, "step", vars(schedule)["step"])
+                schedule.step = lambda *args, **kwargs: None
 
 
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -175,10 +159,6 @@ def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _no_schedule(self: Any, *args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:

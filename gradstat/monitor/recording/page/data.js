@@ -1,7 +1,7 @@
 // The recording as the page holds it: what gradstat/monitor/recording/page_data.py packed, unpacked, and its words and numbers.
 
 const COLUMN_LABELS = {
-  l2_norm: "L2 norm", mean: "mean", std: "standard deviation", min: "smallest", max: "largest", max_abs: "largest |x|",
+  l2_norm: "L2 norm", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
   zero_fraction: "share of zeros", nan_count: "NaN elements", inf_count: "Inf elements",
 };
 const MAGNITUDES = new Set(["l2_norm", "std", "max_abs"]);
@@ -22,16 +22,8 @@ async function unpacked(text, width) {
 // Tensors of one kind. `at` are places in the page's steps; a measurement is a place in `at`.
 class Table {
   constructor(packed, columns, values) {
-    this.kind = packed.kind;
-    this.names = packed.names;
-    this.numel = packed.numel;
-    this.at = packed.at;
-    this.n = this.names.length;
-    this.m = this.at.length;
-    this.columns = columns;
-    this.values = values;
-    this.cache = new Map();
-    this.usual = new Map();
+    const { kind, names, numel, at } = packed;
+    Object.assign(this, { kind, names, numel, at, n: names.length, m: at.length, columns, values, usual: new Map() });
   }
 
   // [n * m], one tensor's steps beside each other.
@@ -40,11 +32,9 @@ class Table {
       const c = this.columns.indexOf(name), size = this.n * this.m;
       return this.values.subarray(c * size, (c + 1) * size);
     }
-    if (!this.cache.has(name)) {
-      const low = this.column("min"), high = this.column("max");
-      this.cache.set(name, low.map((x, i) => Math.max(Math.abs(x), Math.abs(high[i]))));
-    }
-    return this.cache.get(name);
+    const high = this.column("max");
+    this.largest ??= this.column("min").map((x, i) => Math.max(Math.abs(x), Math.abs(high[i])));
+    return this.largest;
   }
 
   value(name, j, i) { return this.column(name)[j * this.m + i]; }
@@ -52,21 +42,13 @@ class Table {
   absent(j, i) { return Number.isNaN(this.value("nan_count", j, i)); }
 
   // The last measurement that is not after a step; -1 if there is none.
-  measurement(step) {
-    let low = 0, high = this.m;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.at[middle] <= step) low = middle + 1; else high = middle;
-    }
-    return low - 1;
-  }
+  measurement(step) { return this.at.findLastIndex((place) => place <= step); }
 
   // The median of a tensor's norm over the steps in which it was finite, to see what is unusual.
   usualNorm(j) {
     if (!this.usual.has(j)) {
-      const norms = [];
-      for (let i = 0; i < this.m; i++) if (!this.bad(j, i) && !this.absent(j, i)) norms.push(this.value("l2_norm", j, i));
-      norms.sort((a, b) => a - b);
+      const norms = this.column("l2_norm").slice(j * this.m, (j + 1) * this.m)
+        .filter((_, i) => !this.bad(j, i) && !this.absent(j, i)).sort(); // typed: as numbers
       this.usual.set(j, norms.length ? norms[norms.length >> 1] : NaN);
     }
     return this.usual.get(j);
@@ -81,9 +63,8 @@ async function readRecording() {
     data.scalars.at.forEach((place, i) => { values[place] = rows[s * width + i]; there[place] = 1; });
     return { name, values, there };
   });
-  const packed = data.tables;
-  data.tables = [];
-  for (const table of packed) data.tables.push(new Table(table, data.columns, await unpacked(table.data, 4)));
+  const unpack = async (table) => new Table(table, data.columns, await unpacked(table.data, 4));
+  data.tables = await Promise.all(data.tables.map(unpack));
   return data;
 }
 
@@ -120,4 +101,5 @@ function element(tag, properties = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const button = (className, textContent, onclick) => element("button", { type: "button", className, textContent, onclick });
 const plural = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;

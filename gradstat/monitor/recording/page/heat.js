@@ -17,27 +17,39 @@ const scale = (colors) => {
   return list.map((c, i) => [i / (list.length - 1), c]);
 };
 
-// How values of a field become colours: `map` from value to z, `back` from z to the value of a tick.
+// Five ticks from low to high; `back` gives the value of each.
+function evenly(low, high, back) {
+  const zs = Array.from({ length: 5 }, (_, i) => low + ((high - low) * i) / 4);
+  return zs.map((z) => ({ z, text: short(Number(back(z).toPrecision(1))) }));
+}
+
+// How values of a field become colours, by a `map` from value to z, and what is written beside them.
 function colouring(table, column) {
   const values = table.column(column).filter(Number.isFinite);
   if (COUNTS.has(column)) {
-    const high = Math.max(1, Math.log10(1 + values.reduce((a, b) => Math.max(a, b), 0)));
-    return { map: (x) => Math.log10(1 + x), back: (z) => 10 ** z - 1, low: 0, high, scale: scale(COUNTING) };
+    const map = (x) => Math.log10(1 + x), high = Math.max(1, map(values.reduce((a, b) => Math.max(a, b), 0)));
+    const ticks = [{ z: 0, text: "0" }, ...powers(0, high, 5).map((z) => ({ z: map(10 ** z), text: power(z) }))];
+    return { map, low: 0, high, ticks, scale: scale(COUNTING) };
   }
-  if (column === "zero_fraction") return { map: (x) => x, back: (z) => z, low: 0, high: 1, scale: scale(SEQUENTIAL) };
+  if (column === "zero_fraction") {
+    const ticks = [0, 0.25, 0.5, 0.75, 1].map((z) => ({ z, text: `${100 * z} %` }));
+    return { map: (x) => x, low: 0, high: 1, ticks, scale: scale(SEQUENTIAL) };
+  }
   const sizes = values.map(Math.abs).filter((x) => x > 0).sort(); // typed: as numbers
   const largest = sizes.length ? Math.log10(sizes[sizes.length - 1]) : 0;
   if (MAGNITUDES.has(column)) {
     // A few tiny values do not take the colours from all others.
     const smallest = sizes.length ? Math.log10(sizes[Math.floor(sizes.length * 0.01)]) : -1;
-    const low = Math.min(smallest, largest - 0.5);
-    return { map: (x) => (x > 0 ? Math.log10(x) : x === 0 ? low : NaN), back: (z) => 10 ** z, low, high: largest, scale: scale(SEQUENTIAL) };
+    const low = Math.min(smallest, largest - 0.5), exact = powers(low, largest, 6);
+    const ticks = exact.length > 1 ? exact.map((z) => ({ z, text: power(z) })) : evenly(low, largest, (z) => 10 ** z);
+    return { map: (x) => (x > 0 ? Math.log10(x) : x === 0 ? low : NaN), low, high: largest, ticks, scale: scale(SEQUENTIAL) };
   }
   // Signed: logarithmic on both sides of a middle that is a thousandth of the median.
   const floor = sizes.length ? sizes[sizes.length >> 1] / 1e3 : 1;
   const map = (x) => Math.sign(x) * Math.max(0, Math.log10(Math.abs(x) / floor));
   const high = Math.max(1, largest - Math.log10(floor));
-  return { map, back: (z) => Math.sign(z) * floor * 10 ** Math.abs(z) * (z !== 0), low: -high, high, scale: scale(DIVERGING) };
+  const ticks = evenly(-high, high, (z) => Math.sign(z) * floor * 10 ** Math.abs(z) * (z !== 0));
+  return { map, low: -high, high, ticks, scale: scale(DIVERGING) };
 }
 
 class HeatMap {
@@ -66,8 +78,7 @@ class HeatMap {
       type: "heatmap", name, z, zmin: 0, zmax: 1, colorscale: [[0, tint], [1, tint]], showscale: false, hoverinfo: "skip",
       xgap: 0, ygap: 0,
     });
-    const { low, high } = this.colours;
-    const ticks = this.ticks(low, high);
+    const { low, high, ticks } = this.colours;
     const narrow = window.innerWidth < 720;
     const length = narrow ? 18 : 34;
     const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
@@ -90,7 +101,7 @@ class HeatMap {
     this.rowAxis = y;
     this.plot.setAttribute("aria-label", `Heat map: ${COLUMN_LABELS[column]} of ${plural(table.n, "tensor")} in ${plural(table.m, "step")}. `
       + "The table below holds the same numbers.");
-    if (!this.listening) this.listen();
+    this.listen(this.plot, (x) => [x * this.pooled, Math.min(this.table.m, (x + 1) * this.pooled)]);
     byId("heat-note").textContent = this.pooled > 1
       ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
   }
@@ -111,52 +122,32 @@ class HeatMap {
     };
   }
 
-  // Rows of the values' colours, and of where there is something bad, or nothing; what nobody needs is not made.
+  // Rows of the values' colours, and of where there is something bad, or nothing.
   cells() {
     const { table, pooled, bins } = this;
     const { map } = this.colours;
     const values = table.column(this.column), nan = table.column("nan_count"), inf = table.column("inf_count");
     const counting = COUNTS.has(this.column), blank = () => new Float32Array(bins).fill(NaN);
-    const none = blank(), z = [], bad = [], absent = [];
+    const z = [], bad = [], absent = [];
     for (let j = 0; j < table.n; j++) {
-      const zs = blank();
-      let bads = none, nones = none;
+      const zs = blank(), bads = blank(), nones = blank();
       for (let b = 0; b < bins; b++) {
         const from = j * table.m + b * pooled, to = Math.min((j + 1) * table.m, from + pooled);
         let best = NaN, there = false;
         for (let k = from; k < to; k++) {
           const x = values[k];
           there ||= nan[k] === nan[k];
-          if (!counting && (nan[k] > 0 || inf[k] > 0)) {
-            if (bads === none) bads = blank();
-            bads[b] = 1;
-          }
+          if (!counting && (nan[k] > 0 || inf[k] > 0)) bads[b] = 1;
           if (Number.isFinite(x) && !(Math.abs(x) <= Math.abs(best))) best = x;
         }
         zs[b] = map(best); // NaN stays NaN
-        if (!there) {
-          if (nones === none) nones = blank();
-          nones[b] = 1;
-        }
+        if (!there) nones[b] = 1;
       }
       z.push(zs);
       bad.push(bads);
       absent.push(nones);
     }
     return { z, bad, absent };
-  }
-
-  ticks(low, high) {
-    const { column } = this, { map } = this.colours;
-    const exact = powers(low, high, 6);
-    if (MAGNITUDES.has(column) && exact.length > 1) return exact.map((z) => ({ z, text: power(z) }));
-    if (column === "zero_fraction") return [0, 0.25, 0.5, 0.75, 1].map((z) => ({ z, text: `${100 * z} %` }));
-    if (COUNTS.has(column)) {
-      const decades = powers(0, high, 5).map((z) => 10 ** z);
-      return [0, ...decades].map((x) => ({ z: map(x), text: x < 10 ? String(x) : power(Math.round(Math.log10(x))) }));
-    }
-    const zs = Array.from({ length: 5 }, (_, i) => low + ((high - low) * i) / 4);
-    return zs.map((z) => ({ z, text: short(Number(this.colours.back(z).toPrecision(1))) }));
   }
 
   rowTicks(height) {
@@ -188,7 +179,7 @@ class HeatMap {
 
   drawProfile(i) {
     const { table, column } = this;
-    const { map, low, high, scale } = this.colours;
+    const { map, low, high, scale, ticks } = this.colours;
     // Bars in the map's own scale, so that long is dark; they begin where the colours do.
     const base = SIGNED.has(column) ? 0 : low;
     const zs = table.names.map((_, j) => {
@@ -197,36 +188,31 @@ class HeatMap {
     });
     const tint = scale[Math.max(0, scale.length - 3)][1];
     const bad = table.names.map((_, j) => i >= 0 && table.bad(j, i));
-    const ticks = this.ticks(low, high);
+    const every2nd = ticks.filter((_, k) => k % 2 === 0);
     Plotly.react(this.profile, [{
       type: "bar", orientation: "h", y: table.names.map((_, j) => j), x: zs, base, hoverinfo: "none",
       marker: { color: bad.map((b) => (b ? color("error") : SIGNED.has(column) ? color("accent") : tint)) },
     }], {
       ...baseLayout({ l: 4, r: 16, ...this.margin }), bargap: table.n > 60 ? 0.1 : 0.3, dragmode: false,
-      xaxis: axis({ range: [low, high + (high - low) * 0.02], tickvals: ticks.map((t) => t.z).filter((_, k) => k % 2 === 0),
-        ticktext: ticks.map((t) => t.text).filter((_, k) => k % 2 === 0), title: { text: i < 0 ? "" : `in step ${this.data.steps[table.at[i]]}`, standoff: 4 } }),
+      xaxis: axis({ range: [low, high + (high - low) * 0.02], tickvals: every2nd.map((t) => t.z),
+        ticktext: every2nd.map((t) => t.text), title: { text: i < 0 ? "" : `in step ${this.data.steps[table.at[i]]}`, standoff: 4 } }),
       yaxis: axis({ ...this.rowAxis, range: this.plot._fullLayout.yaxis.range, showticklabels: false, showgrid: false }),
     }, CONFIG);
     this.profile.setAttribute("aria-label", `${COLUMN_LABELS[column]} of each tensor in this step`);
-    if (!this.profileListening) {
-      this.profileListening = true;
-      this.profile.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, this.shownAt, this.shownAt + 1));
-      this.profile.on("plotly_unhover", () => { byId("tip").hidden = true; });
-      this.profile.on("plotly_click", (e) => this.onTensor(e.points[0].y));
-    }
+    this.listen(this.profile, () => [this.shownAt, this.shownAt + 1]);
     this.shownAt = i;
   }
 
-  listen() {
-    this.listening = true;
-    this.plot.on("plotly_hover", (e) => {
-      const { x, y } = e.points[0];
-      this.tip(e.event, y, x * this.pooled, Math.min(this.table.m, (x + 1) * this.pooled));
-    });
-    this.plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
-    this.plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
-    this.plot.on("plotly_relayout", () => this.show(this.step));
-    this.plot.on("plotly_afterplot", () => this.cover()); // of another size now
+  // Listens to a chart, once it is drawn; `range` are the measurements under the pointer, from one to before another.
+  listen(plot, range) {
+    if (plot.dataset.listening) return;
+    plot.dataset.listening = "yes";
+    plot.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, ...range(e.points[0].x)));
+    plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
+    plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
+    if (plot !== this.plot) return;
+    plot.on("plotly_relayout", () => this.show(this.step));
+    plot.on("plotly_afterplot", () => this.cover()); // of another size now
   }
 
   // What lies under the pointer, of measurements from one to before another.

@@ -3,6 +3,11 @@
 const FINDINGS_SHOWN = 4;
 const ROWS_SHOWN = 12;
 
+// Pairs as terms and what they are.
+const described = (pairs) => pairs.flatMap(([key, value]) => [
+  element("dt", { textContent: key }), element("dd", { textContent: value }),
+]);
+
 function drawFindings(data, { onStep, onName }) {
   const order = { error: 0, warning: 1, info: 2 };
   const sorted = [...data.findings].sort((a, b) => order[a.severity] - order[b.severity] || a.step - b.step);
@@ -18,19 +23,13 @@ function drawFindings(data, { onStep, onName }) {
       if (items.length) body.append(element("div", {}, element("h3", { textContent: title }), element(tag, {}, ...items)));
     };
     const lines = (texts) => texts.map((textContent) => element("li", { textContent }));
-    part("Evidence", "dl", finding.evidence.flatMap(([key, value]) => [element("dt", { textContent: key }), element("dd", { textContent: value })]));
+    part("Evidence", "dl", described(finding.evidence));
     part("Possible causes", "ol", lines(finding.causes));
     part("What to try", "ol", lines(finding.advice));
     const where = element("div", { className: "where" });
-    if (finding.at >= 0) {
-      const go = element("button", { type: "button", className: "name", textContent: `Go to step ${finding.step}` });
-      go.addEventListener("click", () => onStep(finding.at));
-      where.append(go);
-    }
+    if (finding.at >= 0) where.append(button("name", `Go to step ${finding.step}`, () => onStep(finding.at)));
     if (data.tables.some((t) => t.kind === finding.about && t.names.includes(finding.name))) {
-      const show = element("button", { type: "button", className: "name", textContent: `Show ${finding.name}` });
-      show.addEventListener("click", () => onName(finding.about, finding.name));
-      where.append(show);
+      where.append(button("name", `Show ${finding.name}`, () => onName(finding.about, finding.name)));
     }
     box.append(body, where);
     return box;
@@ -44,18 +43,11 @@ function drawFindings(data, { onStep, onName }) {
   byId("diagnosis").hidden = !made.length && !byId("told").textContent.trim();
 }
 
-// The columns of the table of the worst: what is written above, and its number for a tensor in a measurement.
-const WORST = [
-  ["name", "Tensor", null],
-  ["nan_count", "NaN", (t, j, i) => t.value("nan_count", j, i)],
-  ["inf_count", "Inf", (t, j, i) => t.value("inf_count", j, i)],
-  ["usual", "\u00d7 usual norm", (t, j, i) => t.value("l2_norm", j, i) / t.usualNorm(j)],
-  ["l2_norm", "L2 norm", (t, j, i) => t.value("l2_norm", j, i)],
-  ["max_abs", "Largest |x|", (t, j, i) => t.value("max_abs", j, i)],
-  ["mean", "Mean", (t, j, i) => t.value("mean", j, i)],
-  ["std", "Std", (t, j, i) => t.value("std", j, i)],
-  ["zero_fraction", "Zeros", (t, j, i) => t.value("zero_fraction", j, i)],
-];
+// The columns of the table of the worst, and what is written above them.
+const WORST = {
+  name: "Tensor", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 usual norm", l2_norm: "L2 norm", max_abs: "Largest |x|",
+  mean: "Mean", std: "Std", zero_fraction: "Zeros",
+};
 
 class WorstTable {
   constructor(onTensor) {
@@ -63,16 +55,20 @@ class WorstTable {
     this.sort = null; // not finite first, then what is most unusual
     this.all = false;
     const row = element("tr");
-    this.heads = WORST.map(([key, label]) => {
-      const button = element("button", { type: "button", textContent: label });
-      button.addEventListener("click", () => this.sortBy(key));
-      const head = element("th", { scope: "col" }, button);
+    this.heads = Object.entries(WORST).map(([key, label]) => {
+      const head = element("th", { scope: "col" }, button("", label, () => this.sortBy(key)));
       head.dataset.key = key;
       row.append(head);
       return head;
     });
     byId("worst").tHead.replaceChildren(row);
-    byId("all-rows").addEventListener("click", () => { this.all = true; this.fill(); });
+    byId("all-rows").onclick = () => { this.all = true; this.fill(); };
+  }
+
+  // The number in a column for a tensor.
+  number(key, j) {
+    const { table, i } = this;
+    return key === "usual" ? table.value("l2_norm", j, i) / table.usualNorm(j) : table.value(key, j, i);
   }
 
   sortBy(key) {
@@ -100,14 +96,13 @@ class WorstTable {
     }
     const sign = sort.down ? -1 : 1;
     if (sort.key === "name") return sort.down ? there.reverse() : there; // in the order of the model
-    const number = WORST.find(([key]) => key === sort.key)[2];
     const last = (x) => (Number.isNaN(x) ? 1 : 0); // wherever it is sorted to
-    return there.map((j) => [j, number(table, j, i)])
+    return there.map((j) => [j, this.number(sort.key, j)])
       .sort((a, b) => last(a[1]) - last(b[1]) || sign * (a[1] - b[1]) || a[0] - b[0]).map(([j]) => j);
   }
 
   fill() {
-    const { table, i } = this;
+    const { table } = this;
     const order = this.order(), shownRows = this.all ? order : order.slice(0, ROWS_SHOWN);
     for (const head of this.heads) {
       if (this.sort?.key === head.dataset.key) head.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
@@ -115,13 +110,12 @@ class WorstTable {
     }
     const focused = document.activeElement?.closest?.("#worst tbody") ? document.activeElement.dataset.tensor : null;
     byId("worst").tBodies[0].replaceChildren(...shownRows.map((j) => {
-      const name = element("button", { type: "button", className: "name", textContent: table.names[j] || "(no name)" });
+      const name = button("name", table.names[j] || "(no name)", () => this.onTensor(j));
       name.dataset.tensor = j;
-      name.addEventListener("click", () => this.onTensor(j));
-      return element("tr", {}, element("td", {}, name), ...WORST.slice(1).map(([key, , number]) => {
-        const x = number(table, j, i), count = COUNTS.has(key);
-        const text = count && x === 0 ? "\u2013" : Number.isNaN(x) ? "\u2013" : shown(key, x);
-        return element("td", { textContent: text, className: count && x > 0 ? "bad" : "" });
+      return element("tr", {}, element("td", {}, name), ...Object.keys(WORST).slice(1).map((key) => {
+        const x = this.number(key, j), count = COUNTS.has(key);
+        const textContent = Number.isNaN(x) || (count && x === 0) ? "\u2013" : shown(key, x);
+        return element("td", { textContent, className: count && x > 0 ? "bad" : "" });
       }));
     }));
     if (focused !== null) byId("worst").querySelector(`[data-tensor="${focused}"]`)?.focus();
@@ -130,8 +124,6 @@ class WorstTable {
     more.textContent = `Show all ${order.length}`;
   }
 }
-
-const FIELDS = ["l2_norm", "max_abs", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count"];
 
 // Every field of one tensor over the steps.
 function drawDetail(data, table, j, onStep) {
@@ -146,9 +138,8 @@ function drawDetail(data, table, j, onStep) {
     gone[table.at[i]] = table.absent(j, i) ? 1 : 0;
   }
   // Kinds that are measured now and then are drawn through; a tensor that was not there is a gap.
-  for (const column of FIELDS) {
-    const values = new Float64Array(table.m), places = table.at;
-    for (let i = 0; i < table.m; i++) values[i] = table.value(column, j, i);
+  for (const column of Object.keys(COLUMN_LABELS)) {
+    const values = table.column(column).slice(j * table.m, (j + 1) * table.m), places = table.at;
     if (COUNTS.has(column) && values.every((x) => !(x > 0))) continue;
     const part = element("div");
     byId("fields").append(part);

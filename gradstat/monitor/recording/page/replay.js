@@ -14,8 +14,7 @@ async function main() {
   byId("verdict").dataset.level = data.level;
   const left = data.leftOut ? `, ${plural(data.leftOut, "step")} left out to keep the page small, none of the bad ones unless all are` : "";
   byId("extent").textContent = data.steps.length ? `steps ${data.steps[0]}\u2013${data.steps[last]}${left}` : "no steps";
-  byId("meta").replaceChildren(...[...data.meta, ["viewed with", `gradstat ${data.gradstat}`]]
-    .flatMap(([key, value]) => [element("dt", { textContent: key }), element("dd", { textContent: value })]));
+  byId("meta").replaceChildren(...described([...data.meta, ["viewed with", `gradstat ${data.gradstat}`]]));
 
   const goTo = (step) => { stop(); show(step); };
   drawFindings(data, { onStep: goTo, onName: (kind, name) => {
