@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,13 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture, streams_of
-from gradstat._core.parameters import gradients_of, names_of, source_of
-from gradstat._core.tensors import moved
+from gradstat._core.parameters import gradients_of, names_in, names_of, source_of
+from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale, optimizers
 from gradstat._step.measured import Measured, Unscaled, refuse_half
-from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
 
 __all__ = ["GradScaler", "ScalerStatus"]
 
@@ -127,7 +124,9 @@ class GradScaler(TorchGradScaler):
             promoted dtype. Zero, float32, on the CPU when there are no gradients.
 
         Raises:
-            ValueError: ``max_norm`` is NaN. Besides as ``unscale_``.
+            ValueError: ``max_norm`` is NaN.
+            NotImplementedError: A gradient is a distributed tensor, and the clip `gradstat.AdaGC` or `gradstat.AGC`.
+            Besides as ``unscale_``. Nothing has been changed then.
         """
         if not isinstance(max_norm, AdaptiveClip) and math.isnan(float(max_norm)):
             raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
@@ -136,8 +135,11 @@ class GradScaler(TorchGradScaler):
             if isinstance(max_norm, AdaptiveClip):
                 return max_norm.clip_(source.parameters)
             return clip_grad_norm_(source.parameters, float(max_norm))
+        found = gradients_of(source.parameters)
+        gradients = found.tensors
+        if isinstance(max_norm, TensorClip):
+            refuse_distributed(gradients, names_in(names_of(source, found)[0]))
         parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
-        gradients = gradients_of(parameters).tensors
         self.unscale_(optimizer)
         unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
         return torch.tensor(0.0, device="cpu") if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
@@ -247,7 +249,7 @@ class GradScaler(TorchGradScaler):
             return {}
         names, missing = names_of(source, found)
         if not allow_fp16:
-            refuse_half(found.tensors, lambda i: names()[i])
+            refuse_half(found.tensors, names_in(names))
         loss_scale.refuse_shared_gradients(self, optimizer, source)
         unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale, source.parameters, self.extra_groups)
         loss_scale.record_unscaling(self, optimizer, found.positions, unscaled)

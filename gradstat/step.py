@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +14,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat._core import norms
-from gradstat._core.compiling import outside_of_the_graph
-from gradstat._core.parameters import gradients_of, named_by, names_of, source_of
-from gradstat._core.tensors import moved
+from gradstat._core.compiling import never_traced
+from gradstat._core.parameters import gradients_of, named_by, names_in, names_of, source_of
+from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale as _scaling
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
 
 
 class StepResult:
@@ -72,6 +69,7 @@ class StepResult:
         return f"StepResult(total_norm={self.total_norm}, skipped={self.skipped})"
 
 
+@never_traced  # as torch's optimizers, which leave the graph by themselves
 def guarded_step(
     optimizer: Optimizer,
     max_norm: float | AdaptiveClip | None = None,
@@ -120,18 +118,8 @@ def guarded_step(
             came after ``scaler.unscale_`` or lost its scale with another optimizer's (by `gradstat.amp`'s scaler or
             another guarded step); a closure together with a scaler; while a CUDA graph is captured, it is this
             optimizer's first guarded step, or skipping on the host would be needed.
+        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` `AdaGC` or `AGC`.
     """
-    if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
-        return outside_of_the_graph(guarded_step)(
-            optimizer,
-            max_norm,
-            skip_nonfinite,
-            scaler,
-            closure=closure,
-            model=model,
-            backend=backend,
-            extra_groups=extra_groups,
-        )
     _check_optimizer(optimizer)
     clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
     limit = math.inf if max_norm is None or isinstance(max_norm, AdaptiveClip) else float(max_norm)
@@ -306,6 +294,9 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         if counts:
             _count(request, measured)
         return [], measured
+    names, missing = names_of(source, found)
+    if isinstance(request.clip, TensorClip):
+        refuse_distributed(found.tensors, names_in(names))
     before = None
     if request.scaling is not None:
         scaler = request.scaling.scaler
@@ -318,7 +309,6 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     counts_itself = counts and request.skips and before is None
     home = found.tensors[0].device if found.tensors else torch.device("cpu")
     counters = counters_on(request.optimizer, home).tensor if counts_itself else None
-    names, missing = names_of(source, found)
     measured = Measured.of(
         found.tensors,
         names,

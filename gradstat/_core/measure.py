@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,7 @@ from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
 from gradstat._core.norms import Decision, StepRequest
-from gradstat._core.tensors import NameOf, TensorInfo, is_distributed, readable
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
+from gradstat._core.tensors import ExtraGroups, NameOf, TensorInfo, by_device, is_distributed, readable
 
 # The types of device for which there are compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
@@ -130,14 +127,6 @@ def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule
     if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
         return None
     return resolve_for(backend, first.device.type, name_of, 0).direct
-
-
-def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    """Positions of the tensors on each device, devices in order of appearance."""
-    groups: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault(tensor.device, []).append(i)
-    return groups
 
 
 def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:

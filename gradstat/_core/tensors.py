@@ -8,13 +8,22 @@ operators recognise those by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group: TypeAlias = ProcessGroup | DeviceMesh
+    ExtraGroups: TypeAlias = Group | Iterable[Group | tuple[Group, Iterable[Tensor]]]
+else:
+    ExtraGroups = Any  # importing gradstat does not import torch.distributed
 
 NameOf = Callable[[int], str]
 
@@ -103,6 +112,11 @@ class TensorInfo(NamedTuple):
     def of(cls, tensor: Tensor) -> TensorInfo:
         order = None if tensor.is_contiguous() else memory_order(tensor)
         return cls(tensor.shape, tensor.dtype, tensor.device, order)
+
+
+def name_by_position(position: int) -> str:
+    """What errors call a tensor of a list that has no other name."""
+    return f"tensors[{position}]"
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -235,6 +249,14 @@ def shard_of(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """Positions of the tensors on each device, devices in order of appearance."""
+    groups: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(i)
+    return groups
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements of a strided tensor fill one stretch of memory, in any order."""
     if tensor.is_contiguous() or tensor.numel() <= 1:
@@ -295,3 +317,13 @@ def _describe(name: str, tensor: Tensor) -> str:
 
 def _type_name(value: object) -> str:
     return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf) -> None:
+    """Raises NotImplementedError if one of ``tensors`` is a DTensor, which an adaptive clip does not clip by itself."""
+    for i, tensor in enumerate(tensors):
+        if hasattr(tensor, "_local_tensor"):
+            raise NotImplementedError(
+                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that an adaptive "
+                "clip does not do by itself; use gradstat.clip_grad_norm_"
+            )

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradstat._core.measure import by_device
-from gradstat._core.tensors import moved
+from gradstat._core.tensors import by_device, moved
 
 _ROW = 4096
 # Products are 8 bytes for each word, so they go to scratch memory that stays in cache, a block of rows at a time.
