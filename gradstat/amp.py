@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from gradstat._core import norms
-from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture, streams_of
+from gradstat._core.host_copy import Mirror, behind, streams_of
 from gradstat._core.parameters import gradients_of, names_in, names_of, source_of
 from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale, optimizers
@@ -23,6 +23,7 @@ from gradstat._step.measured import Measured, Unscaled, refuse_half
 from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
+from gradstat.counters import StepCounters
 
 __all__ = ["GradScaler", "ScalerStatus"]
 
@@ -89,9 +90,8 @@ class GradScaler(TorchGradScaler):
 
     extra_groups: ExtraGroups | None = None
 
-    _counters: Tensor | None = None
+    _counters: StepCounters | None = None
     _mirror: Mirror | None = None
-    _streams: Streams = ()
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
@@ -230,7 +230,7 @@ class GradScaler(TorchGradScaler):
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
         if self._mirror is None:
             self._mirror = Mirror(self._numbers)
-        with behind(self._streams):
+        with behind(self._counters.streams):
             scale, steps, skipped, in_a_row = self._mirror.read(wait).tolist()
         verdict = "ok"
         if in_a_row >= self.collapse_after:
@@ -267,23 +267,19 @@ class GradScaler(TorchGradScaler):
         return torch.stack([moved(flag, device) for flag in flags]).amax().clamp(max=1.0)
 
     def _count(self, skipped: Tensor) -> None:
-        if self._counters is None or self._counters.device != skipped.device:
-            refuse_capture(skipped.device, "what the loss scaler counts its steps in")
-            before = self._counters
-            self._counters = torch.zeros(3, dtype=torch.int64, device=skipped.device)
-            if before is not None:
-                self._counters.copy_(before)
-        norms.count_step(self._counters, skipped)
-        self._streams = streams_of([self._counters])
+        counters = StepCounters.on(skipped.device, self._counters, "what the loss scaler counts its steps in")
+        norms.count_step(counters.tensor, skipped)
+        counters.streams = streams_of([counters.tensor])
+        self._counters = counters
 
     def _numbers(self) -> Tensor:
-        scale, counters = self._scale, self._counters
-        assert scale is not None
-        assert counters is not None
-        return torch.cat([scale.to(counters.device, torch.float64).reshape(1), counters.to(torch.float64)])
+        assert self._scale is not None
+        assert self._counters is not None
+        counters = self._counters.tensor
+        return torch.cat([self._scale.to(counters.device, torch.float64).reshape(1), counters.to(torch.float64)])
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_reports", "_mirror", "_counters", "_streams"):
+        for name in ("_reports", "_mirror", "_counters"):
             state.pop(name, None)
         return state

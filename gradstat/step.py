@@ -125,10 +125,10 @@ def guarded_step(
     limit = math.inf if max_norm is None or isinstance(max_norm, AdaptiveClip) else float(max_norm)
     if math.isnan(limit):
         raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number, or None")
-    scaling = None
-    if scaler is not None and scaler.is_enabled():
-        scaling = _Scaling.of(scaler, optimizer, skip_nonfinite, closure)
-    request = _Request(optimizer, limit, clip, skip_nonfinite, scaling, model, backend, extra_groups)
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
+    loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
+    request = _Request(optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups)
     if closure is None:
         if optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
@@ -153,31 +153,17 @@ def _check_optimizer(optimizer: object) -> None:
     optimizers.refuse_foreign_verdict(optimizer)
 
 
-class _Scaling(NamedTuple):
-    """A loss scaler that takes part.
-
-    Attributes:
-        loss_scale: What the gradients carry, 0-d float32; None if they have lost it already.
-    """
-
-    scaler: GradScaler
-    loss_scale: Tensor | None
-
-    @classmethod
-    def of(cls, scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> _Scaling:
-        if not skips:
-            raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
-        if closure is not None:
-            raise RuntimeError(
-                "a closure and a loss scaler do not go together, as in torch; compute scaler.scale(loss).backward() "
-                "before the step"
-            )
-        loss_scale = _scaling.require_scale(scaler, "guarded_step")
-        return cls(scaler, None if _scaling.is_unscaled(scaler, optimizer) else loss_scale)
-
-    def found_by_unscaling(self, optimizer: Optimizer) -> list[Tensor] | None:
-        """What ``scaler.unscale_`` found on each device, above 0 where something was not finite; None before it."""
-        return None if self.loss_scale is not None else _scaling.found_by(self.scaler, optimizer)
+def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> Tensor | None:
+    """What the gradients carry, 0-d float32; None if they have lost it already."""
+    if not skips:
+        raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
+    if closure is not None:
+        raise RuntimeError(
+            "a closure and a loss scaler do not go together, as in torch; compute scaler.scale(loss).backward() "
+            "before the step"
+        )
+    loss_scale = _scaling.require_scale(scaler, "guarded_step")
+    return None if _scaling.is_unscaled(scaler, optimizer) else loss_scale
 
 
 class _Request(NamedTuple):
@@ -187,14 +173,11 @@ class _Request(NamedTuple):
     limit: float
     clip: AdaptiveClip | None
     skips: bool
-    scaling: _Scaling | None
+    scaler: GradScaler | None
+    loss_scale: Tensor | None
     model: Module | None
     backend: str | None
     extra_groups: ExtraGroups | None
-
-    @property
-    def loss_scale(self) -> Tensor | None:
-        return self.scaling.loss_scale if self.scaling is not None else None
 
 
 def _step(request: _Request, loss: Any) -> StepResult:
@@ -232,8 +215,8 @@ def _step(request: _Request, loss: Any) -> StepResult:
 
 
 def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
-    if request.scaling is not None:
-        _scaling.record_step(request.scaling.scaler, request.optimizer, measured.verdict[0])
+    if request.scaler is not None:
+        _scaling.record_step(request.scaler, request.optimizer, measured.verdict[0])
     counters = counters_on(request.optimizer, measured.verdict.device)
     counters.streams = measured.streams
     return StepResult(measured, counters, request.skips, loss)
@@ -285,7 +268,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         source = named_by(request.model, source)
     found = gradients_of(source.parameters)
     if not found.tensors and request.extra_groups is None:
-        if request.scaling is not None:
+        if request.scaler is not None:
             raise RuntimeError(
                 "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
                 "step, and zero_grad() after it"
@@ -297,14 +280,12 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     names, missing = names_of(source, found)
     if isinstance(request.clip, TensorClip):
         refuse_distributed(found.tensors, names_in(names))
-    before = None
-    if request.scaling is not None:
-        scaler = request.scaling.scaler
-        before = request.scaling.found_by_unscaling(request.optimizer)
-        if before is None:
-            _scaling.refuse_shared_gradients(scaler, request.optimizer, source)
-        else:
-            _scaling.refuse_added_gradients(scaler, request.optimizer, source, found)
+    before = None  # what unscaling found on each device, above 0 where something was not finite
+    if request.loss_scale is not None and request.scaler is not None:
+        _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
+    elif request.scaler is not None:
+        before = _scaling.found_by(request.scaler, request.optimizer)
+        _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
     # The kernel counts by itself what it alone decides.
     counts_itself = counts and request.skips and before is None
     home = found.tensors[0].device if found.tensors else torch.device("cpu")

@@ -27,12 +27,7 @@ Names = Callable[[], Sequence[str]]
 
 
 class Source(NamedTuple):
-    """Parameters and a way to name them.
-
-    Attributes:
-        parameters: In the order of the report.
-        names: Called when names are needed; as long as ``parameters``.
-    """
+    """Parameters, in the order of the report, and a way to name them."""
 
     parameters: list[Tensor]
     names: Names
@@ -155,25 +150,15 @@ def _iterable_source(target: Iterable[Any]) -> Source:
 
 
 class Gradients(NamedTuple):
-    """The gradients of some parameters.
-
-    Attributes:
-        tensors: Those there are.
-        positions: Of their parameters; None when every parameter has one.
-        missing: Positions of the parameters that require a gradient and have none; None when every one has one.
-    """
+    """The gradients there are of some parameters, and at which positions; None where every parameter has one."""
 
     tensors: list[Tensor]
     positions: list[int] | None
-    missing: list[int] | None
+    missing: list[int] | None  # of the parameters that require a gradient and have none
 
 
 def gradients_of(parameters: list[Tensor]) -> Gradients:
-    """The gradients of ``parameters``.
-
-    Raises:
-        AttributeError: Something among ``parameters`` has no ``.grad``.
-    """
+    """The gradients of ``parameters``. AttributeError if something has no ``.grad``."""
     helpers = native.helpers()
     if helpers is not None:
         return Gradients(*helpers.gradients_of(parameters))
@@ -215,11 +200,7 @@ def _names_at(source: Source, positions: list[int] | None) -> Names:
 def listed(
     tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
 ) -> list[Tensor]:
-    """One tensor, or several, as a list.
-
-    Raises:
-        TypeError: It is neither, a module in particular; ``what`` was expected, ``remedy`` is to be passed.
-    """
+    """One tensor, or several, as a list. TypeError for anything else, a module in particular."""
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
         raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -236,11 +217,7 @@ def listed_parameters(parameters: Tensor | Iterable[Tensor], stacklevel: int) ->
 
 
 def gradients_to_clip(parameters: list[Tensor]) -> tuple[list[Tensor], NameOf]:
-    """The gradients there are, and what errors call the i-th of them.
-
-    Raises:
-        AttributeError: As `collect`.
-    """
+    """The gradients there are, and what errors call the i-th of them. Errors as `collect`."""
     if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
         found = [parameter.grad for parameter in parameters]
         return [gradient for gradient in found if gradient is not None], lambda i: f"gradient {i}"
@@ -250,11 +227,7 @@ def gradients_to_clip(parameters: list[Tensor]) -> tuple[list[Tensor], NameOf]:
 
 
 def collect(parameters: list[Tensor]) -> Gradients:
-    """`gradients_of`, whose error says which item is not a parameter.
-
-    Raises:
-        AttributeError: Something among ``parameters`` has no ``.grad``; the message names its position.
-    """
+    """`gradients_of`, whose error says which item is not a parameter."""
     try:
         return gradients_of(parameters)
     except AttributeError:

@@ -42,16 +42,10 @@ MeasureLocal = Callable[[list[Tensor]], Measurement]
 
 
 class Layout(NamedTuple):
-    """What a mesh and placements mean.
-
-    Attributes:
-        groups: Those over which shards lie.
-        resolved: Placements without pending sums; None if there are none.
-        shards: For reports.
-    """
+    """What a mesh and placements mean: over which groups shards lie, and where."""
 
     groups: tuple[ProcessGroup, ...]
-    resolved: tuple[Any, ...] | None
+    resolved: tuple[Any, ...] | None  # the placements without pending sums; None if there are none
     shards: Shards
 
     @classmethod
@@ -299,15 +293,10 @@ class Sharded:
 
 
 class _Packed(NamedTuple):
-    """Rows as they travel: what is added up, and what the highest of is taken.
+    """Rows as they travel: what is added up, and what the highest of is taken."""
 
-    Attributes:
-        sums: ``[n, summed fields + 2]``: these, on how many ranks there is NaN or Inf, how many ranks failed.
-        highs: ``[n, other fields]``, those with merge "min" negated.
-    """
-
-    sums: Tensor
-    highs: Tensor
+    sums: Tensor  # [n, summed fields + 2]: these, on how many ranks there is NaN or Inf, how many ranks failed
+    highs: Tensor  # [n, other fields], those with merge "min" negated
 
 
 def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Packed:

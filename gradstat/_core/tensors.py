@@ -47,18 +47,12 @@ _DTYPES = frozenset(
 
 
 class Shards(NamedTuple):
-    """Where the shards of a distributed tensor lie: enough to find an element again, without process groups.
+    """Where the shards of a distributed tensor lie: enough to find an element again, without process groups."""
 
-    Attributes:
-        ranks: The ranks of its mesh, nested by the mesh's dimensions.
-        dims: ``(mesh dimension, tensor dimension)`` of each sharding, in the order in which it was sharded; None if
-            shards are interleaved.
-        index_bits: Of a ``first_nonfinite``, the bits that are an index in a shard; the rank stands above them.
-    """
-
-    ranks: list[Any]
+    ranks: list[Any]  # of its mesh, nested by the mesh's dimensions
+    # ``(mesh dimension, tensor dimension)`` of each sharding, in order; None if shards are interleaved.
     dims: tuple[tuple[int, int], ...] | None
-    index_bits: int
+    index_bits: int  # of a ``first_nonfinite``, those that are an index in a shard; the rank stands above them
 
     def split(self, first_nonfinite: float) -> tuple[int, int]:
         """Rank, and index in that rank's shard."""
@@ -92,21 +86,13 @@ def _position(ranks: list[Any], rank: int) -> tuple[int, ...]:
 
 
 class TensorInfo(NamedTuple):
-    """What a report remembers about a tensor besides its row, so that it keeps no tensor alive.
-
-    Attributes:
-        shape: Its sizes.
-        dtype: Its element type.
-        device: Where it lies.
-        order: The dimensions from the slowest to the fastest in memory; None for row-major.
-        shards: Of a distributed tensor, whose whole shape ``shape`` is then; ``order`` is that of a shard.
-    """
+    """What a report remembers about a tensor besides its row, so that it keeps no tensor alive."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    order: tuple[int, ...] | None
-    shards: Shards | None = None
+    order: tuple[int, ...] | None  # the dimensions from the slowest to the fastest in memory; None for row-major
+    shards: Shards | None = None  # of a distributed tensor: ``shape`` is of the whole then, ``order`` of a shard
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
@@ -129,10 +115,6 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
 
     Sparse COO tensors give their coalesced values, distributed tensors their local shard, views that are
     not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values.
-
-    Args:
-        tensors: What was passed in, of any type.
-        name_of: The name of the i-th, for errors.
 
     Raises:
         TypeError: Something is not a tensor, or its dtype has no gradient statistics.

@@ -28,19 +28,10 @@ _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 class Measured(NamedTuple):
     """What was measured of some gradients, on the first one's device. Keeps no gradient alive.
 
-    Attributes:
-        rows: Theirs, as they are: with the loss scale.
-        names, missing: For the report.
-        norm: 0-d, of the gradients' promoted dtype, without the loss scale.
-        numbers: ``[2]`` float64: the coefficient that clips and unscales, and the norm once more.
-        verdict: ``[3]`` float32: whether to skip the step, 1 or 0; what gradients have to be divided by to be
-            clipped and unscaled; the loss scale.
-        is_scaled: Whether there is a loss scale.
-        backend: What was asked for.
-        streams: On which they were measured.
+    ``norm``, ``numbers`` and ``verdict`` are those of `gradstat._core.norms.Decision`.
     """
 
-    rows: Measurement
+    rows: Measurement  # with the loss scale, if ``is_scaled``
     names: Names
     missing: Names
     norm: Tensor
@@ -148,19 +139,12 @@ class Measured(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive.
+    """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive."""
 
-    Attributes:
-        rows: Those of the gradients without the scale.
-        names, missing: For the report.
-        inverse_scale: What they were multiplied by, 0-d float32.
-        streams: On which they were measured.
-    """
-
-    rows: Measurement
+    rows: Measurement  # without the scale
     names: Names
     missing: Names
-    inverse_scale: Tensor
+    inverse_scale: Tensor  # what the gradients were multiplied by, 0-d float32
     streams: Streams = ()
 
     @classmethod

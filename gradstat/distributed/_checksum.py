@@ -39,10 +39,6 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     Reads each tensor once, and those that are not contiguous twice. Depends on the elements' bits in row-major order
     and on nothing else: not on strides, alignment, device or threads. Sparse tensors are coalesced. No sync, but for
     sparse tensors on a GPU, and for numbers that have to move from a GPU to the CPU, one for each GPU.
-
-    Args:
-        tensors: Of any dtype, strided or sparse COO.
-        device: Where the result is wanted.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device=device)

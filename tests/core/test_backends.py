@@ -179,7 +179,6 @@ LAYERS = [
     {"kernels"},
     {"_core"},
     {"tensor_stats"},
-    {"_render"},
     {"stats", "report"},
     {"check"},
     {"clip", "clip_value", "accumulation"},

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstat
 from gradstat.distributed import OriginReport, UnreachableRankError, watch_origin
-from gradstat.distributed._origin_report import BadGradient
+from gradstat.distributed.origin import BadGradient
 
 
 class Net(nn.Module):
