@@ -82,6 +82,27 @@ class Ranks:
             process.join()
 
 
+def collectives_of(call: Callable[[], object]) -> list[str]:
+    """The collectives of ``call`` on this rank, reductions with their size."""
+    import torch.distributed as dist
+    from torch import Tensor
+
+    calls: list[str] = []
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            calls.append(f"{name} of {args[0].nbytes} bytes" if isinstance(args[0], Tensor) else name)
+            return original(*args, **kwargs)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
+            patch.setattr(dist, name, noted(name, getattr(dist, name)))
+        call()
+    return calls
+
+
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist

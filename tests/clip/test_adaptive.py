@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from exact import REAL
+from test_clip import uncoalesced
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -232,18 +233,6 @@ def test_all_gradients_are_scaled_by_the_coefficient(make: Any, dtype: torch.dty
             assert gradient_of(parameter)._version > version
 
 
-def test_fixed_clip_is_torchs(device: str) -> None:
-    parameters = parameters_on(device)
-    gradients = give_gradients(parameters)
-    norm = FixedClip(0.7).clip_(parameters)
-    ours = [gradient_of(parameter).clone() for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(parameters, 0.7))
-    for parameter, gradient in zip(parameters, ours, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
-
-
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -434,8 +423,7 @@ def test_strided_gradients_are_clipped_in_place(make: Any, where: tuple[str, str
 @pytest.mark.parametrize("make", [lambda: FixedClip(1.3), lambda: AdaGC(absolute=1.3)], ids=["FixedClip", "AdaGC"])
 def test_sparse_gradients_are_clipped(make: Any, where: tuple[str, str]) -> None:
     backend, device = where
-    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
-    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+    sparse = uncoalesced(device)
     parameter = nn.Parameter(torch.zeros(6, 2, device=device))
     parameter.grad = sparse.clone()
     assert make().clip_([parameter], backend=backend).item() == pytest.approx(13.0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import Ranks, collectives_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -360,17 +360,28 @@ def test_a_report_names_rank_and_index(ranks: Ranks) -> None:
     ranks.run(4, named_rank_and_index)
 
 
+def clipped_by_torch() -> list[Tensor]:
+    """What torch's functions make of a distributed gradient, and the norms that they return, distributed too."""
+    utils, found = nn.utils, []
+    for clip in (
+        lambda p: utils.clip_grad_norm_([p], 1.0),
+        lambda p: utils.clip_grads_with_norm_([p], 0.5, utils.get_total_norm([p.grad])),
+        lambda p: utils.clip_grad_value_([p], 0.25),
+    ):
+        parameter = sharded_ones(4)
+        norm = clip(parameter)  # type: ignore[no-untyped-call]
+        if norm is not None:
+            assert isinstance(norm, DTensor)
+            found.append(norm.full_tensor())
+        found.append(whole(parameter.grad))  # type: ignore[arg-type]
+    return found
+
+
 def drop_in() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)])
+    expected = clipped_by_torch()
     with gradstat.patch_torch():
-        norm = nn.utils.clip_grad_norm_([parameter], 1.0)
-        nn.utils.clip_grads_with_norm_([parameter], 0.5, nn.utils.get_total_norm([parameter.grad]))
-    assert isinstance(norm, DTensor)
-    assert norm.placements == (Replicate(),)
-    assert norm.full_tensor() == 4.0
-    torch.testing.assert_close(whole(parameter.grad), torch.full((4,), 0.25))
+        for ours, theirs in zip(clipped_by_torch(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_the_patch_gives_norms_as_torch_does(ranks: Ranks) -> None:
@@ -549,30 +560,24 @@ def clipped_by_tensor() -> None:
     assert (parameter.grad.to_local() == 1).all()  # type: ignore[union-attr]
     with pytest.raises(KeyError):
         gradstat.step_counters(optimizer)
+    with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
+        gradstat.clip_grad_norm_([parameter], 1.0, 3.0)
 
 
 def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip(ranks: Ranks) -> None:
     ranks.run(2, clipped_by_tensor)
 
 
+CALLS: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "check": gradstat.check,
+    "clip": lambda parameters: gradstat.clip_grad_norm_(parameters, 1.0),
+    "step": lambda parameters: gradstat.guarded_step(torch.optim.AdamW(parameters, fused=True), 1.0),
+}
+
+
 def collectives(call: str) -> list[int]:
-    """How many reductions, for 3 and for 60 sharded tensors."""
-    counts = []
-    for number in (3, 60):
-        parameters = [sharded_ones(6) for _ in range(number)]
-        original, seen = dist.all_reduce, []
-        dist.all_reduce = lambda *a, **k: (seen.append(1), original(*a, **k))[1]  # type: ignore[assignment]  # noqa: B023
-        try:
-            if call == "check":
-                gradstat.check(parameters)
-            elif call == "clip":
-                gradstat.clip_grad_norm_(parameters, 1.0)
-            else:
-                gradstat.guarded_step(torch.optim.AdamW(parameters, fused=True), 1.0)
-        finally:
-            dist.all_reduce = original
-        counts.append(len(seen))
-    return counts
+    """How many, for 3 and for 60 sharded tensors."""
+    return [len(collectives_of(lambda n=n: CALLS[call]([sharded_ones(6) for _ in range(n)]))) for n in (3, 60)]
 
 
 @pytest.mark.parametrize(("call", "expected"), [("check", 2), ("clip", 1), ("step", 2)])
