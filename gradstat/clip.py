@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from gradstat._core import norms
-from gradstat._core.measure import direct_for, measure, resolve_for
+from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
 from gradstat._core.native import operators
 from gradstat._core.parameters import gradients_to_clip, listed, listed_parameters, require_foreach
 from gradstat._core.tensors import (
@@ -23,7 +23,6 @@ from gradstat._core.tensors import (
     is_distributed,
     moved,
     name_by_position,
-    readable,
     shard_of,
 )
 
@@ -234,65 +233,6 @@ def clip_grads_with_norm_(
             return
         scale_gradients_(gradients, coefficient, name_of, backend)
     _note_change(gradients)
-
-
-def is_fused(tensors: list[Tensor], norm_type: float) -> bool:
-    """Whether a table is all that a norm of that order needs."""
-    return norm_type == 2.0 or (norm_type == math.inf and not any(t.is_complex() or not t.numel() for t in tensors))
-
-
-@torch.no_grad()
-def norm_of(
-    tensors: list[Tensor],
-    norm_type: float,
-    name_of: NameOf,
-    backend: str | None,
-    *,
-    owners: list[Tensor] | None = None,
-    extra_groups: ExtraGroups | None = None,
-    prepare: Callable[[], object] | None = None,
-) -> Tensor:
-    """The norm of any tensors, 0-d float64 on the first one's device; arguments and errors as `measure`.
-
-    NaN if another rank could not measure its part, which is all that can be said without a sync.
-
-    Raises:
-        NotImplementedError: Tensors are distributed, and the order is neither 2 nor infinity.
-    """
-    is_over_ranks = extra_groups is not None or is_distributed(tensors)
-    if is_over_ranks and norm_type not in (2.0, math.inf):
-        raise NotImplementedError(
-            f"over several ranks gradstat has norms of order 2 and inf only, not {norm_type}; use "
-            "torch.nn.utils.clip_grad_norm_"
-        )
-    if not is_over_ranks and not is_fused(tensors, norm_type):
-        if prepare is not None:
-            prepare()
-        plain = readable(tensors, name_of)
-        for device, at in by_device(plain).items():
-            resolve_for(backend, device.type, name_of, at[0])  # a backend that is not there is refused all the same
-        return _norm_of_norms(plain, norm_type)
-    measured = measure(
-        tensors,
-        name_of,
-        backend,
-        owners=owners,
-        extra_groups=extra_groups,
-        prepare=prepare,
-        wants="sums" if norm_type == 2.0 else "total",
-    )
-    return norms.total_norm(measured.summands(), norm_type)
-
-
-def _norm_of_norms(tensors: list[Tensor], norm_type: float) -> Tensor:
-    """The p-norm of the tensors' p-norms in float64, for orders the kernels do not measure."""
-    device = tensors[0].device
-    each = []
-    for tensor in tensors:
-        wide = torch.complex128 if tensor.is_complex() else torch.float64
-        each.append(moved(torch.linalg.vector_norm(tensor.to(wide), norm_type), device))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
-    return total
 
 
 def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
