@@ -26,8 +26,6 @@ from gradstat._core.tensors import (
     shard_of,
 )
 
-_INF = math.inf
-
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -90,7 +88,7 @@ def clip_grad_norm_(
     if norm is None:
         # Checked before anything is measured, on every rank: what cannot be written is not clipped at all.
         targets: list[Tensor] = []
-        prepare = None if max_norm == _INF else lambda: targets.extend(check_writable(gradients, name_of))
+        prepare = None if max_norm == math.inf else lambda: targets.extend(check_writable(gradients, name_of))
         total = norm_of(
             gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, prepare=prepare
         )
@@ -98,11 +96,12 @@ def clip_grad_norm_(
         norm = total.to(norms.norm_dtype(measured) if measured else torch.float32)
         if error_if_nonfinite:
             raise_if_nonfinite(norm, norm_type)
-        if gradients and max_norm != _INF:
+        if gradients and max_norm != math.inf:
             coefficient = norms.clip_coefficient(total, max_norm)
             scale_gradients_(targets or list(map(shard_of, gradients)), coefficient, name_of, backend)
-    if max_norm != _INF:
-        _note_change(gradients)
+    if max_norm != math.inf:
+        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+        torch.autograd.graph.increment_version(gradients)
     return norm
 
 
@@ -125,7 +124,7 @@ def _clip_directly(
         return None
     norm, coefficient = measured
     raise_if_nonfinite(norm, norm_type)
-    return norm if max_norm == _INF or direct.scale_(gradients, coefficient) else None
+    return norm if max_norm == math.inf or direct.scale_(gradients, coefficient) else None
 
 
 def get_total_norm(
@@ -221,7 +220,7 @@ def clip_grads_with_norm_(
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if foreach:
         require_foreach(gradients)
-    if not gradients or max_norm == _INF:
+    if not gradients or max_norm == math.inf:
         return
     with torch.no_grad():
         coefficient = norms.clip_coefficient(norm, max_norm)
@@ -232,7 +231,7 @@ def clip_grads_with_norm_(
             operators(device).scale_.default(gradients, moved(coefficient, device))
             return
         scale_gradients_(gradients, coefficient, name_of, backend)
-    _note_change(gradients)
+    torch.autograd.graph.increment_version(gradients)
 
 
 def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
@@ -293,8 +292,3 @@ def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameO
     for device, at in groups.items():
         with changeable([targets[i] for i in at], is_dense) as dense:
             kernels[device].scale_(dense, moved(coefficient, device))
-
-
-def _note_change(gradients: list[Tensor]) -> None:
-    # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
-    torch.autograd.graph.increment_version(gradients)

@@ -110,9 +110,8 @@ class Report:
     @functools.cached_property
     def ok(self) -> bool:
         """Whether every element of every tensor is finite."""
-        if self._total_row is not None:
-            return not np.count_nonzero(self._total_row[_fields.NONFINITE])
-        return not np.count_nonzero(self._table[:, _fields.NONFINITE])
+        rows = self._table if self._total_row is None else self._total_row
+        return not np.count_nonzero(rows[..., _fields.NONFINITE])
 
     @property
     def loss_scale(self) -> float | None:

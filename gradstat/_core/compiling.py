@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
+from torch.compiler import is_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -20,7 +21,7 @@ def never_traced(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def called(*args: object, **options: object) -> object:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return torch.compiler.disable(function)(*args, **options)
         return function(*args, **options)
 
