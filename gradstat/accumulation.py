@@ -6,11 +6,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-from gradstat import _render
 from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import source_of
 from gradstat.check import PendingReport, check_async
-from gradstat.report import NonFiniteGradientError, Report
+from gradstat.report import NonFiniteGradientError, Report, bad_words
 from gradstat.tensor_stats import TensorStats
 
 _NAMED_IN_ERROR = 5
@@ -142,7 +141,7 @@ class AccumulationReport:
             f"NaN or Inf in {len(bad)} gradient{'s' * (len(bad) != 1)}, first in micro-batch {bad[0][0]} of "
             f"{self.micro_batches} (counted from 0):"
         )
-        named = [f"  micro-batch {number}: {stats.name}: {_render.bad_words(stats)}" for number, stats in bad[:limit]]
+        named = [f"  micro-batch {number}: {stats.name}: {bad_words(stats)}" for number, stats in bad[:limit]]
         return [title, *named, *([f"  and {len(bad) - limit} more"] if len(bad) > limit else [])]
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +15,15 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from gradstat._core import norms
-from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture, streams_of
-from gradstat._core.parameters import gradients_of, names_of, source_of
-from gradstat._core.tensors import moved
+from gradstat._core.host_copy import Mirror, behind, streams_of
+from gradstat._core.parameters import gradients_of, names_in, names_of, source_of
+from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale, optimizers
 from gradstat._step.measured import Measured, Unscaled, refuse_half
-from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
+from gradstat.counters import StepCounters
 
 __all__ = ["GradScaler", "ScalerStatus"]
 
@@ -92,9 +90,8 @@ class GradScaler(TorchGradScaler):
 
     extra_groups: ExtraGroups | None = None
 
-    _counters: Tensor | None = None
+    _counters: StepCounters | None = None
     _mirror: Mirror | None = None
-    _streams: Streams = ()
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
@@ -127,7 +124,9 @@ class GradScaler(TorchGradScaler):
             promoted dtype. Zero, float32, on the CPU when there are no gradients.
 
         Raises:
-            ValueError: ``max_norm`` is NaN. Besides as ``unscale_``.
+            ValueError: ``max_norm`` is NaN.
+            NotImplementedError: A gradient is a distributed tensor, and the clip `gradstat.AdaGC` or `gradstat.AGC`.
+            Besides as ``unscale_``. Nothing has been changed then.
         """
         if not isinstance(max_norm, AdaptiveClip) and math.isnan(float(max_norm)):
             raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
@@ -136,8 +135,11 @@ class GradScaler(TorchGradScaler):
             if isinstance(max_norm, AdaptiveClip):
                 return max_norm.clip_(source.parameters)
             return clip_grad_norm_(source.parameters, float(max_norm))
+        found = gradients_of(source.parameters)
+        gradients = found.tensors
+        if isinstance(max_norm, TensorClip):
+            refuse_distributed(gradients, names_in(names_of(source, found)[0]))
         parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
-        gradients = gradients_of(parameters).tensors
         self.unscale_(optimizer)
         unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
         return torch.tensor(0.0, device="cpu") if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
@@ -228,7 +230,7 @@ class GradScaler(TorchGradScaler):
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
         if self._mirror is None:
             self._mirror = Mirror(self._numbers)
-        with behind(self._streams):
+        with behind(self._counters.streams):
             scale, steps, skipped, in_a_row = self._mirror.read(wait).tolist()
         verdict = "ok"
         if in_a_row >= self.collapse_after:
@@ -247,7 +249,7 @@ class GradScaler(TorchGradScaler):
             return {}
         names, missing = names_of(source, found)
         if not allow_fp16:
-            refuse_half(found.tensors, lambda i: names()[i])
+            refuse_half(found.tensors, names_in(names))
         loss_scale.refuse_shared_gradients(self, optimizer, source)
         unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale, source.parameters, self.extra_groups)
         loss_scale.record_unscaling(self, optimizer, found.positions, unscaled)
@@ -265,23 +267,19 @@ class GradScaler(TorchGradScaler):
         return torch.stack([moved(flag, device) for flag in flags]).amax().clamp(max=1.0)
 
     def _count(self, skipped: Tensor) -> None:
-        if self._counters is None or self._counters.device != skipped.device:
-            refuse_capture(skipped.device, "what the loss scaler counts its steps in")
-            before = self._counters
-            self._counters = torch.zeros(3, dtype=torch.int64, device=skipped.device)
-            if before is not None:
-                self._counters.copy_(before)
-        norms.count_step(self._counters, skipped)
-        self._streams = streams_of([self._counters])
+        counters = StepCounters.on(skipped.device, self._counters, "what the loss scaler counts its steps in")
+        norms.count_step(counters.tensor, skipped)
+        counters.streams = streams_of([counters.tensor])
+        self._counters = counters
 
     def _numbers(self) -> Tensor:
-        scale, counters = self._scale, self._counters
-        assert scale is not None
-        assert counters is not None
-        return torch.cat([scale.to(counters.device, torch.float64).reshape(1), counters.to(torch.float64)])
+        assert self._scale is not None
+        assert self._counters is not None
+        counters = self._counters.tensor
+        return torch.cat([self._scale.to(counters.device, torch.float64).reshape(1), counters.to(torch.float64)])
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_reports", "_mirror", "_counters", "_streams"):
+        for name in ("_reports", "_mirror", "_counters"):
             state.pop(name, None)
         return state

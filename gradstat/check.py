@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradstat._core.compiling import never_traced, outside_of_the_graph
+from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.measure import measure
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.parameters import gradients_of, names_of, source_of
+from gradstat._core.parameters import gradients_of, names_in, names_of, source_of
+from gradstat._core.tensors import ExtraGroups
 from gradstat.report import Report
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
 
 
 class PendingReport:
@@ -44,6 +41,7 @@ class PendingReport:
         return self._report
 
 
+@never_traced
 def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> Report:
     """Checks the gradients of ``target``: which are bad, where, and how large everything is.
 
@@ -72,11 +70,10 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
         BackendUnavailableError: ``backend`` cannot run here.
         RuntimeError: Gradients are distributed, and another rank could not measure its part.
     """
-    if torch.compiler.is_compiling():
-        return outside_of_the_graph(check)(target, backend=backend, extra_groups=extra_groups)
     return _launched(target, backend, extra_groups).result()
 
 
+@never_traced
 def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
     """`check` without the sync: launches the kernel and returns at once. Arguments and errors as there.
 
@@ -85,8 +82,6 @@ def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraG
     Returns:
         The report on its way; ``result()`` waits for it, ``done()`` tells whether it would.
     """
-    if torch.compiler.is_compiling():
-        return outside_of_the_graph(check_async)(target, backend=backend, extra_groups=extra_groups)
     return _launched(target, backend, extra_groups)
 
 
@@ -99,11 +94,7 @@ def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
     names, missing = names_of(source, gradients)
-
-    def name_of(i: int) -> str:
-        return names()[i]
-
-    measured = measure(gradients.tensors, name_of, backend, owners=source.parameters, extra_groups=extra_groups)
+    measured = measure(gradients.tensors, names_in(names), backend, owners=source.parameters, extra_groups=extra_groups)
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()

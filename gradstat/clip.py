@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gradstat._core import norms
-from gradstat._core.arguments import gradients_to_clip, listed, listed_parameters, require_foreach
-from gradstat._core.backends import Kernels
-from gradstat._core.measure import by_device, direct_for, resolve_for
+from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
 from gradstat._core.native import operators
-from gradstat._core.tensors import NameOf, changeable, check_writable, is_dense, is_distributed, moved, shard_of
-from gradstat.total_norm import is_fused, norm_of, raise_if_nonfinite, refuse_in_compiled
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
-
-_INF = math.inf
+from gradstat._core.parameters import gradients_to_clip, listed, listed_parameters, require_foreach
+from gradstat._core.tensors import (
+    ExtraGroups,
+    NameOf,
+    by_device,
+    changeable,
+    check_writable,
+    is_dense,
+    is_distributed,
+    moved,
+    name_by_position,
+    shard_of,
+)
 
 
 def clip_grad_norm_(
@@ -84,7 +88,7 @@ def clip_grad_norm_(
     if norm is None:
         # Checked before anything is measured, on every rank: what cannot be written is not clipped at all.
         targets: list[Tensor] = []
-        prepare = None if max_norm == _INF else lambda: targets.extend(check_writable(gradients, name_of))
+        prepare = None if max_norm == math.inf else lambda: targets.extend(check_writable(gradients, name_of))
         total = norm_of(
             gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, prepare=prepare
         )
@@ -92,11 +96,12 @@ def clip_grad_norm_(
         norm = total.to(norms.norm_dtype(measured) if measured else torch.float32)
         if error_if_nonfinite:
             raise_if_nonfinite(norm, norm_type)
-        if gradients and max_norm != _INF:
+        if gradients and max_norm != math.inf:
             coefficient = norms.clip_coefficient(total, max_norm)
             scale_gradients_(targets or list(map(shard_of, gradients)), coefficient, name_of, backend)
-    if max_norm != _INF:
-        _note_change(gradients)
+    if max_norm != math.inf:
+        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+        torch.autograd.graph.increment_version(gradients)
     return norm
 
 
@@ -119,7 +124,64 @@ def _clip_directly(
         return None
     norm, coefficient = measured
     raise_if_nonfinite(norm, norm_type)
-    return norm if max_norm == _INF or direct.scale_(gradients, coefficient) else None
+    return norm if max_norm == math.inf or direct.scale_(gradients, coefficient) else None
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    backend: str | None = None,
+    extra_groups: ExtraGroups | None = None,
+) -> Tensor:
+    """The norm of ``tensors``, taken together: the first half of `clip_grad_norm_`, for any tensors.
+
+    A drop-in for ``torch.nn.utils.get_total_norm`` that reads the tensors once. No host sync, unless
+    ``error_if_nonfinite`` asks for a decision. As in `clip_grad_norm_`, norms that torch overflows or underflows
+    come out right, as far as the dtype that is returned can hold them, and sparse COO tensors work.
+
+    Args:
+        tensors: Tensors, or one. For the norm of gradients, the gradients and not their parameters.
+        norm_type: As in `clip_grad_norm_`.
+        error_if_nonfinite: Raise if the norm is NaN or Inf. Costs a host sync.
+        foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
+        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+        extra_groups: As in `check`: for what distributed tensors do not tell by themselves.
+
+    Returns:
+        The norm, of whole tensors if they are distributed: 0-d, on the first tensor's device, of the tensors'
+        promoted real dtype. Zero, float32, on the CPU when there are none.
+
+    Raises:
+        TypeError: ``tensors`` is a module, something in it is not a tensor, or a dtype has no norm.
+        ValueError: A tensor cannot be measured.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        NotImplementedError: A tensor is distributed, and ``norm_type`` neither 2 nor infinity.
+    """
+    given = listed(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
+    norm_type = float(norm_type)
+    if not given and extra_groups is None:
+        return torch.tensor(0.0, device="cpu")
+    if foreach:
+        require_foreach(given)
+    if torch.compiler.is_compiling():
+        refuse_in_compiled("get_total_norm", norm_type, error_if_nonfinite, backend)
+        compiled: Tensor = operators(given[0].device).measure.default(given, math.inf, norm_type)[1]
+        return compiled
+    direct = None
+    if extra_groups is None and is_fused(given, norm_type):
+        direct = direct_for(given[0], name_by_position, backend)
+    measured = direct.measure(given, math.inf, norm_type) if direct is not None else None
+    if measured is not None:
+        norm = measured[0]
+    else:
+        total = norm_of(given, norm_type, name_by_position, backend, extra_groups=extra_groups)
+        norm = total.to(norms.norm_dtype(given))
+    if error_if_nonfinite:
+        raise_if_nonfinite(norm, norm_type)
+    return norm
 
 
 def clip_grads_with_norm_(
@@ -158,7 +220,7 @@ def clip_grads_with_norm_(
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if foreach:
         require_foreach(gradients)
-    if not gradients or max_norm == _INF:
+    if not gradients or max_norm == math.inf:
         return
     with torch.no_grad():
         coefficient = norms.clip_coefficient(norm, max_norm)
@@ -169,7 +231,26 @@ def clip_grads_with_norm_(
             operators(device).scale_.default(gradients, moved(coefficient, device))
             return
         scale_gradients_(gradients, coefficient, name_of, backend)
-    _note_change(gradients)
+    torch.autograd.graph.increment_version(gradients)
+
+
+def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
+    """Waits for ``norm`` and raises RuntimeError, in torch's words, if it is NaN or Inf."""
+    if not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+
+
+def refuse_in_compiled(function: str, norm_type: float, error_if_nonfinite: bool, backend: str | None) -> None:
+    """Raises NotImplementedError for what is not possible inside torch.compile, where only operators run."""
+    if error_if_nonfinite or backend is not None or norm_type not in (2.0, math.inf):
+        raise NotImplementedError(
+            f"inside torch.compile, {function} takes norm_type 2 or inf and neither error_if_nonfinite nor backend; "
+            "call it outside of the compiled function"
+        )
 
 
 def _limit(max_norm: float) -> float:
@@ -205,19 +286,9 @@ def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: Name
 
 
 def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Scales tensors as `check_writable` returns them, on any devices."""
+    """Scales tensors as `check_writable` returns them, on any devices; strided views through a dense copy."""
     groups = by_device(targets)
     kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
     for device, at in groups.items():
-        scale_any_(kernels[device], [targets[i] for i in at], moved(coefficient, device))
-
-
-def scale_any_(kernels: Kernels, targets: list[Tensor], coefficient: Tensor) -> None:
-    """Scales tensors as `check_writable` returns them, strided views through a dense copy."""
-    with changeable(targets, is_dense) as dense:
-        kernels.scale_(dense, coefficient)
-
-
-def _note_change(gradients: list[Tensor]) -> None:
-    # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
-    torch.autograd.graph.increment_version(gradients)
+        with changeable([targets[i] for i in at], is_dense) as dense:
+            kernels[device].scale_(dense, moved(coefficient, device))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradstat._core.arguments import gradients_to_clip, has_foreach, listed, require_foreach
+from gradstat._core.parameters import gradients_to_clip, has_foreach, listed, require_foreach
 
 # Bytes from which a second pass over a gradient costs more than an operation of its own. Measured on a CPU; for
 # devices that work behind the host an estimate from bandwidth and the time of a launch, not yet measured.

@@ -55,6 +55,21 @@ class StepCounters:
         """Steps skipped since the last that was not, 0-d int64 on the device."""
         return self.tensor[2]
 
+    @classmethod
+    def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
+        """``before`` if they are on ``device``; else new ones that go on from them.
+
+        Raises:
+            RuntimeError: New ones are needed, and a CUDA graph is being captured; the message says for ``what``.
+        """
+        if before is not None and before.tensor.device == device:
+            return before
+        refuse_capture(device, what)
+        made = cls(device)
+        if before is not None:
+            made.tensor.copy_(before.tensor)
+        return made
+
     def read(self, wait: bool = False) -> StepCounts:
         """The counts on the host: the newest that have arrived.
 
@@ -86,11 +101,8 @@ def counters_on(optimizer: Optimizer, device: torch.device) -> StepCounters:
     Raises:
         RuntimeError: There are none on the device, and a CUDA graph is being captured.
     """
-    counters = _counters.get(optimizer)
-    if counters is None or counters.tensor.device != device:
-        refuse_capture(device, "the counters of guarded_step")
-        moved = StepCounters(device)
-        if counters is not None:
-            moved.tensor.copy_(counters.tensor)
-        counters = _counters[optimizer] = moved
+    before = _counters.get(optimizer)
+    counters = StepCounters.on(device, before, "the counters of guarded_step")
+    if counters is not before:
+        _counters[optimizer] = counters
     return counters

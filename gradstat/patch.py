@@ -12,12 +12,10 @@ from typing import Any, final
 import torch.nn.utils.clip_grad
 from torch import Tensor
 
-from gradstat._core.arguments import gradients_to_clip, listed, listed_parameters
-from gradstat._core.parameters import PLAIN_TYPES
+from gradstat._core.parameters import PLAIN_TYPES, gradients_to_clip, listed, listed_parameters
 from gradstat._core.tensors import is_distributed
-from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
-from gradstat.total_norm import get_total_norm
 
 _Function = Callable[..., Any]
 

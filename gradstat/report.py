@@ -1,4 +1,4 @@
-"""A table that has reached the host, with the names put back: `Report` and the error it raises.
+"""A table that has reached the host, with the names put back: `Report`, its text, and the error it raises.
 
 Nothing is derived before it is read. What a report holds is the table, the names and the layouts; never a
 tensor, so keeping a report keeps no gradient alive.
@@ -7,6 +7,7 @@ tensor, so keeping a report keeps no gradient alive.
 from __future__ import annotations
 
 import functools
+import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,25 +15,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat import _fields, _render
+from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
 from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
 
+_INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
+_FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 # What `Report.worst` can order by.
-_ORDERINGS = (
-    "severity",
-    "l2_norm",
-    "max_abs",
-    "nan_count",
-    "inf_count",
-    "zero_count",
-    "mean",
-    "std",
-    "min",
-    "max",
-    "numel",
-)
+_ORDERINGS = ("severity", *_FLOATS, *_INTEGERS)
+# Of the text.
+_SHOWN = 20
+_EXTREMES = 3
+_BAD_STYLE = ' style="color:#d32f2f;font-weight:bold"'
+_HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "zeros")
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -114,9 +110,8 @@ class Report:
     @functools.cached_property
     def ok(self) -> bool:
         """Whether every element of every tensor is finite."""
-        if self._total_row is not None:
-            return not np.count_nonzero(self._total_row[_fields.NONFINITE])
-        return not np.count_nonzero(self._table[:, _fields.NONFINITE])
+        rows = self._table if self._total_row is None else self._total_row
+        return not np.count_nonzero(rows[..., _fields.NONFINITE])
 
     @property
     def loss_scale(self) -> float | None:
@@ -260,18 +255,16 @@ class Report:
         """
         count = len(self)
         width = max((len(name) for name in self.names), default=1) or 1
-        integers = ("numel", "nan_count", "inf_count", "zero_count")
-        floats = ("l2_norm", "min", "max", "max_abs", "mean", "std", "sum")
+        floats = [(f, np.float64) for f in (*_FLOATS, "sum")]
         dtype = np.dtype(
-            [("name", f"U{width}"), *((f, np.int64) for f in integers), *((f, np.float64) for f in floats)]
-            + [("first_nonfinite", np.int64)]
+            [("name", f"U{width}"), *((f, np.int64) for f in _INTEGERS), *floats, ("first_nonfinite", np.int64)]
         )
         out = np.zeros(count, dtype)
         if not count:
             return out
         out["name"] = self.names
         out["numel"] = [info.shape.numel() for info in self._infos]
-        for field in integers[1:]:
+        for field in _INTEGERS[1:]:
             out[field] = self._column(field)
         parts = np.where([info.dtype.is_complex for info in self._infos], 2, 1)
         finite = (out["numel"] - out["nan_count"] - out["inf_count"]) * parts
@@ -344,12 +337,12 @@ class Report:
         if self.ok:
             return
         shown = self.nonfinite[:5]
-        lines = [f"  {stats.name}: {_render.bad_words(stats)}" for stats in shown] or ["  all of them on other ranks"]
+        lines = [f"  {stats.name}: {bad_words(stats)}" for stats in shown] or ["  all of them on other ranks"]
         if len(self.nonfinite) > len(shown):
             lines.append(f"  and {len(self.nonfinite) - len(shown)} more")
         raise NonFiniteGradientError(
             f"{len(self.nonfinite)} of {len(self)} {self._what}{'s' * (len(self) != 1)} not finite "
-            f"({self.nan_count} NaN, {self.inf_count} Inf){_render.at_scale(self.loss_scale)}:\n" + "\n".join(lines),
+            f"({self.nan_count} NaN, {self.inf_count} Inf){_at_scale(self.loss_scale)}:\n" + "\n".join(lines),
             self,
         )
 
@@ -359,7 +352,129 @@ class Report:
 
     @never_traced
     def __str__(self) -> str:
-        return _render.text(self, self._what)
+        return _text(self, self._what)
 
     def _repr_html_(self) -> str:
-        return _render.page(self, self._what)
+        return _page(self, self._what)
+
+
+# Text: bad tensors first, then the extremes ---------------------------------------------------------------------
+
+
+def bad_words(stats: TensorStats) -> str:
+    """How many elements of a tensor are bad and where the first one is, in words."""
+    counts = [f"{n} {kind}" for n, kind in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n]
+    first = stats.first_nonfinite
+    where = "" if first is None else f" at [{', '.join(map(str, first))}]"
+    if stats.rank is not None:
+        where += f" on rank {stats.rank}" + f" (of {stats.bad_ranks} ranks that have some)" * (
+            (stats.bad_ranks or 0) > 1
+        )
+    place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
+    return f"{' and '.join(counts)} of {stats.numel} elements, {place}"
+
+
+def _at_scale(loss_scale: float | None) -> str:
+    """The circumstance of a scaled step, in words to be appended; nothing for others."""
+    return "" if loss_scale is None else f" at loss scale {loss_scale:g}"
+
+
+def _headline(report: Report, what: str) -> str:
+    if not len(report):
+        return f"gradstat: no {what} to check"
+    if report.ok:
+        return (
+            f"gradstat: {len(report)} {what}{'s' * (len(report) != 1)} of {report.numel:,} elements, all finite, "
+            f"norm {report.total_norm:.4g}, largest |x| {_short(report.max_abs)}"
+        )
+    return (
+        f"gradstat: {len(report.nonfinite)} of {len(report)} {what}{'s' * (len(report) != 1)} "
+        f"{'OVERFLOWED' if report.overflowed else 'NOT FINITE'}: {report.nan_count:,} NaN and {report.inf_count:,} Inf "
+        f"in {report.numel:,} elements{_at_scale(report.loss_scale)}"
+    )
+
+
+def _sections(report: Report) -> list[tuple[str, list[TensorStats]]]:
+    """What the text and the HTML show: the bad ones, then the extremes of the healthy ones."""
+    sections = []
+    if report.nonfinite:
+        sections.append(("not finite, worst first", report.nonfinite[:_SHOWN]))
+    healthy = [stats for stats in report.worst(len(report), by="l2_norm") if stats.ok]
+    if len(healthy) <= 2 * _EXTREMES:
+        sections.append(("by norm", healthy))
+    else:
+        sections.append(("largest norm", healthy[:_EXTREMES]))
+        sections.append(("smallest norm", healthy[-_EXTREMES:]))
+    return [(title, rows) for title, rows in sections if rows]
+
+
+def _footers(report: Report, what: str) -> list[str]:
+    lines = []
+    if report.overflowed:
+        lines.append("Inf and no NaN: the loss scale was too large. The step is skipped and the scale lowered")
+    elif report.loss_scale is not None and report.nan_count and report.inf_count:
+        lines.append("NaN beside Inf may come of it (Inf - Inf). If it stays while the loss scale falls, it does not")
+    if len(report.nonfinite) > _SHOWN:
+        lines.append(f"... and {len(report.nonfinite) - _SHOWN} more that are not finite")
+    if report.missing:
+        shown = ", ".join(report.missing[:_SHOWN])
+        more = f" and {len(report.missing) - _SHOWN} more" if len(report.missing) > _SHOWN else ""
+        lines.append(f"no {what} ({len(report.missing)}): {shown}{more}")
+    return lines
+
+
+def _text(report: Report, what: str) -> str:
+    """A table for terminals and logs; ``what`` says what the tensors are."""
+    sections = [(title, [_cells(stats) for stats in rows]) for title, rows in _sections(report)]
+    every = [_HEADER, *(cells for _, rows in sections for cells in rows)]
+    widths = [max(len(cells[c]) for cells in every) for c in range(len(_HEADER))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
+        ]
+        return "  " + "  ".join(padded).rstrip()
+
+    out = [_headline(report, what)]
+    for title, rows in sections:
+        out += [f"{title}:", line(_HEADER), *(line(cells) for cells in rows)]
+    return "\n".join(out + _footers(report, what))
+
+
+def _page(report: Report, what: str) -> str:
+    """The same as HTML, with names escaped."""
+    parts = [f"<p><b>{html.escape(_headline(report, what))}</b></p>"]
+    for title, rows in _sections(report):
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
+        body = "".join(
+            f"<tr{'' if stats.ok else _BAD_STYLE}>"
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(stats))
+            + "</tr>"
+            for stats in rows
+        )
+        parts.append(f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+    return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in _footers(report, what)])
+
+
+def _cells(stats: TensorStats) -> tuple[str, ...]:
+    return (
+        stats.name,
+        "x".join(map(str, stats.shape)) or "scalar",
+        f"{stats.nan_count:,}" if stats.nan_count else "-",
+        f"{stats.inf_count:,}" if stats.inf_count else "-",
+        _place(stats),
+        _short(stats.l2_norm),
+        _short(stats.min),
+        _short(stats.max),
+        f"{stats.zero_fraction:.1%}" if stats.zero_count else "-",
+    )
+
+
+def _place(stats: TensorStats) -> str:
+    first, rank = stats.first_nonfinite, stats.rank
+    index = "-" if first is None else f"[{', '.join(map(str, first))}]"
+    return index if rank is None else f"{index} rank {rank}"
+
+
+def _short(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradstat._core.measure import COMPILED_FOR, measure, resolve_for
 from gradstat._core.native import operators
-from gradstat._core.tensors import readable
+from gradstat._core.tensors import name_by_position, readable
 
 
 def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
@@ -39,7 +39,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     listed = tensors if isinstance(tensors, list) else list(tensors)
     if listed and torch.compiler.is_compiling():
         return _compiled_stats(listed, backend)
-    measured = measure(listed, _position_name, backend)
+    measured = measure(listed, name_by_position, backend)
     if measured.failed is None:
         return measured.table()
     from gradstat._core.sharded import without_ranks
@@ -47,14 +47,10 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     return without_ranks(measured.nan_if_failed().table())
 
 
-def _position_name(position: int) -> str:
-    return f"tensors[{position}]"
-
-
 def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
     # Inside torch.compile everything here but the operator runs at trace time only.
-    plain = readable(tensors, _position_name)
+    plain = readable(tensors, name_by_position)
     if backend is None and plain[0].device.type in COMPILED_FOR:
         table: Tensor = operators(plain[0].device).stats.default(plain)
         return table
-    return resolve_for(backend, plain[0].device.type, _position_name, 0).check(plain)[0]
+    return resolve_for(backend, plain[0].device.type, name_by_position, 0).check(plain)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +14,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat._core import norms
-from gradstat._core.compiling import outside_of_the_graph
-from gradstat._core.parameters import gradients_of, named_by, names_of, source_of
-from gradstat._core.tensors import moved
+from gradstat._core.compiling import never_traced
+from gradstat._core.parameters import gradients_of, named_by, names_in, names_of, source_of
+from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale as _scaling
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
 
 
 class StepResult:
@@ -72,6 +69,7 @@ class StepResult:
         return f"StepResult(total_norm={self.total_norm}, skipped={self.skipped})"
 
 
+@never_traced  # as torch's optimizers, which leave the graph by themselves
 def guarded_step(
     optimizer: Optimizer,
     max_norm: float | AdaptiveClip | None = None,
@@ -120,27 +118,17 @@ def guarded_step(
             came after ``scaler.unscale_`` or lost its scale with another optimizer's (by `gradstat.amp`'s scaler or
             another guarded step); a closure together with a scaler; while a CUDA graph is captured, it is this
             optimizer's first guarded step, or skipping on the host would be needed.
+        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` `AdaGC` or `AGC`.
     """
-    if torch.compiler.is_compiling():  # as torch's optimizers, which leave the graph by themselves
-        return outside_of_the_graph(guarded_step)(
-            optimizer,
-            max_norm,
-            skip_nonfinite,
-            scaler,
-            closure=closure,
-            model=model,
-            backend=backend,
-            extra_groups=extra_groups,
-        )
     _check_optimizer(optimizer)
     clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
     limit = math.inf if max_norm is None or isinstance(max_norm, AdaptiveClip) else float(max_norm)
     if math.isnan(limit):
         raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number, or None")
-    scaling = None
-    if scaler is not None and scaler.is_enabled():
-        scaling = _Scaling.of(scaler, optimizer, skip_nonfinite, closure)
-    request = _Request(optimizer, limit, clip, skip_nonfinite, scaling, model, backend, extra_groups)
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
+    loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
+    request = _Request(optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups)
     if closure is None:
         if optimizers.needs_closure(optimizer):
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
@@ -165,31 +153,17 @@ def _check_optimizer(optimizer: object) -> None:
     optimizers.refuse_foreign_verdict(optimizer)
 
 
-class _Scaling(NamedTuple):
-    """A loss scaler that takes part.
-
-    Attributes:
-        loss_scale: What the gradients carry, 0-d float32; None if they have lost it already.
-    """
-
-    scaler: GradScaler
-    loss_scale: Tensor | None
-
-    @classmethod
-    def of(cls, scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> _Scaling:
-        if not skips:
-            raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
-        if closure is not None:
-            raise RuntimeError(
-                "a closure and a loss scaler do not go together, as in torch; compute scaler.scale(loss).backward() "
-                "before the step"
-            )
-        loss_scale = _scaling.require_scale(scaler, "guarded_step")
-        return cls(scaler, None if _scaling.is_unscaled(scaler, optimizer) else loss_scale)
-
-    def found_by_unscaling(self, optimizer: Optimizer) -> list[Tensor] | None:
-        """What ``scaler.unscale_`` found on each device, above 0 where something was not finite; None before it."""
-        return None if self.loss_scale is not None else _scaling.found_by(self.scaler, optimizer)
+def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> Tensor | None:
+    """What the gradients carry, 0-d float32; None if they have lost it already."""
+    if not skips:
+        raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
+    if closure is not None:
+        raise RuntimeError(
+            "a closure and a loss scaler do not go together, as in torch; compute scaler.scale(loss).backward() "
+            "before the step"
+        )
+    loss_scale = _scaling.require_scale(scaler, "guarded_step")
+    return None if _scaling.is_unscaled(scaler, optimizer) else loss_scale
 
 
 class _Request(NamedTuple):
@@ -199,14 +173,11 @@ class _Request(NamedTuple):
     limit: float
     clip: AdaptiveClip | None
     skips: bool
-    scaling: _Scaling | None
+    scaler: GradScaler | None
+    loss_scale: Tensor | None
     model: Module | None
     backend: str | None
     extra_groups: ExtraGroups | None
-
-    @property
-    def loss_scale(self) -> Tensor | None:
-        return self.scaling.loss_scale if self.scaling is not None else None
 
 
 def _step(request: _Request, loss: Any) -> StepResult:
@@ -244,8 +215,8 @@ def _step(request: _Request, loss: Any) -> StepResult:
 
 
 def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
-    if request.scaling is not None:
-        _scaling.record_step(request.scaling.scaler, request.optimizer, measured.verdict[0])
+    if request.scaler is not None:
+        _scaling.record_step(request.scaler, request.optimizer, measured.verdict[0])
     counters = counters_on(request.optimizer, measured.verdict.device)
     counters.streams = measured.streams
     return StepResult(measured, counters, request.skips, loss)
@@ -297,7 +268,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         source = named_by(request.model, source)
     found = gradients_of(source.parameters)
     if not found.tensors and request.extra_groups is None:
-        if request.scaling is not None:
+        if request.scaler is not None:
             raise RuntimeError(
                 "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
                 "step, and zero_grad() after it"
@@ -306,19 +277,19 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         if counts:
             _count(request, measured)
         return [], measured
-    before = None
-    if request.scaling is not None:
-        scaler = request.scaling.scaler
-        before = request.scaling.found_by_unscaling(request.optimizer)
-        if before is None:
-            _scaling.refuse_shared_gradients(scaler, request.optimizer, source)
-        else:
-            _scaling.refuse_added_gradients(scaler, request.optimizer, source, found)
+    names, missing = names_of(source, found)
+    if isinstance(request.clip, TensorClip):
+        refuse_distributed(found.tensors, names_in(names))
+    before = None  # what unscaling found on each device, above 0 where something was not finite
+    if request.loss_scale is not None and request.scaler is not None:
+        _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
+    elif request.scaler is not None:
+        before = _scaling.found_by(request.scaler, request.optimizer)
+        _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
     # The kernel counts by itself what it alone decides.
     counts_itself = counts and request.skips and before is None
     home = found.tensors[0].device if found.tensors else torch.device("cpu")
     counters = counters_on(request.optimizer, home).tensor if counts_itself else None
-    names, missing = names_of(source, found)
     measured = Measured.of(
         found.tensors,
         names,

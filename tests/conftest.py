@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from forks import Forks
     from ranks import Ranks
 
 HAS_CUDA = torch.cuda.is_available()
@@ -101,3 +102,13 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Runs programs that begin with torch imported and gradstat not; see tests/forks.py."""
+    from forks import Forks
+
+    made = Forks()
+    yield made
+    made.stop()

@@ -1,7 +1,7 @@
 """Several processes for tests of what runs on many ranks: started once, used by every test.
 
-Starting a process and importing torch takes seconds, so a pool of `MOST` stays alive for the session. Every test
-gets a process group of its own, over gloo on the CPU, with as many ranks as it asks for.
+Importing torch takes seconds, so a pool of `MOST`, forked from a process that has, stays alive for the session. Every
+test gets a process group of its own, over gloo on the CPU, with as many ranks as it asks for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import pytest
 
 MOST = 4
 _START, _ANSWER, _END = 120.0, 30.0, 10.0
+# What the ranks would import each for themselves.
+_PRELOADED = ["pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "gradstat.distributed"]
 
 
 class Ranks:
@@ -30,7 +32,8 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(MOST):
@@ -77,6 +80,27 @@ class Ranks:
             process.join(_END)
             process.kill()
             process.join()
+
+
+def collectives_of(call: Callable[[], object]) -> list[str]:
+    """The collectives of ``call`` on this rank, reductions with their size."""
+    import torch.distributed as dist
+    from torch import Tensor
+
+    calls: list[str] = []
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            calls.append(f"{name} of {args[0].nbytes} bytes" if isinstance(args[0], Tensor) else name)
+            return original(*args, **kwargs)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
+            patch.setattr(dist, name, noted(name, getattr(dist, name)))
+        call()
+    return calls
 
 
 def _serve(pipe: Connection) -> None:

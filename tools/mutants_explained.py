@@ -47,17 +47,17 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "@functools.lru_cache(maxsize= 17)",
     ): "seventeen devices in one process; weights are made again, and are the same",
     (
-        "gradstat/distributed/_replicated.py",
+        "gradstat/distributed/replicas.py",
         "pairs = zip(source.names(), source.parameters, strict=True)",
         "pairs = zip(source.names(), source.parameters, strict=False)",
     ): _LENGTHS,
     (
-        "gradstat/distributed/_replicated.py",
+        "gradstat/distributed/replicas.py",
         "return zip(source.names(), source.parameters, strict=True)",
         "return zip(source.names(), source.parameters, strict=False)",
     ): _LENGTHS,
     (
-        "gradstat/distributed/_replicated.py",
+        "gradstat/distributed/replicas.py",
         "for name, parameter in zip(source.names(), source.parameters, strict=True)",
         "for name, parameter in zip(source.names(), source.parameters, strict=False)",
     ): _LENGTHS,

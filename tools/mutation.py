@@ -42,8 +42,6 @@ TESTS = {
     "gradstat/_fields.py": ("fields", "report"),
     "gradstat/clip.py": ("clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
     "gradstat/distributed/_checksum.py": ("replicas",),
-    "gradstat/distributed/_origin_report.py": ("origin",),
-    "gradstat/distributed/_replicated.py": ("replicas",),
     "gradstat/distributed/batches.py": ("replicas",),
     "gradstat/distributed/origin.py": ("origin",),
     "gradstat/distributed/replicas.py": ("replicas",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,15 +44,23 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def reduce_(tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup], caller: str) -> Tensor:
     """``tensor`` reduced in place by ``op`` over one group after the other: over all their ranks together.
 
-    One collective for each group, no sync. ``op`` has to be associative and commutative.
+    One collective for each group, no sync. ``op`` has to be associative and commutative. Errors as `reduce_together_`.
+    """
+    for group in groups:
+        reduce_together_({op: tensor}, group, caller)
+    return tensor
+
+
+def reduce_together_(tensors: Mapping[Any, Tensor], group: dist.ProcessGroup, caller: str) -> None:
+    """Each tensor reduced in place by its operation over ``group``, all of them on their way at once. No sync.
 
     Raises:
         UnreachableRankError: A rank did not take part; the message begins with ``caller``.
     """
-    for group in groups:
-        with explained(caller, group):
-            dist.all_reduce(tensor, op, group)
-    return tensor
+    with _explained(caller, group):
+        works = [dist.all_reduce(tensor, op, group, async_op=True) for op, tensor in tensors.items()]
+        for work in works:
+            work.wait()  # with NCCL the stream waits, not the host
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
@@ -61,7 +69,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
     ``tensor`` has the same shape and dtype on all ranks.
     """
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    with explained(caller, group):
+    with _explained(caller, group):
         dist.all_gather(gathered, tensor, group)
     return torch.stack(gathered)
 
@@ -71,7 +79,7 @@ def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: s
     known = {dist.get_rank(): value}
     for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        with explained(caller, group):
+        with _explained(caller, group):
             dist.all_gather_object(gathered, known, group)
         known = {rank: theirs for part in gathered for rank, theirs in part.items()}
     return dict(sorted(known.items()))
@@ -83,7 +91,7 @@ def in_words(ranks: Sequence[int]) -> str:
 
 
 @contextmanager
-def explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
+def _explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Turns what a backend raises in a collective of ``group`` into an `UnreachableRankError`."""
     try:
         yield

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +14,7 @@ from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
 from gradstat._core.norms import Decision, StepRequest
-from gradstat._core.tensors import NameOf, TensorInfo, is_distributed, readable
-
-if TYPE_CHECKING:
-    from gradstat._core.sharded import ExtraGroups
+from gradstat._core.tensors import ExtraGroups, NameOf, TensorInfo, by_device, is_distributed, moved, readable
 
 # The types of device for which there are compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
@@ -91,6 +89,65 @@ def measure(
         return measured
 
 
+def is_fused(tensors: list[Tensor], norm_type: float) -> bool:
+    """Whether a table is all that a norm of that order needs."""
+    return norm_type == 2.0 or (norm_type == math.inf and not any(t.is_complex() or not t.numel() for t in tensors))
+
+
+@torch.no_grad()
+def norm_of(
+    tensors: list[Tensor],
+    norm_type: float,
+    name_of: NameOf,
+    backend: str | None,
+    *,
+    owners: list[Tensor] | None = None,
+    extra_groups: ExtraGroups | None = None,
+    prepare: Callable[[], object] | None = None,
+) -> Tensor:
+    """The norm of any tensors, 0-d float64 on the first one's device; arguments and errors as `measure`.
+
+    NaN if another rank could not measure its part, which is all that can be said without a sync.
+
+    Raises:
+        NotImplementedError: Tensors are distributed, and the order is neither 2 nor infinity.
+    """
+    is_over_ranks = extra_groups is not None or is_distributed(tensors)
+    if is_over_ranks and norm_type not in (2.0, math.inf):
+        raise NotImplementedError(
+            f"over several ranks gradstat has norms of order 2 and inf only, not {norm_type}; use "
+            "torch.nn.utils.clip_grad_norm_"
+        )
+    if not is_over_ranks and not is_fused(tensors, norm_type):
+        if prepare is not None:
+            prepare()
+        plain = readable(tensors, name_of)
+        for device, at in by_device(plain).items():
+            resolve_for(backend, device.type, name_of, at[0])  # a backend that is not there is refused all the same
+        return _norm_of_norms(plain, norm_type)
+    measured = measure(
+        tensors,
+        name_of,
+        backend,
+        owners=owners,
+        extra_groups=extra_groups,
+        prepare=prepare,
+        wants="sums" if norm_type == 2.0 else "total",
+    )
+    return norms.total_norm(measured.summands(), norm_type)
+
+
+def _norm_of_norms(tensors: list[Tensor], norm_type: float) -> Tensor:
+    """The p-norm of the tensors' p-norms in float64, for orders the kernels do not measure."""
+    device = tensors[0].device
+    each = []
+    for tensor in tensors:
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        each.append(moved(torch.linalg.vector_norm(tensor.to(wide), norm_type), device))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
+    return total
+
+
 def measure_directly(
     tensors: list[Any], name_of: NameOf, backend: str | None, step: StepRequest | None = None
 ) -> Measurement | None:
@@ -130,14 +187,6 @@ def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule
     if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
         return None
     return resolve_for(backend, first.device.type, name_of, 0).direct
-
-
-def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    """Positions of the tensors on each device, devices in order of appearance."""
-    groups: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault(tensor.device, []).append(i)
-    return groups
 
 
 def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:

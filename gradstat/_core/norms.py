@@ -18,9 +18,7 @@ from gradstat import _fields
 def total_norm(table: Tensor, norm_type: float) -> Tensor:
     """The norm of all tensors together, 0-d float64: NaN if any element is NaN, else Inf if any is.
 
-    Args:
-        table: ``[n, len(FIELDS)]`` float64, n at least 1.
-        norm_type: 2 or infinity (the largest magnitude; real tensors only).
+    ``table`` has a row at least; ``norm_type`` is 2 or infinity (the largest magnitude; real tensors only).
     """
     sums = table.sum(0)
     if norm_type == math.inf:
@@ -31,14 +29,7 @@ def total_norm(table: Tensor, norm_type: float) -> Tensor:
 
 
 def l2_norms(rows: Tensor) -> Tensor:
-    """The L2 norm of each row, float64: NaN if any of its elements is NaN, else Inf if any is.
-
-    Args:
-        rows: ``[..., len(FIELDS)]`` float64.
-
-    Returns:
-        ``[...]``.
-    """
+    """The L2 norm of each row, float64: NaN if any of its elements is NaN, else Inf if any is."""
     return _unless_nonfinite(_fields.l2_norm(torch, rows), rows)
 
 
@@ -54,41 +45,24 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class StepRequest(NamedTuple):
-    """What is asked about the step of an optimizer, besides the table of its gradients.
+    """What is asked about the step of an optimizer, besides the table of its gradients."""
 
-    Attributes:
-        max_norm: As for `clip_coefficient`, without the loss scale.
-        loss_scale: What the gradients were multiplied by, one float32 number; None for 1.
-        counters: ``[3]`` int64: steps, those skipped, skipped ones in a row; changed in place. Or None.
-    """
-
-    max_norm: float
-    loss_scale: Tensor | None
-    counters: Tensor | None
+    max_norm: float  # without the loss scale
+    loss_scale: Tensor | None  # what the gradients were multiplied by, one float32 number; None for 1
+    counters: Tensor | None  # [3] int64: steps, those skipped, skipped ones in a row; changed in place
 
 
 class Decision(NamedTuple):
-    """What follows from a table for the step of an optimizer, all on the table's device.
+    """What follows from a table for the step of an optimizer, all on the table's device."""
 
-    Attributes:
-        norm: Norm without the loss scale, 0-d: float64, or of the gradients' promoted dtype.
-        numbers: ``[2]`` float64: what gradients as they are have to be multiplied by, and the norm.
-        verdict: ``[3]`` float32: 1 if the step is to be skipped, else 0; what an optimizer has to divide the
-            gradients by; the loss scale.
-    """
-
-    norm: Tensor
-    numbers: Tensor
+    norm: Tensor  # without the loss scale, 0-d: float64, or of the gradients' promoted dtype
+    numbers: Tensor  # [2] float64: what gradients as they are have to be multiplied by, and the norm
+    # [3] float32: 1 if the step is to be skipped, else 0; what to divide the gradients by; the loss scale.
     verdict: Tensor
 
 
 def decide(table: Tensor, step: StepRequest) -> Decision:
-    """As ``decide`` in csrc/entry.h, which says why.
-
-    Args:
-        table: Of gradients that carry the loss scale; ``[n, len(FIELDS)]`` float64, n at least 1.
-        step: What is asked.
-    """
+    """As ``decide`` in csrc/entry.h, which says why. ``table``, of a row at least, carries the loss scale."""
     max_norm, loss_scale, counters = step
     scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table.device, torch.float64).reshape(())
     norm = total_norm(table, 2.0) / scale

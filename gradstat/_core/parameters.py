@@ -1,4 +1,4 @@
-"""From what a user passes (module, optimizer, parameters) to named parameters, without walking on every step.
+"""From what a user passes to named parameters and their gradients, without walking a module on every step.
 
 For a module the walk is done once and remembered, weakly. Before each use the dictionaries that hold its
 parameters and submodules are compared with what they held then, in csrc/module_plan.h; a module that was
@@ -7,15 +7,19 @@ changed in any way is walked again.
 
 from __future__ import annotations
 
+import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
+from gradstat._core.tensors import NameOf
 
 PLAIN_TYPES = {Tensor, Parameter}
 
@@ -23,12 +27,7 @@ Names = Callable[[], Sequence[str]]
 
 
 class Source(NamedTuple):
-    """Parameters and a way to name them.
-
-    Attributes:
-        parameters: In the order of the report.
-        names: Called when names are needed; as long as ``parameters``.
-    """
+    """Parameters, in the order of the report, and a way to name them."""
 
     parameters: list[Tensor]
     names: Names
@@ -151,25 +150,15 @@ def _iterable_source(target: Iterable[Any]) -> Source:
 
 
 class Gradients(NamedTuple):
-    """The gradients of some parameters.
-
-    Attributes:
-        tensors: Those there are.
-        positions: Of their parameters; None when every parameter has one.
-        missing: Positions of the parameters that require a gradient and have none; None when every one has one.
-    """
+    """The gradients there are of some parameters, and at which positions; None where every parameter has one."""
 
     tensors: list[Tensor]
     positions: list[int] | None
-    missing: list[int] | None
+    missing: list[int] | None  # of the parameters that require a gradient and have none
 
 
 def gradients_of(parameters: list[Tensor]) -> Gradients:
-    """The gradients of ``parameters``.
-
-    Raises:
-        AttributeError: Something among ``parameters`` has no ``.grad``.
-    """
+    """The gradients of ``parameters``. AttributeError if something has no ``.grad``."""
     helpers = native.helpers()
     if helpers is not None:
         return Gradients(*helpers.gradients_of(parameters))
@@ -189,6 +178,11 @@ def names_of(source: Source, gradients: Gradients) -> tuple[Names, Names]:
     return _names_at(source, gradients.positions), missing
 
 
+def names_in(names: Names) -> NameOf:
+    """What errors call the i-th of those that ``names`` has."""
+    return lambda i: names()[i]
+
+
 def _names_at(source: Source, positions: list[int] | None) -> Names:
     if positions is None:
         return source.names
@@ -198,3 +192,63 @@ def _names_at(source: Source, positions: list[int] | None) -> Names:
         return [every[i] for i in positions]
 
     return names
+
+
+# The arguments of torch's clipping functions, taken as torch takes them -------------------------------------------
+
+
+def listed(
+    tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
+) -> list[Tensor]:
+    """One tensor, or several, as a list. TypeError for anything else, a module in particular."""
+    if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
+        raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def listed_parameters(parameters: Tensor | Iterable[Tensor], stacklevel: int) -> list[Tensor]:
+    """`listed`, with torch's warning about a generator that gives nothing, often one that was used up before."""
+    found = listed(parameters)
+    if not found and isinstance(parameters, types.GeneratorType):
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=stacklevel
+        )
+    return found
+
+
+def gradients_to_clip(parameters: list[Tensor]) -> tuple[list[Tensor], NameOf]:
+    """The gradients there are, and what errors call the i-th of them. Errors as `collect`."""
+    if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
+        found = [parameter.grad for parameter in parameters]
+        return [gradient for gradient in found if gradient is not None], lambda i: f"gradient {i}"
+    gradients = collect(parameters)
+    positions = gradients.positions
+    return gradients.tensors, lambda i: f"the gradient of parameters[{i if positions is None else positions[i]}]"
+
+
+def collect(parameters: list[Tensor]) -> Gradients:
+    """`gradients_of`, whose error says which item is not a parameter."""
+    try:
+        return gradients_of(parameters)
+    except AttributeError:
+        position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
+        raise AttributeError(
+            f"item {position} of `parameters` has no .grad: it is of type {type(item).__name__}, not a parameter; "
+            "pass module.parameters()"
+        ) from None
+
+
+def require_foreach(tensors: Sequence[Tensor]) -> None:
+    """Raises RuntimeError, as torch does, if torch has no foreach kernels for some of ``tensors``."""
+    for tensor in tensors:
+        if not has_foreach(tensor.device):
+            raise RuntimeError(
+                f"foreach=True was passed, but can't use the foreach API on {tensor.device.type} tensors"
+            )
+
+
+def has_foreach(device: torch.device) -> bool:
+    """Whether torch has foreach kernels for ``device``."""
+    from torch.utils._foreach_utils import _device_has_foreach_support
+
+    return bool(_device_has_foreach_support(device))

@@ -9,7 +9,8 @@ same, so that it leaves no other waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,16 +19,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
-from gradstat._core.collectives import device_of, explained
+from gradstat._core.collectives import device_of, reduce_, reduce_together_
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_of
-from gradstat._core.placements import ExtraGroups, Layout, extra_masks, index_bits
-from gradstat._core.tensors import TensorInfo
-
-__all__ = ["ExtraGroups", "Sharded", "without_ranks"]
+from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
 
 _FIELDS = len(_fields.FIELDS)
 _SUMMED = _fields.SUMMED
@@ -37,7 +35,86 @@ _INDICES = [column for column, field in _EXTREMES if field.is_index]
 _NAN_COUNT = _fields.INDEX["nan_count"]
 # Groups of shards, and a bit for each extra group.
 _Kind: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
+# Of a float64, which counts exactly up to 2**53.
+_EXACT_BITS = 53
+_layouts: dict[int, tuple[weakref.ref[DeviceMesh], dict[tuple[Any, ...], Layout]]] = {}
 MeasureLocal = Callable[[list[Tensor]], Measurement]
+
+
+class Layout(NamedTuple):
+    """What a mesh and placements mean: over which groups shards lie, and where."""
+
+    groups: tuple[ProcessGroup, ...]
+    resolved: tuple[Any, ...] | None  # the placements without pending sums; None if there are none
+    shards: Shards
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+        # By the mesh itself: equal ones may have other groups, if torch.distributed was started anew.
+        known = _layouts.get(id(mesh))
+        if known is None or known[0]() is not mesh:
+            known = _layouts[id(mesh)] = (weakref.ref(mesh), {})
+        layout = known[1].get(placements)
+        if layout is None:
+            layout = known[1][placements] = cls._made(mesh, placements)
+        return layout
+
+    @classmethod
+    def _made(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+        # There are shards of more than one kind; what is neither replicated nor partial is one.
+        sharded = [d for d, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
+        resolved = tuple(Replicate() if p.is_partial() else p for p in placements)
+        plain = all(type(placements[d]).__name__ == "Shard" for d in sharded)
+        dims = tuple((d, placements[d].dim) for d in sharded) if plain else None
+        return cls(
+            tuple(mesh.get_group(d) for d in sharded),
+            None if resolved == tuple(placements) else resolved,
+            Shards(mesh.mesh.tolist(), dims, index_bits()),
+        )
+
+
+def index_bits() -> int:
+    """How many bits of a float64 are left for an index when a rank stands above them."""
+    return _EXACT_BITS - max(dist.get_world_size() - 1, 1).bit_length()
+
+
+def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
+    """The extra groups, and for each owner a bit for each of them it is spread over; no masks if there are none."""
+    listed = _listed(extra)
+    masks = [0] * len(owners) if listed else []
+    for bit, (_, members) in enumerate(listed):
+        wanted = None if members is None else set(map(id, members))
+        for row, owner in enumerate(owners):
+            if wanted is None or id(owner) in wanted:
+                masks[row] |= 1 << bit
+    return masks, [group for group, _ in listed]
+
+
+def _listed(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tensor] | None]]:
+    if extra is None:
+        return []
+    if isinstance(extra, (ProcessGroup, DeviceMesh)):
+        return [(_group_of(extra), None)]
+    listed: list[tuple[ProcessGroup, Iterable[Tensor] | None]] = []
+    for item in extra:
+        group, members = item if isinstance(item, tuple) else (item, None)
+        listed.append((_group_of(group), members))
+    return listed
+
+
+def _group_of(group: object) -> ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"extra_groups has a mesh of {group.ndim} dimensions; pass the dimension that is meant, mesh['name']"
+            )
+        return group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"extra_groups has {type(group).__name__} where a process group or one-dimensional mesh was expected, or a "
+            "pair of one and its parameters"
+        )
+    return group
 
 
 class Sharded:
@@ -149,9 +226,7 @@ class Sharded:
         """The usual case, all tensors spread alike, in as few operations as it takes."""
         sums = table.new_full((_SUMMED.stop + 1,), float(failed))
         torch.sum(table[:, _SUMMED], 0, out=sums[_SUMMED])
-        for group in self._groups:
-            with explained("gradstat", group):
-                dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+        reduce_(sums, dist.ReduceOp.SUM, self._groups, "gradstat")
         total = identity_rows(1, table)
         total[0, _SUMMED] = sums[_SUMMED]
         return total, sums[-1]
@@ -218,15 +293,10 @@ class Sharded:
 
 
 class _Packed(NamedTuple):
-    """Rows as they travel: what is added up, and what the highest of is taken.
+    """Rows as they travel: what is added up, and what the highest of is taken."""
 
-    Attributes:
-        sums: ``[n, summed fields + 2]``: these, on how many ranks there is NaN or Inf, how many ranks failed.
-        highs: ``[n, other fields]``, those with merge "min" negated.
-    """
-
-    sums: Tensor
-    highs: Tensor
+    sums: Tensor  # [n, summed fields + 2]: these, on how many ranks there is NaN or Inf, how many ranks failed
+    highs: Tensor  # [n, other fields], those with merge "min" negated
 
 
 def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Packed:
@@ -267,12 +337,10 @@ def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
 def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Packed:
     """The rows merged over the ranks of a group; the others as they were."""
     sums, highs = (part.contiguous() if rows is None else part[rows] for part in packed)
-    with explained("gradstat", group):
-        works = [dist.all_reduce(sums, dist.ReduceOp.SUM, group=group, async_op=True)]
-        if extremes:
-            works.append(dist.all_reduce(highs, dist.ReduceOp.MAX, group=group, async_op=True))
-        for work in works:
-            work.wait()  # with NCCL the stream waits, not the host
+    reduced = {dist.ReduceOp.SUM: sums}
+    if extremes:
+        reduced[dist.ReduceOp.MAX] = highs
+    reduce_together_(reduced, group, "gradstat")
     if rows is None:
         return _Packed(sums, highs)
     packed.sums[rows], packed.highs[rows] = sums, highs

@@ -8,13 +8,22 @@ operators recognise those by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group: TypeAlias = ProcessGroup | DeviceMesh
+    ExtraGroups: TypeAlias = Group | Iterable[Group | tuple[Group, Iterable[Tensor]]]
+else:
+    ExtraGroups = Any  # importing gradstat does not import torch.distributed
 
 NameOf = Callable[[int], str]
 
@@ -38,18 +47,12 @@ _DTYPES = frozenset(
 
 
 class Shards(NamedTuple):
-    """Where the shards of a distributed tensor lie: enough to find an element again, without process groups.
+    """Where the shards of a distributed tensor lie: enough to find an element again, without process groups."""
 
-    Attributes:
-        ranks: The ranks of its mesh, nested by the mesh's dimensions.
-        dims: ``(mesh dimension, tensor dimension)`` of each sharding, in the order in which it was sharded; None if
-            shards are interleaved.
-        index_bits: Of a ``first_nonfinite``, the bits that are an index in a shard; the rank stands above them.
-    """
-
-    ranks: list[Any]
+    ranks: list[Any]  # of its mesh, nested by the mesh's dimensions
+    # ``(mesh dimension, tensor dimension)`` of each sharding, in order; None if shards are interleaved.
     dims: tuple[tuple[int, int], ...] | None
-    index_bits: int
+    index_bits: int  # of a ``first_nonfinite``, those that are an index in a shard; the rank stands above them
 
     def split(self, first_nonfinite: float) -> tuple[int, int]:
         """Rank, and index in that rank's shard."""
@@ -83,26 +86,23 @@ def _position(ranks: list[Any], rank: int) -> tuple[int, ...]:
 
 
 class TensorInfo(NamedTuple):
-    """What a report remembers about a tensor besides its row, so that it keeps no tensor alive.
-
-    Attributes:
-        shape: Its sizes.
-        dtype: Its element type.
-        device: Where it lies.
-        order: The dimensions from the slowest to the fastest in memory; None for row-major.
-        shards: Of a distributed tensor, whose whole shape ``shape`` is then; ``order`` is that of a shard.
-    """
+    """What a report remembers about a tensor besides its row, so that it keeps no tensor alive."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    order: tuple[int, ...] | None
-    shards: Shards | None = None
+    order: tuple[int, ...] | None  # the dimensions from the slowest to the fastest in memory; None for row-major
+    shards: Shards | None = None  # of a distributed tensor: ``shape`` is of the whole then, ``order`` of a shard
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
         order = None if tensor.is_contiguous() else memory_order(tensor)
         return cls(tensor.shape, tensor.dtype, tensor.device, order)
+
+
+def name_by_position(position: int) -> str:
+    """What errors call a tensor of a list that has no other name."""
+    return f"tensors[{position}]"
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -115,10 +115,6 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
 
     Sparse COO tensors give their coalesced values, distributed tensors their local shard, views that are
     not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values.
-
-    Args:
-        tensors: What was passed in, of any type.
-        name_of: The name of the i-th, for errors.
 
     Raises:
         TypeError: Something is not a tensor, or its dtype has no gradient statistics.
@@ -235,6 +231,14 @@ def shard_of(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """Positions of the tensors on each device, devices in order of appearance."""
+    groups: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(i)
+    return groups
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements of a strided tensor fill one stretch of memory, in any order."""
     if tensor.is_contiguous() or tensor.numel() <= 1:
@@ -295,3 +299,13 @@ def _describe(name: str, tensor: Tensor) -> str:
 
 def _type_name(value: object) -> str:
     return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf) -> None:
+    """Raises NotImplementedError if one of ``tensors`` is a DTensor, which an adaptive clip does not clip by itself."""
+    for i, tensor in enumerate(tensors):
+        if hasattr(tensor, "_local_tensor"):
+            raise NotImplementedError(
+                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that an adaptive "
+                "clip does not do by itself; use gradstat.clip_grad_norm_"
+            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,17 +15,12 @@ from gradstat._core.host_copy import Streams, behind, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.norms import StepRequest
-from gradstat._core.parameters import Names
-from gradstat._core.tensors import NameOf, check_writable, moved
+from gradstat._core.parameters import Names, names_in
+from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_, scale_gradients_
 from gradstat.report import Report
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gradstat._core.sharded import ExtraGroups
 
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
@@ -32,19 +28,10 @@ _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 class Measured(NamedTuple):
     """What was measured of some gradients, on the first one's device. Keeps no gradient alive.
 
-    Attributes:
-        rows: Theirs, as they are: with the loss scale.
-        names, missing: For the report.
-        norm: 0-d, of the gradients' promoted dtype, without the loss scale.
-        numbers: ``[2]`` float64: the coefficient that clips and unscales, and the norm once more.
-        verdict: ``[3]`` float32: whether to skip the step, 1 or 0; what gradients have to be divided by to be
-            clipped and unscaled; the loss scale.
-        is_scaled: Whether there is a loss scale.
-        backend: What was asked for.
-        streams: On which they were measured.
+    ``norm``, ``numbers`` and ``verdict`` are those of `gradstat._core.norms.Decision`.
     """
 
-    rows: Measurement
+    rows: Measurement  # with the loss scale, if ``is_scaled``
     names: Names
     missing: Names
     norm: Tensor
@@ -84,9 +71,7 @@ class Measured(NamedTuple):
         if loss_scale is not None:
             loss_scale = moved(loss_scale, gradients[0].device if gradients else torch.device("cpu"))
         step = StepRequest(max_norm, loss_scale, counters)
-        rows = measure(
-            gradients, lambda i: names()[i], backend, step=step, owners=parameters, extra_groups=extra_groups
-        )
+        rows = measure(gradients, names_in(names), backend, step=step, owners=parameters, extra_groups=extra_groups)
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
         return cls(rows, names, missing, *rows.decision, loss_scale is not None, backend, streams)
@@ -98,12 +83,12 @@ class Measured(NamedTuple):
 
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Lets a clip that decides tensor by tensor clip the gradients, and unscales them, in place."""
+        name_of = names_in(self.names)
         if self.is_scaled:
-            refuse_half(gradients, lambda i: self.names()[i])
-        table = self.rows.table()
-        kernels = resolve_for(self.backend, gradients[0].device.type, lambda i: self.names()[i], 0)
+            refuse_half(gradients, name_of)
+        kernels = resolve_for(self.backend, gradients[0].device.type, name_of, 0)
         inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
-        clip.scale_(parameters, gradients, table, kernels, inverse_scale)
+        clip.scale_(parameters, gradients, self.rows.table, kernels, inverse_scale, name_of)
         torch.autograd.graph.increment_version(gradients)
 
     def report(self) -> PendingReport:
@@ -127,10 +112,7 @@ class Measured(NamedTuple):
             ValueError: A gradient that is to be unscaled is float16.
             RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
         """
-
-        def name_of(i: int) -> str:
-            return self.names()[i]
-
+        name_of = names_in(self.names)
         if self.is_scaled:
             refuse_half(gradients, name_of)
         scale_gradients_(gradients, self.numbers, name_of, self.backend)
@@ -157,19 +139,12 @@ class Measured(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive.
+    """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive."""
 
-    Attributes:
-        rows: Those of the gradients without the scale.
-        names, missing: For the report.
-        inverse_scale: What they were multiplied by, 0-d float32.
-        streams: On which they were measured.
-    """
-
-    rows: Measurement
+    rows: Measurement  # without the scale
     names: Names
     missing: Names
-    inverse_scale: Tensor
+    inverse_scale: Tensor  # what the gradients were multiplied by, 0-d float32
     streams: Streams = ()
 
     @classmethod
@@ -187,11 +162,7 @@ class Unscaled(NamedTuple):
         Raises:
             As `gradstat.clip_grad_norm_`, before anything is changed.
         """
-
-        def name_of(i: int) -> str:
-            return names()[i]
-
-        first = gradients[0]
+        name_of, first = names_in(names), gradients[0]
         inverse_scale = moved(inverse_scale, first.device)
         direct = direct_for(first, name_of, None) if extra_groups is None else None
         short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
@@ -213,15 +184,12 @@ class Unscaled(NamedTuple):
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
         """Clips the gradients, unless one is not finite. Their norm before, 0-d, of their promoted dtype."""
-
-        def name_of(i: int) -> str:
-            return self.names()[i]
-
+        name_of = names_in(self.names)
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
                 kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
-                max_norm.scale_(parameters, gradients, self.rows.table(), kernels, None)
+                max_norm.scale_(parameters, gradients, self.rows.table, kernels, None, name_of)
             else:
                 if isinstance(max_norm, NormClip):
                     coefficient = max_norm.coefficient(total)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradstat._core import norms
-from gradstat._core.arguments import collect, listed_parameters, refuse_distributed
 from gradstat._core.backends import Kernels
-from gradstat._core.compiling import outside_of_the_graph
+from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
-from gradstat._core.measure import measure
-from gradstat._core.tensors import NameOf, check_writable
+from gradstat._core.measure import measure, resolve_for
+from gradstat._core.parameters import collect, listed_parameters
+from gradstat._core.tensors import NameOf, check_writable, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
@@ -51,6 +51,7 @@ class AdaptiveClip(ABC):
         self._options = {**options, "window": window}
         self._state: State = {}
 
+    @never_traced
     def clip_(self, parameters: Tensor | Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         """Clips the gradients of ``parameters`` in place by this clip's rule. No host sync.
 
@@ -70,9 +71,7 @@ class AdaptiveClip(ABC):
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
             Nothing has been changed then.
         """
-        if torch.compiler.is_compiling():
-            return outside_of_the_graph(self.clip_)(parameters, backend=backend)
-        listed = listed_parameters(parameters, stacklevel=3)
+        listed = listed_parameters(parameters, stacklevel=4)
         gradients, positions, _ = collect(listed)
         if not gradients:
             return torch.tensor(0.0, device="cpu")
@@ -179,7 +178,7 @@ class NormClip(AdaptiveClip):
         """
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        norm = norms.total_norm(table_of(gradients, name_of, backend), 2.0)
+        norm = norms.total_norm(_table_of(gradients, name_of, backend), 2.0)
         coefficient = self.coefficient(norm)
         scale_gradients_(gradients, coefficient, name_of, backend)
         return norm
@@ -193,19 +192,24 @@ class TensorClip(AdaptiveClip):
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
-        table: Tensor,
+        rows: Callable[[], Tensor],
         kernels: Kernels,
         inverse_scale: Tensor | None,
-    ) -> None:
+        name_of: NameOf,
+    ) -> Tensor:
         """Decides the coefficients of a step, scales the gradients in place, and remembers the step. No host sync.
 
         Args:
             parameters: Those that have a gradient.
-            gradients: Theirs, in the same order.
-            table: ``[n, len(FIELDS)]`` float64, the rows of ``gradients`` as they are, on the first one's device.
+            gradients: Theirs, in the same order; none of them distributed.
+            rows: Gives the table of ``gradients`` as they are, on the first one's device.
             kernels: Those for the gradients' type of device.
             inverse_scale: 0-d float32, the reciprocal of the loss scale that the gradients still carry: they are
                 multiplied by it, too, whatever is decided. None if they carry none.
+            name_of: What errors call the i-th gradient.
+
+        Returns:
+            The total norm before, without the loss scale: 0-d float64.
 
         Raises:
             ValueError: The list is not the one this clip has a state for.
@@ -213,8 +217,15 @@ class TensorClip(AdaptiveClip):
             Nothing has been changed then.
         """
 
+    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+        refuse_distributed(gradients, name_of)
+        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
+        return self.scale_(
+            parameters, gradients, lambda: _table_of(gradients, name_of, backend), kernels, None, name_of
+        )
 
-def table_of(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
+
+def _table_of(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
     """The table of gradients, on the first one's device. What cannot be clipped raises, before anything changes."""
 
     def prepare() -> None:

@@ -16,14 +16,9 @@ RECORDED, NONFINITE, DECIDED, CLIPPED, REMAINING = range(5)
 def new(window: int, device: torch.device) -> State:
     """The tensors of a history without steps, all float64.
 
-    Args:
-        window: How many norms are kept.
-        device: Where.
-
-    Returns:
-        ``"norms"``: ``[window]``, the last norms in a ring, NaN where there is none yet. ``"totals"``: ``[5]``, by
-        the columns above: norms recorded, norms that were not finite, coefficients decided, those below 1, and
-        the sum of the latter. ``"smallest"``: 0-d, the smallest coefficient, 1 to begin with.
+    ``"norms"``: ``[window]``, the last norms in a ring, NaN where there is none yet. ``"totals"``: ``[5]``, by the
+    columns above: norms recorded, norms that were not finite, coefficients decided, those below 1, and the sum of the
+    latter. ``"smallest"``: 0-d, the smallest coefficient, 1 to begin with.
     """
     return {
         "norms": torch.full((window,), math.nan, dtype=torch.float64, device=device),

@@ -82,12 +82,7 @@ class ClipSummary:
 def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never: str) -> ClipSummary:
     """The summary of what ``state`` holds; one host sync.
 
-    Args:
-        clip: The clip in words.
-        decides_on: What one coefficient is decided for.
-        state: At least the tensors of `_history.new`.
-        if_often: What to say when more than half of the coefficients are below 1.
-        if_never: What to say when none is.
+    ``if_often`` is what to say when more than half of the coefficients are below 1, ``if_never`` when none is.
     """
     held = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
     norms, totals, smallest = np.split(held, [len(state["norms"]), len(held) - 1])

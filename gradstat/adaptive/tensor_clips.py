@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradstat._core import norms as _norms
-from gradstat._core.arguments import refuse_distributed
 from gradstat._core.backends import Kernels
-from gradstat._core.measure import by_device, resolve_for
-from gradstat._core.tensors import NameOf, changeable, check_writable, is_dense, moved, readable
+from gradstat._core.tensors import (
+    NameOf,
+    by_device,
+    changeable,
+    check_writable,
+    is_dense,
+    moved,
+    readable,
+)
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, number, table_of, whole_number
+from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, number, whole_number
 
 
 class AdaGC(TensorClip):
@@ -66,31 +73,17 @@ class AdaGC(TensorClip):
         self._known: tuple[int, ...] | None = None
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
+    @torch.no_grad()
     def scale_(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
-        table: Tensor,
-        kernels: Kernels,
-        inverse_scale: Tensor | None,
-    ) -> None:
-        self._scale_(parameters, gradients, table, kernels, inverse_scale, _name)
-
-    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        table = table_of(gradients, name_of, backend)
-        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
-        return self._scale_(parameters, gradients, table, kernels, None, name_of)
-
-    @torch.no_grad()
-    def _scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        table: Tensor,
+        rows: Callable[[], Tensor],
         kernels: Kernels,
         inverse_scale: Tensor | None,
         name_of: NameOf,
     ) -> Tensor:
+        table = rows()
         state = self._state_on(table.device)
         means = state.get("means")
         if means is None:
@@ -162,26 +155,12 @@ class AGC(TensorClip):
         self._eps = number("eps", eps, 0.0)
         super().__init__(window, clipping=clipping, eps=eps)
 
+    @torch.no_grad()
     def scale_(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
-        table: Tensor,
-        kernels: Kernels,
-        inverse_scale: Tensor | None,
-    ) -> None:
-        self._scale_(parameters, gradients, kernels, inverse_scale, _name)
-
-    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        refuse_distributed(gradients, name_of)
-        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
-        return self._scale_(parameters, gradients, kernels, None, name_of)
-
-    @torch.no_grad()
-    def _scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
+        rows: Callable[[], Tensor],
         kernels: Kernels,
         inverse_scale: Tensor | None,
         name_of: NameOf,
@@ -233,7 +212,3 @@ def _scale_each_(
             own = moved(factors[moved(torch.tensor(at, device="cpu"), factors.device)], device)
         with changeable([targets[i] for i in at], is_dense) as dense:
             kernels.scale_each_(dense, own)
-
-
-def _name(position: int) -> str:
-    return f"the gradient of parameters[{position}]"

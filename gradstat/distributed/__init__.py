@@ -4,9 +4,8 @@ Not imported by ``import gradstat``, for it needs ``torch.distributed``; ``grads
 """
 
 from gradstat._core.collectives import UnreachableRankError
-from gradstat.distributed._origin_report import OriginReport
 from gradstat.distributed.batches import BatchReport, RepeatedBatchError, verify_batches
-from gradstat.distributed.origin import OriginWatch, watch_origin
+from gradstat.distributed.origin import OriginReport, OriginWatch, watch_origin
 from gradstat.distributed.replicas import Drift, ReplicaMismatchError, ReplicaReport, verify_replicas
 
 __all__ = [

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradstat._core.measure import by_device
-from gradstat._core.tensors import moved
+from gradstat._core.tensors import by_device, moved
 
 _ROW = 4096
 # Products are 8 bytes for each word, so they go to scratch memory that stays in cache, a block of rows at a time.
@@ -40,10 +39,6 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     Reads each tensor once, and those that are not contiguous twice. Depends on the elements' bits in row-major order
     and on nothing else: not on strides, alignment, device or threads. Sparse tensors are coalesced. No sync, but for
     sparse tensors on a GPU, and for numbers that have to move from a GPU to the CPU, one for each GPU.
-
-    Args:
-        tensors: Of any dtype, strided or sparse COO.
-        device: Where the result is wanted.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device=device)

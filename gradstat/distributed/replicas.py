@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,14 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from gradstat._core.collectives import device_of, gather_by_rank, in_words, member, reduce_
+from gradstat._core.parameters import source_of
 from gradstat.distributed._checksum import checksums, combined, of_text
-from gradstat.distributed._replicated import MISSING, Replicated, replicated
 
 _CALLER = "verify_replicas"
 _NAMED_IN_ERROR = 5
 _NAMED_IN_TEXT = 20
+_MISSING = "missing"  # the layout of a gradient that is None
+
+_Named = Iterable[tuple[str, Tensor | None]]
 
 
 class Drift(NamedTuple):
@@ -133,7 +139,7 @@ def verify_replicas(
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """
     groups, ranks = _participants(group, mesh)
-    tensors = replicated(target, what, ranks)
+    tensors = _replicated(target, what, ranks)
     with torch.no_grad():
         comparable = [(tensor, tensor.bits) for tensor in tensors if tensor.bits is not None and tensor.replicas]
         numbers = checksums([bits for _, bits in comparable], device_of(groups[0]))
@@ -173,15 +179,11 @@ def _participants(
 
 
 def _agree(
-    tensors: list[Replicated], compared: list[Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
+    tensors: list[_Replicated], compared: list[_Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
 ) -> bool:
     """Whether all ranks have the same tensors with the same bits. The answer is the same on every rank.
 
-    Args:
-        tensors: All of them.
-        compared: Those that have replicas.
-        numbers: Their checksums, int64, on the device of the collectives.
-        groups: As `reduce_` takes them.
+    ``compared`` are those that have replicas, ``numbers`` their checksums, on the device of the collectives.
     """
     # First what is compared over all ranks: the list of tensors, so that what follows is done by all or by none, and
     # the plain tensors. Two numbers, whatever a rank has or lacks.
@@ -222,7 +224,7 @@ def _drifts(seen_by: Mapping[int, Mapping[tuple[str, str], _Seen]]) -> Iterator[
     """What differs, from what every rank saw: first who lacks a tensor, then shapes and the like, then bits."""
     for kind, name in sorted({key for seen in seen_by.values() for key in seen}):
         seen = {rank: each[kind, name] for rank, each in seen_by.items() if (kind, name) in each}
-        lacking = tuple(r for r in seen_by if r not in seen or seen[r].layout == MISSING)
+        lacking = tuple(r for r in seen_by if r not in seen or seen[r].layout == _MISSING)
         having = {rank: each for rank, each in seen.items() if rank not in lacking}
         if lacking and having:
             yield Drift(kind=kind, name=name, ranks=lacking, how=f"missing on {in_words(lacking)}")
@@ -253,3 +255,103 @@ def _difference(apart: tuple[int, ...], replicas: tuple[int, ...]) -> str:
 
 def _tensors(count: int) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
+
+
+# What there is to compare ----------------------------------------------------------------------------------
+
+
+class _Replicated(NamedTuple):
+    """One tensor of this rank, or its absence."""
+
+    kind: str
+    name: str
+    bits: Tensor | None  # None for a gradient that is missing, or if the tensor's mesh is elsewhere
+    layout: str  # what has to be equal on all ranks besides the bits, in words
+    replicas: tuple[int, ...]  # the ranks that have to have the same bits; empty if there are no others
+    # The mesh and those of its dimensions on which the tensor is replicated; None for plain tensors.
+    over: tuple[DeviceMesh, tuple[int, ...]] | None
+    distributed: bool  # on all ranks, if the layout is the same
+
+
+def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> list[_Replicated]:
+    """The tensors of ``target``, sorted by kind and name, for a rank may have met its state in another order."""
+    wanted = {what} if isinstance(what, str) else set(what)
+    unknown = sorted(wanted - _FINDERS.keys())
+    if unknown or not wanted:
+        raise ValueError(f"cannot compare {', '.join(unknown) or 'nothing'}; known: {', '.join(_FINDERS)}")
+    found: dict[tuple[str, str], _Replicated] = {}
+    for kind, find in (_FINDERS[each] for each in wanted):
+        for name, tensor in find(target):
+            if (kind, name) in found:
+                raise ValueError(f"two tensors are named {name!r}; ranks tell them apart by name")
+            found[kind, name] = _described(kind, name, tensor, ranks)
+    return [found[key] for key in sorted(found)]
+
+
+def _gradients(target: Any) -> _Named:
+    source = source_of(target)
+    pairs = zip(source.names(), source.parameters, strict=True)
+    return [(name, p.grad) for name, p in pairs if p.requires_grad or p.grad is not None]
+
+
+def _parameters(target: Any) -> _Named:
+    source = source_of(target)
+    return zip(source.names(), source.parameters, strict=True)
+
+
+def _buffers(target: Any) -> _Named:
+    if not isinstance(target, Module):
+        raise TypeError(f"buffers are those of a torch.nn.Module, got {type(target).__name__}")
+    return target.named_buffers()
+
+
+def _state(target: Any) -> _Named:
+    if not isinstance(target, Optimizer):
+        raise TypeError(f"state is that of a torch.optim.Optimizer, got {type(target).__name__}")
+    source = source_of(target)
+    return [
+        (f"{name}.{key}", value)
+        for name, parameter in zip(source.names(), source.parameters, strict=True)
+        for key, value in target.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+# By what users call it: what one of them is called, and how they are found.
+_FINDERS: dict[str, tuple[str, Callable[[Any], _Named]]] = {
+    "gradients": ("gradient", _gradients),
+    "parameters": ("parameter", _parameters),
+    "buffers": ("buffer", _buffers),
+    "state": ("state", _state),
+}
+
+
+def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ...]) -> _Replicated:
+    if tensor is None:
+        return _Replicated(kind, name, None, _MISSING, (), None, distributed=False)
+    bits = _comparable((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach(), name)
+    layout = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if not isinstance(tensor, DTensor):
+        replicas = ranks if len(ranks) > 1 else ()
+        return _Replicated(kind, name, bits, layout, replicas, None, distributed=False)
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    layout += f" as {tensor.placements} over {mesh.mesh_dim_names or ''}{tuple(mesh.shape)}"
+    dimensions = tuple(i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
+    if coordinate is None:
+        return _Replicated(kind, name, None, layout, (), None, distributed=True)
+    here = mesh.mesh[tuple(slice(None) if i in dimensions else at for i, at in enumerate(coordinate))]
+    replicas = tuple(sorted(here.flatten().tolist()))
+    if not set(replicas) <= set(ranks):
+        raise ValueError(
+            f"{kind} {name} has replicas on {in_words(replicas)}, not all of which take part; pass their group"
+        )
+    over = (mesh, dimensions) if len(replicas) > 1 else None
+    return _Replicated(kind, name, bits, layout, replicas if over else (), over, distributed=True)
+
+
+def _comparable(tensor: Tensor, name: str) -> Tensor:
+    if tensor.is_meta:
+        raise TypeError(f"{name!r} is on the meta device and holds no bits to compare")
+    if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"{name!r} has a layout whose bits cannot be compared ({tensor.layout})")
+    return tensor

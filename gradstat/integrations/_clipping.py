@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip
-from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
-from gradstat.total_norm import get_total_norm
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 Limit = float | AdaptiveClip
 

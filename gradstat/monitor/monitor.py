@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat._core.compiling import never_traced, outside_of_the_graph
+from gradstat._core.compiling import never_traced
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor.actions import Skipping, Snapshots
@@ -156,6 +156,7 @@ class Monitor:
 
     # One step --------------------------------------------------------------------------------------------
 
+    @never_traced
     def step(self, loss: Tensor | float | None = None, lr: float | Tensor | None = None) -> list[Finding]:
         """Takes note of a step: call it after ``backward()``, before gradients are clipped, once per step.
 
@@ -173,8 +174,6 @@ class Monitor:
             TypeError, ValueError: ``loss`` is not one number. Besides as `gradstat.check`.
             AnomalyError: Something was found that ``on_anomaly`` says to raise about.
         """
-        if torch.compiler.is_compiling():
-            return outside_of_the_graph(self.step)(loss, lr)
         if self._paused:
             return []
         pending = self._collector.collect(self.steps, loss, lr)

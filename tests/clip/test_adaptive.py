@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from exact import REAL
+from test_clip import uncoalesced
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,8 +121,6 @@ def random_norms(steps: int, seed: int) -> list[float]:
 NORM_CLIPS: list[tuple[Any, Any]] = [
     (lambda: FixedClip(1.2), lambda norms: fixed(norms, 1.2)),
     (lambda: FixedClip(0.0), lambda norms: fixed(norms, 0.0)),
-    (lambda: FixedClip(math.inf), lambda norms: [1.0] * len(norms)),
-    (lambda: AutoClip(), lambda norms: autoclip(norms, 10, 1000)),
     (lambda: AutoClip(95.5, window=7), lambda norms: autoclip(norms, 95.5, 7)),
     (lambda: AutoClip(0), lambda norms: autoclip(norms, 0, 1000)),
     (lambda: AutoClip(100), lambda norms: [1.0] * len(norms)),
@@ -138,9 +137,11 @@ def decide(clip: NormClip, norms: list[float]) -> list[float]:
     return [clip.coefficient(torch.tensor(norm, dtype=torch.float64)).item() for norm in norms]
 
 
-def parameters_on(device: str, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+SHAPES = [(), (5,), (4, 7), (3, 2, 2, 2), (9, 3), (2, 2)]
+
+
+def parameters_on(device: str, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[nn.Parameter]:
     """All kinds of shapes; one of weights that are zero."""
-    shapes = [(), (5,), (4, 7), (3, 2, 2, 2), (9, 3), (2, 2)]
     made = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     nn.init.zeros_(made[-1])
     return made
@@ -175,16 +176,10 @@ def total_of(gradients: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize(("make", "rule"), NORM_CLIPS, ids=NORM_IDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_coefficients_follow_the_formula(make: Any, rule: Any, seed: int) -> None:
-    norms = random_norms(400, seed)
+    norms = random_norms(200, seed)
     assert decide(make(), norms) == pytest.approx(rule(norms), rel=1e-9)
-
-
-def test_autoclip_keeps_the_last_norms_only() -> None:
-    rising = [float(norm) for norm in range(1, 21)]
-    assert decide(AutoClip(50, window=4), rising)[-1] == pytest.approx(18.5 / 20)
-    assert decide(AutoClip(50, window=100), rising)[-1] == pytest.approx(10.5 / 20)
 
 
 def test_zclip_does_not_depend_on_the_scale_of_the_norms() -> None:
@@ -220,14 +215,13 @@ def test_a_step_that_is_not_kept_never_was(make: Any, rule: Any) -> None:
 
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 @pytest.mark.parametrize("make", [lambda: FixedClip(5.0), lambda: AutoClip(30), lambda: ZClip(1.0, warmup=2)])
-def test_all_gradients_are_scaled_by_the_coefficient(make: Any, dtype: torch.dtype, where: tuple[str, str]) -> None:
-    backend, device = where
+def test_all_gradients_are_scaled_by_the_coefficient(make: Any, dtype: torch.dtype, device: str) -> None:
     clip, other = make(), make()
     parameters = parameters_on(device, dtype)
     for size in (1.0, 0.5, 2.0, 8.0, 0.2):
         before = give_gradients(parameters, size)
         versions = [gradient_of(parameter)._version for parameter in parameters]
-        norm = clip.clip_(parameters, backend=backend)
+        norm = clip.clip_(parameters)
         assert norm.dtype == dtype
         assert norm.shape == ()
         assert norm.device == parameters[0].device
@@ -237,19 +231,6 @@ def test_all_gradients_are_scaled_by_the_coefficient(make: Any, dtype: torch.dty
         for parameter, gradient, version in zip(parameters, before, versions, strict=True):
             assert_scaled(parameter, gradient.double() * coefficient.to(device))
             assert gradient_of(parameter)._version > version
-
-
-def test_fixed_clip_is_torchs(where: tuple[str, str]) -> None:
-    backend, device = where
-    parameters = parameters_on(device)
-    gradients = give_gradients(parameters)
-    norm = FixedClip(0.7).clip_(parameters, backend=backend)
-    ours = [gradient_of(parameter).clone() for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(parameters, 0.7))
-    for parameter, gradient in zip(parameters, ours, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=str)
@@ -262,8 +243,7 @@ def test_fixed_clip_is_torchs(where: tuple[str, str]) -> None:
     ],
     ids=str,
 )
-def test_adagc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, where: tuple[str, str]) -> None:
-    backend, device = where
+def test_adagc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     clip = AdaGC(**options)
     defaults = {"relative": 1.05, "beta": 0.98, "warmup": 100, "absolute": 1.0}
     parameters = parameters_on(device, dtype)
@@ -276,7 +256,7 @@ def test_adagc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, 
                 before[i].view(-1)[0 if value else slice(None)] = value
                 gradient_of(parameters[i]).copy_(before[i])
         norms.append([gradient.double().norm().item() for gradient in before])
-        clip.clip_(parameters, backend=backend)
+        clip.clip_(parameters)
         coefficients, means = adagc(norms, **{**defaults, **options})
         for parameter, gradient, coefficient in zip(parameters, before, coefficients[-1], strict=True):
             assert_scaled(parameter, gradient.double() * (1.0 if coefficient is None else coefficient))
@@ -299,8 +279,7 @@ def test_adagc_lets_a_tensor_that_was_idle_in_warmup_move() -> None:
 
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 @pytest.mark.parametrize("options", [{}, {"clipping": 0.3, "eps": 0.5}], ids=str)
-def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, where: tuple[str, str]) -> None:
-    backend, device = where
+def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     clip = AGC(**options)
     parameters = parameters_on(device, dtype)
     parameters.append(nn.Parameter(torch.randn(3, 4, 2, 2, device=device).to(dtype, memory_format=torch.channels_last)))
@@ -312,7 +291,7 @@ def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, wh
         gradient_of(parameters[2])[1, 3] = math.nan
         gradient_of(parameters[3])[2, 0, 0, 0] = -math.inf
         before = [gradient_of(parameter).clone() for parameter in parameters]
-        norm = clip.clip_(parameters, backend=backend)
+        norm = clip.clip_(parameters)
         assert math.isnan(norm)
         for parameter, gradient in zip(parameters, before, strict=True):
             assert_scaled(parameter, agc(parameter, gradient, **{"clipping": 0.01, "eps": 1e-3, **options}))
@@ -321,23 +300,22 @@ def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, wh
 
 
 @pytest.mark.parametrize("make", CLIPS[3:], ids=CLIP_IDS[3:])
-def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, where: tuple[str, str]) -> None:
-    backend, device = where
+def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: str) -> None:
     scaled, plain = make(), make()
     parameters = parameters_on(device)
-    kernels = backends.resolve(backend, device)
+    kernels = backends.resolve(None, device)
     scale = 1024.0
     for step in range(6):
         give_gradients(parameters, 1.0 if step == 4 else 0.1)
         if step == 5:
             gradient_of(parameters[1])[0] = math.inf
         start = [gradient_of(parameter).clone() for parameter in parameters]
-        plain.clip_(parameters, backend=backend)
+        plain.clip_(parameters)
         expected = [gradient_of(parameter) for parameter in parameters]
         gradients = [gradient * scale for gradient in start]
-        table = gradstat.stats(gradients, backend=backend)
+        table = gradstat.stats(gradients)
         inverse = torch.tensor(1 / scale, device=device)
-        scaled.scale_(list(parameters), gradients, table, kernels, inverse)
+        scaled.scale_(list(parameters), gradients, lambda table=table: table, kernels, inverse, str)
         for gradient, wanted in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0)
     assert str(scaled.summary()) == str(plain.summary())
@@ -347,9 +325,9 @@ def test_backends_decide_alike(where: tuple[str, str]) -> None:
     backend, device = where
     for make in CLIPS:
         ours, theirs = make(), make()
-        for step in range(6):
+        for step in range(4):
             torch.manual_seed(step)
-            parameters = parameters_on(device)
+            parameters = parameters_on(device, shapes=[(5,), (3, 7), ()])
             copies = [nn.Parameter(parameter.detach().cpu()) for parameter in parameters]
             before = give_gradients(parameters, 1.0 + step)
             for other, gradient in zip(copies, before, strict=True):
@@ -415,27 +393,27 @@ def test_a_changed_list_is_refused_by_adagc() -> None:
     clip.clip_(parameters)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda clip: pickle.loads(pickle.dumps(clip))])
-def test_a_copied_clip_serves_copied_parameters(duplicate: Any) -> None:
+def test_a_copied_clip_serves_copied_parameters() -> None:
     clip = AdaGC()
     parameters = parameters_on("cpu")
     give_gradients(parameters)
     clip.clip_(parameters)
     copies = copy.deepcopy(parameters)
-    give_gradients(copies)
-    duplicate(clip).clip_(copies)
+    for copied in (copy.deepcopy(clip), pickle.loads(pickle.dumps(clip))):
+        give_gradients(copies)
+        copied.clip_(copies)
 
 
 @pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
 def test_strided_gradients_are_clipped_in_place(make: Any, where: tuple[str, str]) -> None:
     backend, device = where
-    memory = torch.randn(6, 8, device=device)
+    memory = torch.randn(3, 8, device=device)
     before = memory.clone()
-    parameter, other = (nn.Parameter(torch.ones(6, 4, device=device)) for _ in range(2))
+    parameter, other = (nn.Parameter(torch.ones(3, 4, device=device)) for _ in range(2))
     parameter.grad = memory[:, ::2]
     other.grad = before[:, ::2].clone()
     clip, contiguous = make(), make()
-    for _ in range(4):
+    for _ in range(2):
         clip.clip_([parameter], backend=backend)
         contiguous.clip_([other], backend=backend)
     torch.testing.assert_close(parameter.grad, other.grad)
@@ -445,8 +423,7 @@ def test_strided_gradients_are_clipped_in_place(make: Any, where: tuple[str, str
 @pytest.mark.parametrize("make", [lambda: FixedClip(1.3), lambda: AdaGC(absolute=1.3)], ids=["FixedClip", "AdaGC"])
 def test_sparse_gradients_are_clipped(make: Any, where: tuple[str, str]) -> None:
     backend, device = where
-    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
-    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+    sparse = uncoalesced(device)
     parameter = nn.Parameter(torch.zeros(6, 2, device=device))
     parameter.grad = sparse.clone()
     assert make().clip_([parameter], backend=backend).item() == pytest.approx(13.0)
@@ -479,7 +456,7 @@ def test_expanded_gradients_are_refused_by_name_before_anything_changes(make: An
         table = gradstat.stats(gradients, backend=backend)
         kernels = backends.resolve(backend, device)
         with pytest.raises(RuntimeError, match="expanded"):
-            clip.scale_([parameters[0], parameters[2]], gradients, table, kernels, None)
+            clip.scale_([parameters[0], parameters[2]], gradients, lambda: table, kernels, None, str)
         assert clip.summary().steps == 0
 
 
@@ -584,35 +561,32 @@ def test_no_step_reads_a_value(make: Any, backend: str, monkeypatch: pytest.Monk
 # Options and summary ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: AutoClip(percentile=-1), "percentile is -1.0; expected a number from 0.0 to 100.0"),
-        (lambda: AutoClip(percentile=100.5), "percentile is 100.5"),
-        (lambda: AutoClip(percentile=math.nan), "percentile is nan"),
-        (lambda: AutoClip(window=0), "window is 0; expected a whole number from 1"),
-        (lambda: FixedClip(-1.0), "max_norm is -1.0"),
-        (lambda: FixedClip(math.nan), "max_norm is nan"),
-        (lambda: ZClip(z_threshold=-0.1), "z_threshold is -0.1"),
-        (lambda: ZClip(z_threshold=math.nan), "z_threshold is nan"),
-        (lambda: ZClip(alpha=1.5), "alpha is 1.5"),
-        (lambda: ZClip(warmup=0), "warmup is 0"),
-        (lambda: ZClip(to="median"), "to is 'median'; expected one of reciprocal, threshold, mean"),  # type: ignore[arg-type]
-        (lambda: ZClip(max_norm=-1.0), "max_norm is -1.0"),
-        (lambda: AdaGC(relative=-1.0), "relative is -1.0"),
-        (lambda: AdaGC(beta=-0.5), "beta is -0.5"),
-        (lambda: AdaGC(warmup=-1), "warmup is -1"),
-        (lambda: AdaGC(absolute=math.nan), "absolute is nan"),
-        (lambda: AGC(clipping=-0.01), "clipping is -0.01"),
-        (lambda: AGC(eps=math.nan), "eps is nan"),
-    ],
-)
-def test_options_out_of_range_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        make()
+LEAST = {
+    AutoClip: {"percentile": 0.0, "window": 1},
+    FixedClip: {"max_norm": 0.0},
+    ZClip: {"z_threshold": 0.0, "alpha": 0.0, "warmup": 1, "max_norm": 0.0},
+    AdaGC: {"relative": 0.0, "beta": 0.0, "warmup": 0, "absolute": 0.0},
+    AGC: {"clipping": 0.0, "eps": 0.0},
+}
 
 
-def test_whole_numbers_are_not_rounded() -> None:
+@pytest.mark.parametrize("clip", LEAST)
+def test_options_out_of_range_are_refused(clip: Any) -> None:
+    for name, least in LEAST[clip].items():
+        clip(**{name: least})
+        for value in [least - 1] if isinstance(least, int) else [-0.01, math.nan]:
+            with pytest.raises(ValueError, match=rf"{name} is {value}; expected a .*number from {least}"):
+                clip(**{name: value})
+
+
+def test_upper_limits_and_choices_are_kept() -> None:
+    with pytest.raises(ValueError, match=r"percentile is 100\.5; expected a number from 0\.0 to 100\.0"):
+        AutoClip(percentile=100.5)
+    for make in (lambda: ZClip(alpha=1.5), lambda: AdaGC(beta=1.5)):
+        with pytest.raises(ValueError, match=r"(alpha|beta) is 1\.5"):
+            make()
+    with pytest.raises(ValueError, match="to is 'median'; expected one of reciprocal, threshold, mean"):
+        ZClip(to="median")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         AutoClip(window=10.5)  # type: ignore[arg-type]
 

@@ -30,6 +30,29 @@ def clones(gradients: list[Tensor | None]) -> list[Tensor | None]:
     return [g.clone() if g is not None else None for g in gradients]
 
 
+def drawn_gradients(data: st.DataObject, sizes: st.SearchStrategy[int], most: int = 4) -> list[Tensor | None]:
+    """Up to six gradients of any dtype, size and strides, of which some are missing."""
+    gradients: list[Tensor | None] = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        shape = data.draw(st.lists(sizes, max_size=most))
+        gradient = (torch.randn(shape) * data.draw(st.sampled_from([1e-3, 1.0, 30.0]))).to(
+            data.draw(st.sampled_from(REAL))
+        )
+        form = data.draw(st.sampled_from(["plain", "transposed", "sliced", "none"]))
+        if form == "transposed":
+            gradient = gradient.permute(list(reversed(range(gradient.dim()))))
+        elif form == "sliced" and gradient.dim():
+            gradient = torch.cat([gradient, gradient])[::2]
+        gradients.append(None if form == "none" else gradient)
+    return gradients
+
+
+def uncoalesced(device: str) -> Tensor:
+    """Of shape (6, 2) and norm 13."""
+    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
+    return torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+
+
 def is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
@@ -81,18 +104,7 @@ def test_every_order_and_dtype(order: float, dtype: torch.dtype, max_norm: float
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_models_match_torch(data: st.DataObject) -> None:
-    gradients: list[Tensor | None] = []
-    for _ in range(data.draw(st.integers(1, 6))):
-        shape = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=4))
-        dtype = data.draw(st.sampled_from(REAL))
-        scale = data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
-        gradient = (torch.randn(shape) * scale).to(dtype)
-        form = data.draw(st.sampled_from(["plain", "transposed", "sliced", "none"]))
-        if form == "transposed":
-            gradient = gradient.permute(list(reversed(range(gradient.dim()))))
-        elif form == "sliced" and gradient.dim():
-            gradient = torch.cat([gradient, gradient])[::2]
-        gradients.append(None if form == "none" else gradient)
+    gradients = drawn_gradients(data, st.integers(0, 9))
     max_norm = data.draw(st.sampled_from([0.0, 0.5, 1.0, 100.0, -1.0]))
     for backend in ("native", "reference"):
         assert_same_as_torch(gradients, backend, max_norm, 2.0)
@@ -209,8 +221,7 @@ def test_infinite_max_norm_only_measures(where: tuple[str, str]) -> None:
 
 def test_sparse_gradients_are_clipped(where: tuple[str, str]) -> None:
     backend, device = where
-    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
-    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+    sparse = uncoalesced(device)
     dense = torch.zeros(3, device=device)
     parameters = parameters_with([sparse.clone(), dense])
     assert gradstat.clip_grad_norm_(parameters, 1.3, backend=backend).item() == pytest.approx(13.0)

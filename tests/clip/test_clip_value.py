@@ -4,15 +4,15 @@ import math
 
 import pytest
 import torch
+from exact import REAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_clip import clones, parameters_with
+from test_clip import clones, drawn_gradients, parameters_with
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_ as torch_clip_value
 
 import gradstat
 
-REAL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SPECIAL = [math.nan, -math.inf, math.inf, 0.0, -0.0, 0.5, -0.5, 1e-40, -7.0]
 
 
@@ -43,17 +43,8 @@ def test_small_and_large_gradients_of_every_dtype(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_random_models_match_torch(data: st.DataObject) -> None:
-    gradients: list[Tensor | None] = [torch.ones(1)]  # torch fails without any
-    for _ in range(data.draw(st.integers(0, 5))):
-        shape = data.draw(st.lists(st.sampled_from([0, 1, 2, 9, 40, 150]), max_size=3))
-        gradient = torch.randn(shape).to(data.draw(st.sampled_from(REAL)))
-        form = data.draw(st.sampled_from(["plain", "transposed", "sliced", "none"]))
-        if form == "transposed":
-            gradient = gradient.permute(list(reversed(range(gradient.dim()))))
-        elif form == "sliced" and gradient.dim():
-            gradient = torch.cat([gradient, gradient])[::2]
-        gradients.append(None if form == "none" else gradient)
-    assert_same_as_torch(gradients, data.draw(st.sampled_from([0.0, 0.1, 1.0, 100.0])))
+    gradients = drawn_gradients(data, st.sampled_from([0, 1, 2, 9, 40, 150]), most=3)
+    assert_same_as_torch([torch.ones(1), *gradients], data.draw(st.sampled_from([0.0, 0.1, 1.0, 100.0])))
 
 
 def test_a_generator_is_consumed_once_and_a_single_tensor_will_do() -> None:

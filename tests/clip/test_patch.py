@@ -265,44 +265,6 @@ def test_other_kinds_of_tensors_are_handed_to_torch() -> None:
         utils.clip_grad_value_([other], -1.0)
 
 
-def test_distributed_gradients_are_clipped_as_by_torch(tmp_path: object) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-
-        def parameter() -> nn.Parameter:
-            made = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))
-            made.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
-            return made
-
-        def clipped() -> list[Tensor]:
-            found = []
-            for clip in (
-                lambda p: utils.clip_grad_norm_([p], 1.0),
-                lambda p: utils.clip_grads_with_norm_([p], 1.0, utils.get_total_norm([p.grad])),
-                lambda p: utils.clip_grad_value_([p], 1.0),
-            ):
-                made = parameter()
-                norm = clip(made)  # type: ignore[no-untyped-call]
-                assert isinstance(made.grad, DTensor)
-                found.append(made.grad.full_tensor())
-                if norm is not None:
-                    assert isinstance(norm, DTensor)
-                    found.append(norm.full_tensor())
-            return found
-
-        expected = clipped()
-        with gradstat.patch_torch():
-            for a, b in zip(clipped(), expected, strict=True):
-                torch.testing.assert_close(a, b)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_a_compiled_function_compiles_torchs_own() -> None:
     with gradstat.patch_torch():
         parameter = huge()

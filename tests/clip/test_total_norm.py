@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_clip import ORDERS_AND_DTYPES, clones, parameters_with, tolerance
+from test_clip import ORDERS_AND_DTYPES, clones, drawn_gradients, parameters_with, tolerance, uncoalesced
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_ as torch_clip_with_norm
 from torch.nn.utils import get_total_norm as torch_total_norm
@@ -64,17 +64,7 @@ def test_every_dtype_and_norm_given(dtype: torch.dtype, total: float, where: tup
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_models_match_torch(data: st.DataObject) -> None:
-    gradients: list[Tensor | None] = []
-    for _ in range(data.draw(st.integers(1, 6))):
-        shape = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=4))
-        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
-        gradient = (torch.randn(shape) * data.draw(st.sampled_from([1e-3, 1.0, 30.0]))).to(dtype)
-        form = data.draw(st.sampled_from(["plain", "transposed", "sliced", "none"]))
-        if form == "transposed":
-            gradient = gradient.permute(list(reversed(range(gradient.dim()))))
-        elif form == "sliced" and gradient.dim():
-            gradient = torch.cat([gradient, gradient])[::2]
-        gradients.append(None if form == "none" else gradient)
+    gradients = drawn_gradients(data, st.integers(0, 9))
     present = [gradient for gradient in gradients if gradient is not None]
     max_norm = data.draw(st.sampled_from([0.0, 0.5, 1.0, 100.0, -1.0]))
     total = torch.tensor(data.draw(st.sampled_from([0.0, 0.3, 7.0, 1e4])), dtype=torch.float64)
@@ -230,8 +220,7 @@ def test_tensors_on_several_devices_have_one_norm() -> None:
 
 def test_sparse_tensors_work(where: tuple[str, str]) -> None:
     backend, device = where
-    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
-    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+    sparse = uncoalesced(device)
     assert gradstat.get_total_norm([sparse], backend=backend).item() == pytest.approx(13.0)
     parameters = parameters_with([sparse.clone()])
     gradstat.clip_grads_with_norm_(parameters, 1.3, 13.0, backend=backend)

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import Forks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -300,25 +300,6 @@ def test_a_plan_finds_the_parameters_without_walking(monkeypatch: pytest.MonkeyP
     assert list(source.names()) == [name for name, _ in expected]
 
 
-CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
-    "a dictionary replaced by an equal one": lambda m: setattr(m[0], "_parameters", dict(m[0]._parameters)),
-    "a submodule replaced behind torch's back": lambda m: m[1]._modules.update({"0": nn.Linear(3, 3)}),
-    "the order changed": lambda m: m[0]._parameters.update({"weight": m[0]._parameters.pop("weight")}),
-    "everything removed": lambda m: [m.__delitem__(0) for _ in range(2)],
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_any_kind_are_noticed(change: str) -> None:
-    model = small()
-    gradstat.check(model)
-    CHANGES[change](model)
-    source = _plan.source_of(model)
-    expected = list(model.named_parameters())
-    assert list(source.names()) == [name for name, _ in expected]
-    assert all(a is b for a, (_, b) in zip(source.parameters, expected, strict=True))
-
-
 def test_a_layer_that_was_taken_out_is_freed() -> None:
     model = small()
     gradstat.check(model)
@@ -410,7 +391,7 @@ def test_nothing_to_check_is_healthy() -> None:
         assert report.missing == ()
 
 
-TEN_THOUSAND_STEPS = """
+THOUSANDS_OF_STEPS = """
 import gc, os, torch, gradstat
 from torch import nn
 
@@ -432,17 +413,16 @@ def steps(count):
     gc.collect()
     return resident_bytes(), len(gc.get_objects())
 
-steps(2000)
-before, after = steps(1), steps(10_000)
+steps(1000)
+before, after = steps(1), steps(5000)
 print(after[0] - before[0], after[1] - before[1])
 """
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux to tell the memory in use")
-def test_ten_thousand_steps_take_no_more_memory() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", TEN_THOUSAND_STEPS]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+def test_thousands_of_steps_take_no_more_memory(forks: Forks) -> None:
+    result = forks.run(THOUSANDS_OF_STEPS)
+    assert result.returncode == 0, result.stderr
     grown, objects = map(int, result.stdout.split())
-    assert grown < 1 << 20
+    assert grown < 1 << 19
     assert objects < 50

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradstat._render import bad_words
 from gradstat.monitor.findings import values_of
-from gradstat.report import Report
+from gradstat.report import Report, bad_words
 from gradstat.tensor_stats import TensorStats
 
 Phase = Literal["forward", "backward", "accumulation", "hook", "input", "parameter"]
