@@ -497,28 +497,6 @@ def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis(wrapped: Callable
 # Rules ---------------------------------------------------------------------------------------------------
 
 
-def test_a_rule_of_ones_own_and_one_that_fails() -> None:
-    @rule("loss-low", severity="info", advice=["stop"])
-    def loss_low(self: Rule, window: Any) -> Iterator[Finding]:
-        loss = window.scalar("loss")
-        for step, value in zip(window.steps, loss, strict=True):
-            yield self.found(step, "loss", f"{value:.3g}", loss=value)
-
-    class Broken(Rule):
-        name = "broken"
-
-        def review(self, window: Any) -> Any:
-            raise KeyError("oops")
-
-    model, optimizer, monitor = made(rules=[Broken(), loss_low()])
-    with pytest.warns(RuntimeWarning, match="'broken' failed and is switched off"):
-        trained(model, optimizer, monitor, 1)
-    trained(model, optimizer, monitor, 70)
-    monitor.flush()
-    assert [finding.step for finding in monitor.findings] == list(range(71))
-    assert {finding.rule for finding in monitor.findings} == {"loss-low"}
-
-
 def test_every_step_is_reviewed_once_in_order() -> None:
     steps: list[int] = []
 
@@ -733,26 +711,6 @@ def test_detaching_takes_everything_away() -> None:
     assert monitor.steps == 2
 
 
-def test_a_monitor_keeps_no_model_alive_and_leaves_no_cycle() -> None:
-    model, optimizer, monitor = made()
-    trained(model, optimizer, monitor, 3)
-    alive = weakref.ref(monitor)
-    gc.collect()
-    del monitor
-    gc.collect()
-    assert alive() is None
-    trained(model, optimizer, gradstat.Monitor(model, optimizer), 1)
-
-
-def test_a_watched_model_can_be_copied_and_pickled() -> None:
-    model, optimizer, monitor = made(watch={"activations": 1})
-    trained(model, optimizer, monitor, 1)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        other(torch.randn(4, 8)).sum().backward()
-    trained(model, optimizer, monitor, 1)
-    assert monitor.recording().tables["activation"].steps.tolist() == [0, 1]
-
-
 def test_the_diagnosis_in_all_its_forms() -> None:
     model, optimizer, monitor = made()
     assert monitor.diagnose().ok
@@ -908,18 +866,6 @@ def test_a_replay_needs_to_have_been_prepared() -> None:
         monitor.replay(lambda: None)
     with pytest.raises(TypeError, match="replay=step_fn"):
         made(on_anomaly="replay")
-
-
-def test_gradients_that_are_all_nan_are_not_vanishing() -> None:
-    model, optimizer, monitor = made()
-    for _ in range(8):
-        optimizer.zero_grad()
-        (model(torch.randn(32, 8)).sum() * math.nan).backward()
-        monitor.step()
-    assert {finding.rule for finding in monitor.findings} & {"nonfinite-gradient", "vanishing-gradient"} == {
-        "nonfinite-gradient"
-    }
-    monitor.detach()
 
 
 # Files ---------------------------------------------------------------------------------------------------
