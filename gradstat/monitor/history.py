@@ -17,14 +17,9 @@ from gradstat.monitor.rows import Floats, Rows
 
 
 class History:
-    """The last steps of a run.
+    """The last steps of a run, and the newest rows of each kind, of one step.
 
-    Args:
-        length: How many steps are kept.
-        max_bytes: Of all kinds of tensors together, roughly; fewer steps are kept if need be.
-
-    Attributes:
-        latest: The newest rows of each kind, of one step.
+    No more than ``length`` steps are kept, and fewer if tables would take more than ``max_bytes``, roughly.
     """
 
     def __init__(self, length: int, max_bytes: int) -> None:
@@ -57,19 +52,17 @@ class History:
 
     def recording(self) -> Recording:
         """All that is kept, without findings."""
-        first = 0
-        if self._scalars:
-            first = max(0, int(self._scalars[-1][0][-1]) - self._length + 1)
         steps = np.concatenate([s for s, _ in self._scalars]) if self._scalars else np.empty(0, np.int64)
-        names = list(dict.fromkeys(name for _, scalars in self._scalars for name in scalars))
+        first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
+        kept = steps >= first
+        names = dict.fromkeys(name for _, held in self._scalars for name in held)
         scalars = {
-            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held in self._scalars])
+            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held in self._scalars])[kept]
             for name in names
         }
-        kept = steps >= first
         joined = {kind: _joined(chunks, first) for kind, chunks in self._chunks.items() if chunks}
         tables = {kind: series for kind, series in joined.items() if len(series.steps)}
-        return Recording(steps[kept], {name: values[kept] for name, values in scalars.items()}, tables)
+        return Recording(steps[kept], scalars, tables)
 
     def load(self, recording: Recording) -> None:
         """Replaces what is kept by the history of another run."""
