@@ -83,14 +83,12 @@ class ExplodingGradient(SpikeRule):
                 )  # fmt: skip
 
     def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
-        rows = window.tables.get("gradient")
-        name, share = "norm", math.nan
-        if rows is not None:
-            at = np.flatnonzero(rows.steps == window.steps[look])
-            if len(at) and len(rows.names):
-                squares = np.nan_to_num(rows.l2_norm[at[0]]) ** 2
-                largest = int(squares.argmax())
-                name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
+        rows = window.rows("gradient")
+        name, share = "norm", None
+        if rows is not None and window.steps[look] in rows.steps:
+            squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[look])]) ** 2
+            largest = int(squares.argmax())
+            name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
         beside = f", {norm / median:.3g} times the median of {self.window} steps" if median > 0 else ""
         return self.found(
             began,
@@ -100,7 +98,7 @@ class ExplodingGradient(SpikeRule):
             norm=norm,
             median=None if math.isnan(median) else median,
             limit=limit,
-            share=None if math.isnan(share) else share,
+            share=share,
         )
 
 
@@ -128,17 +126,11 @@ class VanishingGradient(Rule):
     )
 
     def __init__(
-        self,
-        limit: float = 1e-8,
-        ratio: float = 1e-5,
-        correlation: float = 0.9,
-        layers: int = 5,
-        in_a_row: int = 5,
+        self, limit: float = 1e-8, ratio: float = 1e-5, correlation: float = 0.9, layers: int = 5, in_a_row: int = 5
     ) -> None:
         self.limit, self.ratio, self.correlation = limit, ratio, correlation
         self.layers, self.in_a_row = layers, in_a_row
-        self._low = 0
-        self._decaying = 0
+        self._low = self._decaying = 0
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:

@@ -61,11 +61,10 @@ class MomentumDrift(Rule):
             for look, step in enumerate(rows.steps.tolist()):
                 norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
                 if len(before) >= 2:
-                    rises = norms > (1 + self.growth) * np.asarray(before[-1])
-                    growing[:] = np.where(rises, growing + 1, 0)
-                    fresh: list[int] = []
+                    growing[:] = np.where(norms > (1 + self.growth) * np.asarray(before[-1]), growing + 1, 0)
                     past = np.array(before)
                     drifts = growing >= self.looks
+                    fresh: list[int] = []
                     # The median is above the smallest, and much dearer.
                     if drifts.any() or (norms > self.jump * past.min(0)).any():
                         settled = np.median(past, axis=0)

@@ -219,8 +219,8 @@ class UnchangedParameter(Rule):
             self._names, self._sums = list(rows.names), sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            still = [rows.names[i] for i in np.flatnonzero((counts >= self.looks) & (step - since >= self.steps))]
-            fresh = [name for name in still if self._episodes.begins(name, step)]
+            still = np.flatnonzero((counts >= self.looks) & (step - since >= self.steps))
+            fresh = [rows.names[i] for i in still if self._episodes.begins(rows.names[i], step)]
             if fresh:
                 begun = int(since[rows.names.index(fresh[0])])
                 yield self.found(
