@@ -20,6 +20,8 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 import gradstat
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def parameter_with(gradient: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(torch.zeros_like(gradient))

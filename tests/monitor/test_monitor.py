@@ -25,6 +25,8 @@ from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, defaul
 from gradstat.monitor.collector import Collector
 from gradstat.monitor.kinds import in_order
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
