@@ -1,13 +1,12 @@
 """Failures injected into small trainings, and what the monitor has to say first about each of them.
 
 A `Fault` declares what is broken, when, and which finding has to come first: the rule, the name and the step. `inject`
-runs it. ``python tests/faults.py`` prints what is found; ``tools/diagnosis.py`` writes it into docs/diagnosis.md.
+runs it. ``python tools/diagnosis.py --only faults`` prints what is found, or writes it into docs/diagnosis.md.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,9 +18,10 @@ from ranks import Ranks
 from small_training import (
     CLASSES,
     TOKENS,
-    Clusters,
     Training,
+    by,
     cross_entropy,
+    mlp,
     train_bag,
     train_cnn,
     train_gpt,
@@ -42,16 +42,12 @@ class Fault:
     """A training that is broken, and what has to be found.
 
     Attributes:
-        what: What is broken, in words.
-        model: In which training, in words.
+        what, model: What is broken, in which training, in words.
         rule, name: Of the finding that has to be the first.
-        breaks: Breaks the training, just before step ``step``.
-        training: Makes the training.
-        step: When; 0 is from the start.
+        breaks: Breaks the training, just before step ``step``; 0 is from the start.
         late: By how many steps the finding may date it too late; 0 where the fault shows at once.
         further: How many steps are trained after it.
         also: Other rules that have to be among the findings.
-        watch, classes, policy: Arguments of the monitor.
         ranks: On how many ranks, by DDP; what the monitor of rank 0 finds counts.
         bad_ranks: The ranks on which the training is broken.
     """
@@ -80,13 +76,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a monitor found.
-
-    Attributes:
-        findings: All of them.
-        noticed: For each the step in which it was noticed.
-        first: What the diagnosis begins with; None if there is nothing but infos.
-    """
+    """What a monitor found, in which step each was noticed, and what the diagnosis begins with if not with an info."""
 
     findings: list[Finding]
     noticed: list[int]
@@ -98,12 +88,7 @@ class Outcome:
 
 
 def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
-    """Trains, breaks the training, and trains on.
-
-    Args:
-        fault: How.
-        ranks: Where faults of several ranks are run.
-    """
+    """Trains, breaks the training, and trains on; faults of several ranks on ``ranks``."""
     if fault.ranks > 1:
         assert ranks is not None
         return ranks.run(fault.ranks, _inject, FAULTS.index(fault))[0]
@@ -319,15 +304,11 @@ def _permuted(batch: Batch) -> Batch:
 
 def _half_model(loss_scale: float = 1.0) -> Training:
     """A model whose parameters are float16, without a scaler."""
-    made = train_mlp(shown=False)
-    made.model.half()
-    made.optimizer = torch.optim.SGD(made.model.parameters(), 0.05)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].half()), batch[1]) * loss_scale
 
-    made.loss = loss
-    return made
+    return train_mlp(model=lambda: mlp().half(), optimize=by(torch.optim.SGD, 0.05), loss=loss, shown=False)
 
 
 def _scaled(**options: Any) -> Training:
@@ -339,21 +320,16 @@ def _scaled(**options: Any) -> Training:
     )
 
 
-def _deep_sigmoid() -> Training:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Linear(16, 16), nn.Sigmoid()]
-    for _ in range(9):
-        layers += [nn.Linear(16, 16), nn.Sigmoid()]
-    model = nn.Sequential(*layers, nn.Linear(16, CLASSES))
-    return Training(model, torch.optim.SGD(model.parameters(), 0.1), Clusters(0, 16), cross_entropy)
+def _deep_sigmoid() -> nn.Module:
+    layers = [layer for _ in range(10) for layer in (nn.Linear(16, 16), nn.Sigmoid())]
+    return nn.Sequential(*layers, nn.Linear(16, CLASSES))
 
 
 def _stalled() -> Training:
-    made = train_mlp(shown=False)
-    made.model.bfloat16()
-    made.optimizer = torch.optim.SGD(made.model.parameters(), 1e-6)
-    made.loss = lambda model, batch: F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
-    return made
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+    return train_mlp(model=lambda: mlp().bfloat16(), optimize=by(torch.optim.SGD, 1e-6), loss=loss, shown=False)
 
 
 def _two_rates() -> Training:
@@ -475,7 +451,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
           lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
     Fault("ten sigmoid layers, initialised as usual", "deep MLP", "vanishing-gradient", "0.weight",
-          lambda training: None, _deep_sigmoid, step=0, late=5, further=40),
+          lambda training: None, lambda: train_mlp(model=_deep_sigmoid, optimize=by(torch.optim.SGD, 0.1)), step=0,
+          late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
           _tiny_weight, lambda: train_mlp(lr=1e-9), step=0, further=70),
     Fault("a loss so small that AdamW divides by its eps", "MLP", "small-second-moment", "0.weight",
@@ -526,27 +503,3 @@ def is_found(fault: Fault, outcome: Outcome) -> bool:
         and 0 <= first.step - fault.step <= fault.late
         and {finding.rule for finding in outcome.findings} >= set(fault.also)
     )
-
-
-def main() -> int:
-    torch.set_num_threads(1)
-    pool, missed = Ranks(), 0
-    for fault in FAULTS:
-        if not all(word in fault.what for word in sys.argv[1:]):
-            continue
-        outcome = inject(fault, pool)
-        good = is_found(fault, outcome)
-        missed += not good
-        print("ok    " if good else "MISSED", f"{fault.what} ({fault.model}), at {fault.step}:")
-        if not good:
-            print(f"       expected {fault.rule} {fault.name} {fault.also}")
-        shown = [outcome.first] if good else sorted(outcome.findings, key=lambda finding: finding.step)[:6]
-        for finding in shown:
-            print(f"       {finding} (noticed at {outcome.noticed_at(finding)})")
-    pool.stop()
-    print(f"{missed} missed")
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

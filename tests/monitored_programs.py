@@ -253,17 +253,10 @@ class Program:
     def do_diagnose(self) -> None:
         assert str(self.monitor.diagnose())
 
-    # These are done where the step makes what they are about.
+    def elsewhere(self) -> None:
+        """These are done where the step makes what they are about."""
 
-    def do_batch(self) -> None: ...
-
-    def do_label(self) -> None: ...
-
-    def do_loss(self) -> None: ...
-
-    def do_gradient(self) -> None: ...
-
-    def do_spike(self) -> None: ...
+    do_batch = do_label = do_loss = do_gradient = do_spike = elsewhere
 
     def any_branch(self) -> int:
         return self.random.randrange(len(self.model.branches))

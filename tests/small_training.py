@@ -5,7 +5,7 @@ A `Training` is one such run: everything in it may be replaced while it goes on,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +26,10 @@ class Training:
     """A model, what it is trained on, and how.
 
     Attributes:
-        model: Of the run.
-        optimizer: Of its parameters.
-        batch: Gives the next batch, a pair of inputs and labels.
-        loss: Of a model and a batch.
-        scaler: A loss scaler, or None.
         autocast: The type in which the forward pass computes; None for that of the parameters.
         schedule: Learning rate of a step beside the first one's; None for a constant.
         accumulate: Micro-batches of a step.
-        max_norm: What gradients are clipped to, if at all.
-        shown: Whether the monitor is shown the batches.
-        show: What of them.
-        before_backward, after_backward: Called with the number of the step.
+        shown, show: Whether the monitor is shown the batches, and what of them.
     """
 
     model: nn.Module
@@ -53,10 +45,9 @@ class Training:
     show: Callable[[tuple[Tensor, Tensor]], Any] = tuple
 
     def steps(self, monitor: Monitor, first: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Trains from step ``first`` to ``end``. A step whose forward pass fails is the last one.
+        """Trains from step ``first`` to ``end``, and yields each twice: as it begins, with true, and at its end.
 
-        Yields:
-            Each step twice: as it begins, with true, and at its end, with false.
+        A step whose forward pass fails is the last one.
         """
         base = [group.setdefault("base_lr", group["lr"]) for group in self.optimizer.param_groups]
         for step in range(first, end):
@@ -205,11 +196,11 @@ class Recurrent(nn.Module):
         return self.head(self.cells(self.tokens(tokens))[0])
 
 
-def mlp(width: int = 32, dropout: float = 0.0) -> nn.Sequential:
+def mlp(dropout: float = 0.0) -> nn.Sequential:
     """Two hidden layers on 16 inputs."""
     drop = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(
-        nn.Linear(16, width), nn.ReLU(), *drop, nn.Linear(width, width), nn.ReLU(), *drop, nn.Linear(width, CLASSES)
+        nn.Linear(16, 32), nn.ReLU(), *drop, nn.Linear(32, 32), nn.ReLU(), *drop, nn.Linear(32, CLASSES)
     )
 
 
@@ -225,11 +216,6 @@ def cnn() -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(128, CLASSES),
     )
-
-
-def bag() -> nn.Sequential:
-    """The mean of embeddings, most of them rare, and a linear map."""
-    return nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, CLASSES))
 
 
 class LowRank(nn.Module):
@@ -248,54 +234,68 @@ class LowRank(nn.Module):
 # Trainings that are healthy ------------------------------------------------------------------------------------
 
 
-def train_mlp(seed: int = 0, lr: float = 1e-3, width: int = 32, **options: Any) -> Training:
-    """An MLP on clusters, by AdamW."""
-    torch.manual_seed(seed)
-    model = mlp(width)
-    return Training(model, torch.optim.AdamW(model.parameters(), lr), Clusters(seed, 16), cross_entropy, **options)
+Optimize = Callable[[Iterable[Tensor]], Optimizer]
 
 
-def train_cnn(seed: int = 0, lr: float = 0.05, **options: Any) -> Training:
-    """A CNN with batch norm on clusters of images, by SGD with momentum."""
-    torch.manual_seed(seed)
-    model = cnn()
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4)
-    return Training(model, optimizer, Clusters(seed, 1, 8, 8, size=16, noise=2.0), cross_entropy, **options)
+def by(kind: type[Optimizer], lr: float, **settings: Any) -> Optimize:
+    """An optimizer that is still to be given its parameters."""
+    return lambda parameters: kind(parameters, lr=lr, **settings)  # type: ignore[call-arg]
 
 
-def train_gpt(
-    seed: int = 0, lr: float = 3e-3, layers: int = 2, dropout: float = 0.0, tied: bool = False, **options: Any
+def train(
+    seed: int,
+    model: Callable[[], nn.Module],
+    optimize: Optimize,
+    batch: Callable[[], tuple[Tensor, Tensor]],
+    **options: Any,
 ) -> Training:
-    """A small GPT, by AdamW."""
+    """A model on batches, by an optimizer of what is not frozen in it."""
     torch.manual_seed(seed)
-    model = GPT(layers, dropout=dropout, tied=tied)
-    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1)
-    return Training(model, optimizer, Sentences(seed), cross_entropy, **options)
+    made = model()
+    optimizer = optimize([parameter for parameter in made.parameters() if parameter.requires_grad])
+    return Training(made, optimizer, batch, **{"loss": cross_entropy, **options})
+
+
+def train_mlp(
+    seed: int = 0,
+    lr: float = 1e-3,
+    model: Callable[[], nn.Module] = mlp,
+    optimize: Optimize | None = None,
+    batch: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    **options: Any,
+) -> Training:
+    """An MLP on clusters, by AdamW."""
+    return train(seed, model, optimize or by(torch.optim.AdamW, lr), batch or Clusters(seed, 16), **options)
+
+
+def train_cnn(seed: int = 0, **options: Any) -> Training:
+    """A CNN with batch norm on clusters of images, by SGD with momentum."""
+    optimize = by(torch.optim.SGD, 0.05, momentum=0.9, weight_decay=5e-4)
+    return train(seed, cnn, optimize, Clusters(seed, 1, 8, 8, size=16, noise=2.0), **options)
+
+
+def train_gpt(seed: int = 0, lr: float = 3e-3, model: Callable[[], nn.Module] = GPT, **options: Any) -> Training:
+    """A small GPT, by AdamW."""
+    return train(
+        seed, model, by(torch.optim.AdamW, lr, betas=(0.9, 0.95), weight_decay=0.1), Sentences(seed), **options
+    )
 
 
 def train_recurrent(
-    kind: type[nn.RNNBase] = nn.LSTM,
-    seed: int = 0,
-    lr: float = 5e-3,
-    settings: dict[str, Any] | None = None,
-    **options: Any,
+    kind: type[nn.RNNBase] = nn.LSTM, seed: int = 0, settings: dict[str, Any] | None = None, **options: Any
 ) -> Training:
     """An LSTM or a plain RNN, by Adam, clipped."""
-    torch.manual_seed(seed)
-    model = Recurrent(kind, **(settings or {}))
-    optimizer = torch.optim.Adam(model.parameters(), lr)
-    return Training(model, optimizer, Sentences(seed), cross_entropy, **{"max_norm": 1.0, **options})
+    options = {"max_norm": 1.0, **options}
+    optimize = by(torch.optim.Adam, 5e-3)
+    return train(seed, lambda: Recurrent(kind, **(settings or {})), optimize, Sentences(seed), **options)
 
 
-def train_bag(seed: int = 0, lr: float = 0.01, **options: Any) -> Training:
-    """Embeddings of rare tokens and a linear map, by Adam: most rows have no gradient in a step."""
-    torch.manual_seed(seed)
-    model = bag()
-    return Training(
-        model,
-        torch.optim.Adam(model.parameters(), lr),
+def train_bag(seed: int = 0) -> Training:
+    """The mean of embeddings of rare tokens and a linear map, by Adam: most rows have no gradient in a step."""
+    return train(
+        seed,
+        lambda: nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, CLASSES)),
+        by(torch.optim.Adam, 0.01),
         Bags(seed),
-        cross_entropy,
         show=lambda batch: batch[1],
-        **options,
     )

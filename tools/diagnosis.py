@@ -56,7 +56,7 @@ def faults() -> str:
             outcome = inject(fault, pool)
             first = outcome.first
             if first is None or not is_found(fault, outcome):
-                raise RuntimeError(f"not found: {fault.what}")
+                raise RuntimeError("\n    ".join([f"not found: {fault.what}", *map(str, outcome.findings)]))
             noticed = outcome.noticed_at(first)
             steps = f"{fault.step}/{first.step}/{noticed}"
             rows.append((fault.what, f"`{first.rule}` `{first.name}`", steps))
@@ -71,8 +71,11 @@ def healthy(seeds: int, steps: int) -> str:
     for each in HEALTHY:
         found = []
         for seed in range(seeds):
-            found += silence(each, seed, steps)[0]
-            print(f"{each.name}, seed {seed}: {len(found)}", file=sys.stderr)
+            new, monitor = silence(each, seed, steps)
+            found += new
+            loss = monitor.recording().scalars["loss"]
+            course = f"loss {loss[:20].mean():.3g} to {loss[-20:].mean():.3g}"
+            print(f"{each.name}, seed {seed}: {course}, {len(new)} findings", *new, sep="\n    ", file=sys.stderr)
         told = "".join(f"; {rule}: {count}" for rule, count in Counter(f.rule for f in found).items())
         rows.append((each.name + told,))
     return table((f"training, {seeds} seeds of {steps:,} steps each",), rows)

@@ -81,24 +81,14 @@ class Training:
         return self.models[which], self.optimizers[which]
 
 
-def check() -> Callable[[], object]:
-    training = Training()
-    return lambda: str(gradstat.check(training.backward()[0]))
+def on_gradients(call: Callable[[nn.Module, torch.optim.Optimizer], object]) -> Callable[[], Callable[[], object]]:
+    """A kind of step that is a call on new gradients."""
 
+    def make() -> Callable[[], object]:
+        training = Training()
+        return lambda: call(*training.backward())
 
-def check_async() -> Callable[[], object]:
-    training = Training()
-    return lambda: gradstat.check_async(training.backward()[0]).result().total_norm
-
-
-def clip_grad_norm() -> Callable[[], object]:
-    training = Training()
-    return lambda: gradstat.clip_grad_norm_(training.backward()[0].parameters(), 0.01)
-
-
-def guarded_step() -> Callable[[], object]:
-    training = Training()
-    return lambda: gradstat.guarded_step(training.backward()[1], max_norm=0.01).report.result().ok
+    return make
 
 
 def monitor_step() -> Callable[[], object]:
@@ -134,38 +124,32 @@ def monitor_step() -> Callable[[], object]:
     return step
 
 
-def monitors() -> Callable[[], object]:
+def own_monitor(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """A monitor of its own for every step, let go of without a word."""
-    training = Training()
-
-    def step() -> None:
-        model, optimizer = training.backward()
-        gradstat.Monitor(model, optimizer, on_anomaly="skip", replay=True, watch={"activations": 1}).step(1.0)
-
-    return step
+    gradstat.Monitor(model, optimizer, on_anomaly="skip", replay=True, watch={"activations": 1}).step(1.0)
 
 
-def models() -> Callable[[], object]:
+def own_model() -> None:
     """A model of its own for every step."""
-
-    def step() -> None:
-        model = nn.Linear(3, 3)
-        model(torch.ones(1, 3)).sum().backward()
-        assert gradstat.check(model).ok
-        gradstat.guarded_step(torch.optim.SGD(model.parameters(), lr=0.1), max_norm=1.0, model=model)
-
-    return step
+    model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    assert gradstat.check(model).ok
+    gradstat.guarded_step(torch.optim.SGD(model.parameters(), lr=0.1), max_norm=1.0, model=model)
 
 
 # Kinds of step; how many of them warm up, and for how many one counts: a tenth is enough of what costs milliseconds.
 KINDS: dict[str, tuple[Callable[[], Callable[[], object]], int, int]] = {
-    "check": (check, 300, 1),
-    "check_async": (check_async, 300, 1),
-    "clip_grad_norm_": (clip_grad_norm, 300, 1),
-    "guarded_step": (guarded_step, 300, 1),
+    "check": (on_gradients(lambda model, _: str(gradstat.check(model))), 300, 1),
+    "check_async": (on_gradients(lambda model, _: gradstat.check_async(model).result().total_norm), 300, 1),
+    "clip_grad_norm_": (on_gradients(lambda model, _: gradstat.clip_grad_norm_(model.parameters(), 0.01)), 300, 1),
+    "guarded_step": (
+        on_gradients(lambda _, optimizer: gradstat.guarded_step(optimizer, max_norm=0.01).report.result().ok),
+        300,
+        1,
+    ),
     "Monitor.step": (monitor_step, 960, 1),
-    "Monitor, one a step": (monitors, 100, 10),
-    "model, one a step": (models, 300, 1),
+    "Monitor, one a step": (on_gradients(own_monitor), 100, 10),
+    "model, one a step": (lambda: own_model, 300, 1),
 }
 
 

@@ -29,20 +29,14 @@ class Skipping:
             raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
         self._optimizer = optimizer
         self._flags: list[Tensor] = []  # the one that the optimizer has, if it has one
-        handle = optimizer.register_step_post_hook(Hook(self._after))
+        handle = optimizer.register_step_post_hook(Hook(self.disarm))
         self.remove = weakref.finalize(self, _let_go, optimizer, self._flags, handle)
-        """Takes hook and verdict away."""
         self.remove.atexit = False
 
-    def _after(self, *_: object) -> None:
-        self.disarm()
-
     def arm(self, flag: Tensor | None, scaler: Any) -> None:
-        """Prepares the coming step.
+        """Prepares the coming step. A ``scaler`` that is on skips by itself.
 
-        Args:
-            flag: 1 if a gradient is not finite, else 0: 0-d float32 on the device; None if there are no gradients.
-            scaler: A loss scaler that is on skips by itself.
+        ``flag`` is 1 if a gradient is not finite, else 0: 0-d float32 on the device; None if there are no gradients.
         """
         self.disarm()
         if flag is None or (scaler is not None and scaler.is_enabled()):
@@ -57,7 +51,7 @@ class Skipping:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def disarm(self) -> None:
+    def disarm(self, *_: object) -> None:
         """Takes the verdict away, if it is still there."""
         _take_back(self._optimizer, self._flags)
 
@@ -74,21 +68,12 @@ def _let_go(optimizer: Optimizer, flags: list[Tensor], handle: Any) -> None:
 
 
 class Snapshots:
-    """The state of model, optimizer and scaler at the last step known to be healthy, in the host's memory.
-
-    Args:
-        model, optimizer, scaler: What goes back together.
-    """
+    """The state of model, optimizer and scaler at the last step known to be healthy, in the host's memory."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._good: tuple[int, dict[str, Any]] | None = None
         self._next: tuple[int, dict[str, Any]] | None = None
-
-    @property
-    def step(self) -> int | None:
-        """The step whose beginning would be gone back to; None if there is none yet."""
-        return None if self._good is None else self._good[0]
 
     def take(self, step: int) -> None:
         """Copies the state as it is in ``step``, before the optimizer's; it counts once the step proves healthy."""

@@ -27,9 +27,8 @@ class Pending(NamedTuple):
     """A step that was measured and not read yet.
 
     Attributes:
-        step: Its number.
-        numbers: On their way. The first has the gradients as its first segment, and ``"scalars"`` as its second if
-            there are scalars on the device.
+        numbers: On their way. The first has the gradients as its first segment.
+        on_device: The scalars that are numbers of the next segment.
         scalars: What is known on the host already.
         is_scaled: Whether the gradients carry the loss scale.
         origin: Asks all ranks who brought NaN, if that is watched.
@@ -38,6 +37,7 @@ class Pending(NamedTuple):
 
     step: int
     numbers: list[PendingRows]
+    on_device: list[str]
     scalars: dict[str, float]
     is_scaled: bool
     origin: Callable[[], Any] | None
@@ -47,9 +47,8 @@ class Pending(NamedTuple):
 class Collector:
     """Knows the model and what is to be looked at when. Arguments as for `gradstat.Monitor`.
 
-    Attributes:
-        backward_order: Parameters in the order in which their gradients were complete in the first step.
-        classes: As for `gradstat.Monitor`.
+    ``flagged`` is whether the device has to tell if gradients are finite (see `PendingRows`). ``backward_order`` has
+    the parameters in the order in which their gradients were complete in the first step.
     """
 
     def __init__(
@@ -63,16 +62,16 @@ class Collector:
         backend: str | None,
         flagged: bool,
     ) -> None:
-        """``flagged``: whether the device has to tell if gradients are finite (see `PendingRows`)."""
         self._flagged = flagged
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._watch, self._backend = watch, backend
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
-        given: list[object] = [classes] if isinstance(classes, int) else list((self._classes_by or {}).values())
-        for number in given:
-            if type(number) is not int or number < 1:
-                raise ValueError(f"classes is {classes!r}; expected a number of at least 1, or several by place")
-        self.classes = classes if isinstance(classes, int) else max((self._classes_by or {}).values(), default=None)
+        given: list[Any] = (
+            [] if classes is None else [classes] if self._classes_by is None else list(self._classes_by.values())
+        )
+        if any(type(number) is not int or number < 1 for number in given):
+            raise ValueError(f"classes is {classes!r}; expected a number of at least 1, or several by place")
+        self.classes: int | None = max(given, default=None)
         self._ignore_index = ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
@@ -84,7 +83,7 @@ class Collector:
         self._outputs = observers.Outputs(model) if watch["outputs"] else None
         self._activations = observers.Activations(model, backend) if watch["activations"] else None
         self._origin = _watch_origin(model, backend) if watch["origin"] else None
-        self._segments = [Segment("gradient", (), None, 0)]
+        self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._before: list[Tensor] | None = None
@@ -108,26 +107,27 @@ class Collector:
         segments = self._segments
         known = segments[0]
         if names is not known.names or gradients.positions != known.positions or list(on_device) != self._on_device:
-            listed = names if type(names) is tuple else tuple(names)
             self._on_device = list(on_device)
-            segments = self._segments = [Segment("gradient", listed, gradients.positions, len(gradients.tensors))]
+            segments = self._segments = [Segment("gradient", tuple(names), gradients.positions)]
             if on_device:
-                segments.append(Segment("scalars", tuple(on_device), None, len(on_device)))
+                segments.append(Segment("scalars", tuple(on_device)))
         others: list[PendingRows] = []
         self._notice_change(step, source.parameters, segments[0].names, observations)
-        if self._batch or self._before is not None or self._is_any_due(step):
+        if self._batch or self._before is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
             for segment, more in self._due(step, source.parameters, segments[0].names, observations):
                 segments.append(segment)
                 tensors += more
-            others = self._rows_of_activations()
+            if self._activations is not None:
+                segment, measured = self._activations.take()
+                others = [PendingRows([segment], measured)] if measured.tables else []
         numbers = measure_segments(segments, tensors, source.parameters, self._backend, self._flagged) + others
         is_scaled = self._scaler is not None and "loss_scale" in on_device and not self._is_unscaled()
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
             self.backward_order, self._learning = self._learning.end(), None
         self._switch_hooks(step + 1)
-        return Pending(step, numbers, scalars, is_scaled, origin, observations)
+        return Pending(step, numbers, self._on_device, scalars, is_scaled, origin, observations)
 
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
@@ -142,9 +142,6 @@ class Collector:
         self._before = None  # another parameter is no update
         if self._optimizer is not None and self._watch["optimizer"]:
             observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
-
-    def _is_any_due(self, step: int) -> bool:
-        return any(step % period == 0 for period in self._sampled)
 
     def resume(self, step: int) -> None:
         """Says that the next step is ``step``, of a run that goes on, whose backward order is known."""
@@ -235,8 +232,7 @@ class Collector:
         classes = self._classes_of(path)
         if not classes or (low >= 0 and high < classes):
             return []
-        seen = {"name": path, "low": int(low), "high": int(high), "classes": classes}
-        return [Observation("label", step, seen)]
+        return [Observation("label", step, {"name": path, "low": int(low), "high": int(high), "classes": classes})]
 
     # What is looked at now and then ----------------------------------------------------------------------
 
@@ -247,8 +243,7 @@ class Collector:
             for kind in ("batch", "constant", "label"):
                 of_kind = [(path, tensor) for what, path, tensor in self._batch if what == kind]
                 if of_kind:
-                    paths = tuple(path for path, _ in of_kind)
-                    yield Segment(kind, paths, None, len(paths)), [tensor for _, tensor in of_kind]
+                    yield Segment(kind, tuple(path for path, _ in of_kind)), [tensor for _, tensor in of_kind]
             self._batch = []
         if self._before is not None:
             before, self._before = self._before, None
@@ -256,14 +251,14 @@ class Collector:
             if [(t.shape, t.device) for t in before] == [(t.shape, t.device) for t in parameters]:
                 with torch.no_grad():
                     now = [parameter.detach() for parameter in parameters]
-                    yield Segment("update", names, None, len(now)), list(torch._foreach_sub(now, before))
+                    yield Segment("update", names), list(torch._foreach_sub(now, before))
         if self.is_due("updates", step):
             with torch.no_grad():
                 self._before = [parameter.detach().clone() for parameter in parameters]
         if self._outputs is not None and self.is_due("outputs", step):
-            segment, share = self._outputs.take()
-            if share:
-                yield segment, share
+            share = self._outputs.take()
+            if share is not None:
+                yield Segment("output", ("logits",)), [share]
         if self.is_due("replicas", step):
             from gradstat.distributed import verify_replicas
 
@@ -277,7 +272,7 @@ class Collector:
     ) -> Iterator[tuple[Segment, list[Tensor]]]:
         """Parameters, buffers and states of the optimizer, as far as they are wanted."""
         if wanted("parameters") and parameters:
-            yield Segment("parameter", names, None, len(parameters)), parameters
+            yield Segment("parameter", names), parameters
         if wanted("buffers"):
             segment, buffers = self._buffers.take(names)
             if buffers:
@@ -292,18 +287,11 @@ class Collector:
             return []  # a rank alone cannot, and the others do not know
         segments, tensors = [], []
         names = source.names()
-        listed = names if type(names) is tuple else tuple(names)
-        for segment, some in self.states(source.parameters, listed, lambda kind: bool(self._watch[kind])):
+        for segment, some in self.states(source.parameters, tuple(names), lambda kind: bool(self._watch[kind])):
             if not has(segment.kind):
                 segments.append(segment)
                 tensors += some
         return measure_segments(segments, tensors, None, self._backend) if segments else []
-
-    def _rows_of_activations(self) -> list[PendingRows]:
-        if self._activations is None:
-            return []
-        segment, measured = self._activations.take()
-        return [PendingRows([segment], measured)] if measured.tables else []
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:

@@ -83,8 +83,7 @@ def _reporting(command: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except OSError as error:
-        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        reason = named
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     except (RecordingFileError, ViewerMissingError, _UsageError) as error:
         reason = str(error)
     print(f"gradstat {command}: {one_line(reason)}", file=sys.stderr)

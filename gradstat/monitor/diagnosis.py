@@ -101,12 +101,15 @@ class Diagnosis:
             for finding in incident.findings:
                 number += 1
                 lines += ["", *_entry(number, finding)]
-        infos = [finding for finding in self.findings if finding.severity == "info"]
+        infos = self._infos()
         if infos:
-            lines += ["", "also noted:", *(f"  step {finding.step}: {finding.text}" for finding in infos[:10])]
+            lines += ["", "also noted:", *(f"  {info}" for info in infos[:10])]
             if len(infos) > 10:
                 lines.append(f"  and {len(infos) - 10} more")
         return "\n".join(lines)
+
+    def _infos(self) -> list[str]:
+        return [f"step {finding.step}: {finding.text}" for finding in self.findings if finding.severity == "info"]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
@@ -139,9 +142,8 @@ class Diagnosis:
                     f"<p>what to try</p>{advice}</details></li>"
                 )
             out.append("</ol>")
-        infos = [finding for finding in self.findings if finding.severity == "info"]
-        if infos:
-            out.append("<p>also noted</p>" + _listed([f"step {finding.step}: {finding.text}" for finding in infos]))
+        if self._infos():
+            out.append("<p>also noted</p>" + _listed(self._infos()))
         return "".join(out) + "</div>"
 
     _repr_html_ = to_html

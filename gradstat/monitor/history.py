@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradstat.monitor.recording.recording import Recording, Series
-from gradstat.monitor.rows import KEPT, Floats, Layout, Rows, expanded
-
-
-class _Chunk(NamedTuple):
-    """Compact rows of some steps, ``[len(KEPT), m, n]``."""
-
-    layout: Layout
-    steps: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float32]
+from gradstat.monitor.rows import Floats, Rows
 
 
 class History:
-    """The last steps of a run.
+    """The last steps of a run, and the newest rows of each kind, of one step.
 
-    Args:
-        length: How many steps are kept.
-        max_bytes: Of all kinds of tensors together, roughly; fewer steps are kept if need be.
-
-    Attributes:
-        latest: The newest rows of each kind, of one step.
+    No more than ``length`` steps are kept, and fewer if tables would take more than ``max_bytes``, roughly.
     """
 
     def __init__(self, length: int, max_bytes: int) -> None:
         self._length = length
         self._max_bytes = max_bytes
-        self._chunks: dict[str, deque[_Chunk]] = {}
+        self._chunks: dict[str, deque[Series]] = {}
         self._scalars: deque[tuple[npt.NDArray[np.int64], dict[str, Floats]]] = deque()
         self.latest: dict[str, Rows] = {}
 
@@ -45,7 +34,7 @@ class History:
         for kind, rows in tables.items():
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
-                self._chunks.setdefault(kind, deque()).append(_Chunk(rows.layout, rows.steps, rows.compact()))
+                self._chunks.setdefault(kind, deque()).append(rows.series())
         if self._length and len(steps):  # none if a batch was reviewed before the first step
             self._scalars.append((steps, scalars))
             self._forget()
@@ -63,19 +52,17 @@ class History:
 
     def recording(self) -> Recording:
         """All that is kept, without findings."""
-        first = 0
-        if self._scalars:
-            first = max(0, int(self._scalars[-1][0][-1]) - self._length + 1)
         steps = np.concatenate([s for s, _ in self._scalars]) if self._scalars else np.empty(0, np.int64)
-        names = list(dict.fromkeys(name for _, scalars in self._scalars for name in scalars))
+        first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
+        kept = steps >= first
+        names = dict.fromkeys(name for _, held in self._scalars for name in held)
         scalars = {
-            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held in self._scalars])
+            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held in self._scalars])[kept]
             for name in names
         }
-        kept = steps >= first
         joined = {kind: _joined(chunks, first) for kind, chunks in self._chunks.items() if chunks}
         tables = {kind: series for kind, series in joined.items() if len(series.steps)}
-        return Recording(steps[kept], {name: values[kept] for name, values in scalars.items()}, tables)
+        return Recording(steps[kept], scalars, tables)
 
     def load(self, recording: Recording) -> None:
         """Replaces what is kept by the history of another run."""
@@ -83,63 +70,47 @@ class History:
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))
         for kind, series in recording.tables.items():
-            if not len(series.steps):
-                continue
-            unknown = Layout.of(series.names, [None] * len(series.names))
-            layout = unknown._replace(numel=series.numel, values=series.numel.astype(np.float64))
-            kept = np.stack([series.column(name) for name in KEPT])
-            self._chunks[kind] = deque([_Chunk(layout, series.steps, kept)])
+            if len(series.steps):
+                self._chunks[kind] = deque([series])
 
 
-def _joined(chunks: deque[_Chunk], first: int) -> Series:
-    """Chunks put one behind the other; tensors that came later get columns of their own."""
-    names = chunks[-1].layout.names
-    if any(chunk.layout.names is not names and chunk.layout.names != names for chunk in chunks):
-        names = tuple(dict.fromkeys(name for chunk in reversed(chunks) for name in chunk.layout.names))
+def _joined(chunks: deque[Series], first: int) -> Series:
+    """What is kept of the steps from ``first`` on; tensors that came later have columns of their own."""
+    layouts = dict.fromkeys(chunk.names for chunk in reversed(chunks))
+    names = tuple(dict.fromkeys(itertools.chain.from_iterable(layouts)))
     column = {name: i for i, name in enumerate(names)}
     numel = np.zeros(len(names), dtype=np.int64)
     steps = np.concatenate([chunk.steps for chunk in chunks])
-    values = np.full((len(KEPT), len(steps), len(names)), math.nan, dtype=np.float32)
+    values = np.full((len(steps), len(names), chunks[0].values.shape[2]), math.nan, dtype=np.float32)
     row = 0
     for chunk in chunks:
-        at = [column[name] for name in chunk.layout.names]
-        values[:, row : row + len(chunk.steps), at] = chunk.values
-        seen = chunk.layout.numel > 0
-        numel[np.array(at, dtype=np.int64)[seen]] = chunk.layout.numel[seen]
+        at = np.array([column[name] for name in chunk.names], dtype=np.int64)
+        values[row : row + len(chunk.steps), at] = chunk.values
+        seen = chunk.numel > 0
+        numel[at[seen]] = chunk.numel[seen]
         row += len(chunk.steps)
     kept = steps >= first
-    return Series(names, numel, steps[kept], expanded(values[:, kept], numel))
+    return Series(names, numel, steps[kept], values[kept])
 
 
 def as_state(recording: Recording) -> dict[str, Any]:
-    """A recording as tensors and plain values, for a ``state_dict``."""
-    import torch
+    """Numbers of a recording as tensors and plain values, for a ``state_dict``."""
 
-    return {
-        "steps": torch.from_numpy(recording.steps.copy()),
-        "scalars": {name: torch.from_numpy(values.copy()) for name, values in recording.scalars.items()},
-        "tables": {
-            kind: {
-                "names": list(series.names),
-                "numel": torch.from_numpy(series.numel.copy()),
-                "steps": torch.from_numpy(series.steps.copy()),
-                "values": torch.from_numpy(series.values.copy()),
-            }
-            for kind, series in recording.tables.items()
-        },
-    }
+    def tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: torch.from_numpy(value.copy()) for name, value in values.items()}
+
+    tables = {}
+    for kind, series in recording.tables.items():
+        arrays = {"numel": series.numel, "steps": series.steps, "values": series.values}
+        tables[kind] = {"names": list(series.names), **tensors(arrays)}
+    return {**tensors({"steps": recording.steps}), "scalars": tensors(recording.scalars), "tables": tables}
 
 
 def from_state(state: Mapping[str, Any]) -> Recording:
     """The inverse of `as_state`."""
-    return Recording(
-        state["steps"].cpu().numpy(),
-        {name: values.cpu().numpy() for name, values in state["scalars"].items()},
-        {
-            kind: Series(
-                tuple(table["names"]), table["numel"].cpu().numpy(), table["steps"].cpu().numpy(),
-                table["values"].cpu().numpy(),
-            )
-            for kind, table in state["tables"].items()
-        },
-    )  # fmt: skip
+
+    def arrays(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value.cpu().numpy() for name, value in values.items() if name != "names"}
+
+    tables = {kind: Series(tuple(table["names"]), **arrays(table)) for kind, table in state["tables"].items()}
+    return Recording(state["steps"].cpu().numpy(), arrays(state["scalars"]), tables)

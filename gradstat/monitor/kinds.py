@@ -11,8 +11,7 @@ class Kind(NamedTuple):
 
     Attributes:
         name: As in `gradstat.monitor.Recording.tables`, `Window.tables` and `Finding.about`.
-        watch: What ``watch=`` calls it.
-        period: Measured every so many steps unless ``watch=`` says otherwise; 0 for never.
+        watch, period: What ``watch=`` calls it; measured every so many steps unless that says otherwise, 0 for never.
         names: What its tensors are named after.
         sizes_vary: Whether they have other sizes with another input.
     """

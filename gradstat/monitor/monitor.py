@@ -127,19 +127,13 @@ class Monitor:
         self._pending: deque[Pending] = deque()
         self._looked_closer = self._saved = self._last_replay = -_QUIET
         self._paused = False
+        skips = self._policies.uses("skip")
         self._collector = Collector(
-            model,
-            optimizer,
-            scaler,
-            self._watch,
-            classes,
-            options.ignore_index,
-            options.backend,
-            self._policies.uses("skip"),
+            model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, flagged=skips
         )
         self._buffer = StepBuffer(Hook(self._judge), self._collector.judged_label)
         self._to_act_on: list[Finding] = []
-        self._skipping = Skipping(optimizer) if self._policies.uses("skip") else None
+        self._skipping = Skipping(optimizer) if skips else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._replayer: Replayer | None = None
         step_fn = replay if callable(replay) else None
@@ -296,14 +290,10 @@ class Monitor:
             return
         steps, scalars, tables, observations = self._buffer.close(before)
         self._history.keep(steps, scalars, tables)
-        facts = Facts(
-            self._collector.backward_order,
-            self._scaler is not None,
-            self._max_norm,
-            eps_of(self._optimizer),
-            second_moment_decay_of(self._optimizer),
-            self._collector.classes,
-        )
+        collector = self._collector
+        eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
+        is_scaled = self._scaler is not None
+        facts = Facts(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes)
         found = self._rules.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found
         self._to_act_on += found
@@ -340,9 +330,8 @@ class Monitor:
         try:
             self.save(path, why)
         except (OSError, ValueError) as error:  # a full disk must not end what is watched
-            warnings.warn(
-                f"gradstat: {path} could not be saved: {error}", RuntimeWarning, stacklevel=find_stack_level()
-            )
+            text = f"gradstat: {path} could not be saved: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
 
     def _replay_once(self, finding: Finding) -> None:
         """Replays the step that was found bad, once in an incident; says what came of it."""
@@ -359,11 +348,8 @@ class Monitor:
         assert self._snapshots is not None
         step = self._snapshots.go_back()
         if step is None:
-            warnings.warn(
-                f"gradstat: no healthy state of this model to go back to, at {finding}",
-                RuntimeWarning,
-                stacklevel=find_stack_level(),
-            )
+            text = f"gradstat: no healthy state of this model to go back to, at {finding}"
+            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
         else:
             self._pending.clear()
             self._collector.forget()

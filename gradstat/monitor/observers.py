@@ -49,46 +49,38 @@ class Buffers:
             ]
         found = [(name, held.get(key)) for held, key, name in self._places]
         named = [(name, buffer) for name, buffer in found if buffer is not None and measurable(buffer)]
-        return Segment("buffer", tuple(name for name, _ in named), None, len(named)), [buffer for _, buffer in named]
+        return Segment("buffer", tuple(name for name, _ in named)), [buffer for _, buffer in named]
 
 
 def states_of(
     optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]
 ) -> Iterator[tuple[Segment, list[Tensor]]]:
     """The tensors in an optimizer's state that are as large as their parameter, by their names there."""
-    found: dict[str, tuple[list[int], list[Tensor]]] = {}
+    found: dict[str, tuple[list[str], list[Tensor]]] = {}
     # By id, as a tensor's hash is slow.
     held_by = {id(parameter): held for parameter, held in optimizer.state.items()}
-    for i, parameter in enumerate(parameters):
-        held = held_by.get(id(parameter))
-        if not held:
-            continue
-        for key, value in held.items():
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in (held_by.get(id(parameter)) or {}).items():
             if key != "step" and measurable(value) and value.shape == parameter.shape:
-                if key not in found:
-                    found[key] = ([], [])
-                positions, tensors = found[key]
-                positions.append(i)
+                of_key, tensors = found.setdefault(key, ([], []))
+                of_key.append(name)
                 tensors.append(value)
-    for key, (positions, tensors) in found.items():
-        yield Segment(name_of_state(key), tuple(names[i] for i in positions), None, len(tensors)), tensors
+    for key, (of_key, tensors) in found.items():
+        yield Segment(name_of_state(key), tuple(of_key)), tensors
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
     """Which parameters the optimizer lacks, has though they are frozen, or has from somewhere else."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {
+        id(parameter): f"param_groups[{g}]['params'][{i}]"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+    }
     known = {id(parameter) for parameter in parameters}
     return {
         "absent": [n for n, p in zip(names, parameters, strict=True) if id(p) not in held and p.requires_grad],
         "frozen": [n for n, p in zip(names, parameters, strict=True) if id(p) in held and not p.requires_grad],
-        "foreign": []
-        if held <= known
-        else [
-            f"param_groups[{g}]['params'][{i}]"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, parameter in enumerate(group["params"])
-            if id(parameter) not in known
-        ],
+        "foreign": [place for parameter, place in held.items() if parameter not in known],
     }
 
 
@@ -119,12 +111,7 @@ def _note(noted: list[str], name: str) -> None:
 
 
 class Activations:
-    """Rows of the outputs of modules, taken in forward hooks while switched on. Keeps no activation.
-
-    Args:
-        model: Whose modules without children are watched.
-        backend: As in `gradstat.check`.
-    """
+    """Rows of the outputs of modules without children, taken in forward hooks while switched on; no activation."""
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
         self.on = False
@@ -164,7 +151,7 @@ class Activations:
         tables = [torch.cat([seen[names[i]][0] for i in positions]) for positions in by_device.values()]
         order = [i for positions in by_device.values() for i in positions] if len(tables) > 1 else None
         infos = [seen[name][1] for name in names]
-        return Segment("activation", tuple(names), None, len(names)), Measurement(tables, order, infos)
+        return Segment("activation", tuple(names)), Measurement(tables, order, infos)
 
 
 def _merged(rows: Tensor) -> Tensor:
@@ -198,9 +185,10 @@ class Outputs:
                     margin = logits.detach().abs()
                 self._share = (margin > 10).to(torch.float32).mean().reshape(1)
 
-    def take(self) -> tuple[Segment, list[Tensor]]:
+    def take(self) -> Tensor | None:
+        """The share in what was seen since the last call, ``[1]``; None if there were no logits."""
         share, self._share = self._share, None
-        return Segment("output", ("logits",), None, 1 if share is not None else 0), [] if share is None else [share]
+        return share
 
 
 def constant_features(tensor: Tensor) -> Tensor | None:

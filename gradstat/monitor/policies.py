@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,14 +39,11 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """Which policies apply to a finding.
+    """Which policies apply to a finding; ``rules`` are the names there are.
 
-    Args:
-        given: A policy or several, for errors; or a mapping from severities and names of rules to them, in which the
-            name of a rule goes before its severity. What is not given: ``"warn"`` for errors and warnings, and
-            ``"record"`` for infos. ``"record"`` alone is for warnings, too. A loss that is lost (``lost-loss``) is
-            treated as other errors are, and stops besides, unless it is given itself.
-        rules: Names there are.
+    What is not ``given`` is ``"warn"`` for errors and warnings, and ``"record"`` for infos; ``"record"`` alone is for
+    warnings, too. A loss that is lost (``lost-loss``) is treated as other errors are, and stops besides, unless it is
+    given itself.
 
     Raises:
         ValueError: A policy, severity or rule is not known; the message lists them.
@@ -53,11 +51,7 @@ class PolicyTable:
     """
 
     def __init__(self, given: Policies, rules: Sequence[str]) -> None:
-        self._by: dict[str, tuple[Policy, ...]] = {
-            "error": ("warn",),
-            "warning": ("warn",),
-            "info": ("record",),
-        }
+        self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}
         if isinstance(given, Mapping):
             for key, policies in given.items():
                 if key not in SEVERITIES and key not in rules:
@@ -102,8 +96,7 @@ class Warner:
 
     def warn(self, finding: Finding, now: int) -> None:
         """Warns at step ``now``, or counts the finding as held back."""
-        last = self._last.get(finding.rule)
-        if last is not None and now - last < _WARN_EVERY:
+        if now - self._last.get(finding.rule, -_WARN_EVERY) < _WARN_EVERY:
             self._held[finding.rule] = self._held.get(finding.rule, 0) + 1
             return
         self._last[finding.rule] = now
@@ -115,8 +108,6 @@ class Warner:
 
 def find_stack_level() -> int:
     """The stack level of the first frame outside of gradstat, as ``warnings.warn`` counts from the caller."""
-    import sys
-
     level, frame = 1, sys._getframe(1)
     while str(frame.f_globals.get("__name__", "")).startswith("gradstat."):
         level += 1

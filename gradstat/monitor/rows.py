@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
-from gradstat.monitor.recording.recording import COLUMNS
+from gradstat.monitor.recording.recording import COLUMNS, Series
 from gradstat.tensor_stats import TensorStats, l2_norm_of
 
 __all__ = ["Facts", "Observation", "Rows", "Window"]
@@ -39,16 +38,6 @@ class Layout(NamedTuple):
     numel: npt.NDArray[np.int64]
     values: Floats
     matrices: Bools
-
-    @property
-    def shapes(self) -> tuple[torch.Size | None, ...]:
-        """Of each tensor; None where it was never seen."""
-        return tuple(None if info is None else info.shape for info in self.infos)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """Likewise."""
-        return tuple(None if info is None else info.dtype for info in self.infos)
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:
@@ -90,10 +79,8 @@ class Rows:
             position: Position in `names`.
         """
         info = self.layout.infos[position]
-        first = (
-            None if info is None else TensorStats(self.names[position], self.raw[look, position], info).first_nonfinite
-        )
-        return None if first is None else list(first)
+        row = None if info is None else TensorStats(self.names[position], self.raw[look, position], info)
+        return None if row is None or row.first_nonfinite is None else list(row.first_nonfinite)
 
     def field(self, name: str) -> Floats:
         """A column as it was measured: ``name`` is one of `gradstat.FIELDS`."""
@@ -165,38 +152,20 @@ class Rows:
         """Whether all tensors were there, with elements, and all of these finite: the ordinary case, in one look."""
         return bool((self.raw[:, :, _fields.NONFINITE] == 0).all()) and bool((self.layout.numel > 0).all())
 
-    def compact(self) -> npt.NDArray[np.float32]:
-        """What is kept for long: ``[len(KEPT), m, n]`` float32, from which `expanded` makes what a `Series` has."""
-        kept = np.empty((len(KEPT), *self.raw.shape[:2]), dtype=np.float32)
-        low, high = self.field("min"), self.field("max")
-        if not self.all_finite:
-            low, high = (np.where(np.isfinite(extreme), extreme, np.nan) for extreme in (low, high))
-        columns = (self.l2_norm, self.mean, low, high, self.zero_fraction)
+    def series(self) -> Series:
+        """What is kept for long."""
+        values = np.empty((*self.raw.shape[:2], len(COLUMNS)), dtype=np.float32)
         with np.errstate(over="ignore"):
-            for i, column in enumerate(columns):
-                kept[i] = column
-        kept[len(columns) :] = 0 if self.all_finite else np.moveaxis(self.raw[:, :, _fields.NONFINITE], 2, 0)
+            for i, name in enumerate(COLUMNS):
+                column = self.field(name) if name in _fields.INDEX else getattr(self, name)
+                if name in ("min", "max") and not self.all_finite:
+                    column = np.where(np.isfinite(column), column, np.nan)
+                values[:, :, i] = column
         # Beyond float32 the largest float32 stands for what is larger: infinity would say something else.
-        if np.isinf(kept).any():
+        if np.isinf(values).any():
             limit = np.finfo(np.float32).max
-            np.clip(kept, -limit, limit, out=kept)
-        return kept
-
-
-KEPT = ("l2_norm", "mean", "min", "max", "zero_fraction", "nan_count", "inf_count")
-"""What `Rows.compact` keeps; with the standard deviation, which follows from it, `gradstat.monitor.COLUMNS`."""
-
-
-def expanded(kept: npt.NDArray[np.float32], numel: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """``[m, n, len(COLUMNS)]`` from what was kept of tensors of ``numel`` elements, each taken for one value."""
-    out = np.empty((*kept.shape[1:], len(COLUMNS)), dtype=np.float32)
-    by_name = {name: column.astype(np.float64) for name, column in zip(KEPT, kept, strict=True)}
-    with np.errstate(invalid="ignore", divide="ignore"):
-        rms = by_name["l2_norm"] / np.sqrt(numel - by_name["nan_count"] - by_name["inf_count"])
-        by_name["std"] = _fields.std(np, rms, by_name["mean"])
-    for i, name in enumerate(COLUMNS):
-        out[:, :, i] = by_name[name]
-    return out
+            np.clip(values, -limit, limit, out=values)
+        return Series(self.names, self.layout.numel, self.steps, values)
 
 
 @dataclass(frozen=True)
@@ -234,15 +203,9 @@ class Facts:
     second_moment_decay: float = 0.0
     classes: int | None = None
 
-    @functools.cached_property
-    def backward_position(self) -> Mapping[str, int]:
-        """Position of each parameter in `backward_order`."""
-        return {name: i for i, name in enumerate(self.backward_order)}
-
     def first_in_backward(self, names: Sequence[str]) -> str:
         """Of parameters, ``names`` in the order of the model, the one whose gradient was complete first."""
-        known = [name for name in names if name in self.backward_position]
-        return min(known, key=self.backward_position.__getitem__) if known else names[-1]
+        return next((name for name in self.backward_order if name in names), names[-1])
 
 
 @dataclass(frozen=True)
@@ -269,6 +232,10 @@ class Window:
         """The values of the scalar ``name`` in these steps, or None if it has none in them."""
         values = self.scalars.get(name)
         return None if values is None or (np.isnan(values).all() and name != "loss") else values
+
+    def observed(self, kind: str) -> list[Observation]:
+        """What was seen of a kind besides rows."""
+        return [seen for seen in self.observations if seen.kind == kind]
 
     def rows(self, kind: str) -> Rows | None:
         """The rows of a kind, or None if it was not measured in these steps."""

@@ -24,29 +24,25 @@ class Segment(NamedTuple):
         kind: As in `Recording.tables`, or ``"scalars"``.
         names: Of all tensors of the kind, those included that were not there.
         positions: Of those measured among ``names``; None for all of them.
-        measured: How many were measured.
     """
 
     kind: str
     names: tuple[str, ...]
-    positions: list[int] | None
-    measured: int
+    positions: list[int] | None = None
+
+    @property
+    def measured(self) -> int:
+        """How many were measured."""
+        return len(self.names if self.positions is None else self.positions)
 
 
 class SegmentRows(NamedTuple):
-    """Rows of one segment on the host.
-
-    Attributes:
-        segment: Which.
-        rows: ``[measured, len(FIELDS)]``.
-        every: Of all tensors measured together; the same object as long as they stay alike.
-        start: Where those of the segment begin.
-    """
+    """Rows of one segment on the host, ``[measured, len(FIELDS)]``, and of which tensors they are."""
 
     segment: Segment
     rows: Floats
-    every: Sequence[TensorInfo]
-    start: int
+    every: Sequence[TensorInfo]  # measured together: the same object as long as they stay alike
+    start: int  # where those of the segment begin
 
     @property
     def infos(self) -> Sequence[TensorInfo]:
@@ -116,18 +112,11 @@ def measure_segments(
     backend: str | None,
     flagged: bool = False,
 ) -> list[PendingRows]:
-    """Measures tensors, those of each segment behind those of the segment before.
+    """Measures tensors, those of each segment behind those of the segment before; ``flagged`` as for `PendingRows`.
 
     Ordinary tensors on one device take one launch and one transfer. If some are distributed, each segment is measured
-    by itself, two collectives for each group of ranks.
-
-    Args:
-        segments: What the tensors are.
-        tensors: Of all segments.
-        owners: Of the first segment, if it is gradients: all parameters, so that ranks without some of the gradients
-            take part as well.
-        backend: As in `gradstat.check`.
-        flagged: As for `PendingRows`, of the first segment.
+    by itself, two collectives for each group of ranks. If the first segment is gradients, ``owners`` are all
+    parameters, so that ranks without some of the gradients take part as well.
 
     Raises:
         As `gradstat.check`.
@@ -137,19 +126,12 @@ def measure_segments(
     if measured is not None or not is_distributed(tensors):
         return [PendingRows(segments, measured or measure(tensors, name_of, backend), flagged)]
     numbers = []
-    for i, (segment, some) in enumerate(_split(segments, tensors)):
+    for i, segment in enumerate(segments):
+        some, tensors = tensors[: segment.measured], tensors[segment.measured :]
         rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
         # If another rank could not measure its part, nothing is known here either.
         numbers.append(PendingRows([segment], rows.nan_if_failed(), flagged and i == 0))
     return numbers
-
-
-def _split(segments: list[Segment], tensors: list[Tensor]) -> list[tuple[Segment, list[Tensor]]]:
-    pieces, start = [], 0
-    for segment in segments:
-        pieces.append((segment, tensors[start : start + segment.measured]))
-        start += segment.measured
-    return pieces
 
 
 def _namer(segments: list[Segment]) -> Callable[[int], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +25,13 @@ _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 # Scalars that are 0 where nothing is said of them.
 _COUNTS = ("nonfinite", "missing")
 
+_UNKNOWN: tuple[Any, Any, Layout | None] = (None, None, None)
+
 JudgeLabel = Callable[[int, str, float, float], list[Observation]]
 
 
 class _Step(NamedTuple):
-    """A step whose numbers have arrived."""
+    """A step, pending until now, whose numbers have arrived."""
 
     pending: Pending
     table: Floats
@@ -52,57 +54,41 @@ class LatestStep(NamedTuple):
     def of(cls, pending: Pending, table: Floats) -> LatestStep:
         """A step, ``pending`` until now, whose numbers have arrived: ``table``."""
         numbers = pending.numbers[0]
-        segment = numbers.segments[0]
-        rows, total = table[: segment.measured], numbers.total()
+        names, positions = numbers.segments[0].names, numbers.segments[0].positions
+        count = numbers.segments[0].measured
+        rows, total = table[:count], numbers.total()
         scale = pending.scalars.get("loss_scale")
         if pending.is_scaled and scale:
-            rows, total = without_scale(rows, scale), total if total is None else without_scale(total[None], scale)[0]
+            rows, total = without_scale(rows, scale), without_scale(total, scale)
         missing = [position for seen in pending.seen_at_once if seen.kind == "missing" for position in seen.value]
-        positions = range(len(segment.names)) if segment.positions is None else segment.positions
         report = Report(
-            _names_at(segment.names, positions),
+            lambda: names if positions is None else [names[position] for position in positions],
             rows,
-            numbers.infos()[: segment.measured],
-            _names_at(segment.names, missing),
+            numbers.infos()[:count],
+            lambda: [names[position] for position in missing],
             loss_scale=scale,
             total=total,
         )
         return cls(pending.step, report, dict(pending.scalars))
 
 
-def _names_at(names: tuple[str, ...], positions: Sequence[int]) -> Callable[[], list[str]]:
-    return lambda: [names[position] for position in positions]
-
-
-class Closed(NamedTuple):
-    """What had come of some steps; every row of ``tables`` is of one of ``steps``."""
-
-    steps: npt.NDArray[np.int64]
-    scalars: dict[str, Floats]
-    tables: dict[str, Rows]
-    observations: list[Observation]
+Closed = tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Rows], list[Observation]]
+"""What had come of some steps: the steps, scalars, tables whose every row is of one of them, and observations."""
 
 
 class StepBuffer:
-    """Holds steps that have arrived until they are reviewed.
+    """Holds steps that have arrived, and what else was seen, until they are reviewed; and the newest.
 
     A healthy step costs a look at its totals; everything else is worked out for all steps together in `close`.
-
-    Args:
-        make_room: Called with a step whose tensors are others than those of the steps before: has to `close` these.
-        judge_label: Makes observations of the range of labels.
-
-    Attributes:
-        observations: What was seen besides rows since the last `close`.
-        newest: The last step that was taken in.
     """
 
     def __init__(self, make_room: Callable[[int], None], judge_label: JudgeLabel) -> None:
+        """``make_room`` is called with a step whose tensors are others than before, and has to `close` those before."""
         self._make_room, self._judge_label = make_room, judge_label
         self._steps: list[_Step] = []
         self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
         self._newest_of: dict[str, int] = {}  # by kind: the step of its newest rows, whether closed or not
-        self._layouts: dict[str, tuple[Any, Any, Layout]] = {}
+        self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
         self._memory: Floats | None = None
@@ -121,7 +107,7 @@ class StepBuffer:
         """
         numbers, scalars = pending.numbers[0], pending.scalars
         table, total = numbers.table(), numbers.total()
-        gradients, *others = numbers.segments
+        gradients = numbers.segments[0]
         count = gradients.measured
         if total is None:
             if len(self._ones) != count:
@@ -130,13 +116,10 @@ class StepBuffer:
         sums = total.tolist()
         norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         bad = sums[_NAN] or sums[_INF]
-        if others and others[0].kind == "scalars":
-            for i, name in enumerate(others.pop(0).names):
-                scalars[name] = _value(table[count + i])
-        elif len(pending.numbers) > 1 and pending.numbers[1].segments[0].kind == "scalars":
+        if pending.on_device:
             # Beside distributed gradients every segment is measured by itself.
-            apart = pending.numbers[1]
-            for name, row in zip(apart.segments[0].names, apart.table(), strict=True):
+            rows = table[count:] if len(numbers.segments) > 1 else pending.numbers[1].table()
+            for name, row in zip(pending.on_device, rows[: len(pending.on_device)].tolist(), strict=True):
                 scalars[name] = _value(row)
         if pending.is_scaled:
             norm /= scalars["loss_scale"]
@@ -156,20 +139,14 @@ class StepBuffer:
         self._steps.append(self.newest)
         if pending.seen_at_once:
             self.observations += pending.seen_at_once
-        if others or len(pending.numbers) > 1:
-            self._take_others(pending, table)
+        if len(numbers.segments) + len(pending.numbers) > 2 + bool(pending.on_device):
+            for each in pending.numbers:
+                for arrived in each.split(table if each is numbers else each.table()):
+                    if arrived.segment.kind not in ("gradient", "scalars"):
+                        self.take_rows(pending.step, arrived)
         if bad and pending.origin is not None and "nonfinite" in scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
         return bool(bad)
-
-    def _take_others(self, pending: Pending, table: Floats) -> None:
-        first, *rest = pending.numbers
-        split = first.split(table)[1:]
-        for numbers in rest:
-            split += numbers.split(numbers.table())
-        for arrived in split:
-            if arrived.segment.kind != "scalars":
-                self.take_rows(pending.step, arrived)
 
     def has_rows(self, kind: str, step: int) -> bool:
         """Whether rows of a kind have come for a step, the newest of its kind."""
@@ -214,15 +191,12 @@ class StepBuffer:
         self._steps = self._steps[len(closed) :]
         self.observations = [one for one in self.observations if one.step >= end]
         steps = np.array([one.pending.step for one in closed], dtype=np.int64)
-        names = dict.fromkeys(_COUNTS if closed else ())
+        absent = dict.fromkeys(_COUNTS, 0.0) if closed else {}
         for one in closed:
-            names.update(dict.fromkeys(one.pending.scalars))
+            absent |= {name: math.nan for name in one.pending.scalars if name not in absent}
         scalars = {
-            name: np.array(
-                [one.pending.scalars.get(name, 0.0 if name in _COUNTS else math.nan) for one in closed],
-                dtype=np.float64,
-            )
-            for name in names
+            name: np.array([one.pending.scalars.get(name, value) for one in closed], dtype=np.float64)
+            for name, value in absent.items()
         }
         tables: dict[str, Rows] = {}
         if closed:
@@ -233,53 +207,50 @@ class StepBuffer:
             if of_these:
                 at = np.array([step for step, _, _ in of_these], dtype=np.int64)
                 tables[kind] = Rows(of_these[-1][1], at, np.stack([raw for _, _, raw in of_these]))
-        return Closed(steps, scalars, tables, seen)
+        return steps, scalars, tables, seen
 
     def _gradients(self, held: list[_Step], steps: npt.NDArray[np.int64]) -> Rows:
         raw = self._memory
         if raw is None or raw.shape[0] < len(held) or raw.shape[1] != len(self._names):
             raw = self._memory = np.empty((len(held), len(self._names), len(_fields.FIELDS)))
         raw = raw[: len(held)]
-        layout: Layout | None = None
-        seen: tuple[object, object] = (None, None)
+        known: tuple[object, object] = (None, None)
         for one, rows in zip(held, raw, strict=True):
             numbers = one.pending.numbers[0]
-            segment = numbers.segments[0]
+            segment, infos = numbers.segments[0], numbers.infos()
+            if segment is not known[0] or infos is not known[1]:
+                known, count = (segment, infos), segment.measured
+                layout = self._layout_of(SegmentRows(segment, one.table, infos, 0))
             if segment.positions is None:
-                rows[:] = one.table[: segment.measured]
+                rows[:] = one.table[:count]
             else:
                 rows.fill(math.nan)
-                rows[segment.positions] = one.table[: segment.measured]
-            infos = numbers.infos()
-            if infos is not seen[0] or segment is not seen[1]:
-                layout, seen = self._layout_of(SegmentRows(segment, one.table, infos, 0)), (infos, segment)
+                rows[segment.positions] = one.table[:count]
             if one.pending.is_scaled:
                 rows[:] = without_scale(rows, one.pending.scalars["loss_scale"])
-        assert layout is not None
         return Rows(layout, steps, raw)
 
     def _layout_of(self, arrived: SegmentRows) -> Layout:
         """The layout of the tensors of a segment, remembered from step to step."""
         segment = arrived.segment
-        known = self._layouts.get(segment.kind)
-        if known is not None and known[0] is arrived.every and known[1] == segment.positions:
-            layout = known[2]
-            if layout.names is segment.names or layout.names == segment.names:
-                return layout
+        every, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
+        if layout is not None and layout.names is not segment.names and layout.names != segment.names:
+            layout = None
+        if layout is not None and every is arrived.every and positions == segment.positions:
+            return layout
         infos: list[Any] = list(arrived.infos)
         if segment.positions is not None:
-            infos = [None] * len(segment.names)
+            # What was there before has its shape still.
+            infos = list(layout.infos) if layout is not None else [None] * len(segment.names)
             for position, info in zip(segment.positions, arrived.infos, strict=True):
                 infos[position] = info
-            if known is not None and known[2].names == segment.names:  # what was there before has its shape still
-                infos = [known[2].infos[i] if info is None else info for i, info in enumerate(infos)]
         layout = Layout.of(segment.names, infos)
         self._layouts[segment.kind] = (arrived.every, segment.positions, layout)
         return layout
 
 
-def _value(row: Floats) -> float:
+def _value(row: list[float]) -> float:
     # Of one element the sum is the element, and the counts say what it is if it is not finite.
     if row[_NAN] or row[_INF]:
         return math.nan if row[_NAN] else math.inf
-    return float(row[_SUM])
+    return row[_SUM]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,16 +77,14 @@ def assert_healthy(
     allowed = {allow} if isinstance(allow, str) else set(allow)
     monitor = Monitor(model, optimizer, **{"on_anomaly": dict.fromkeys(SEVERITIES, "record"), **options})
     losses: list[float] = []
+    if isinstance(steps, int):
+        assert step_fn is not None
+        steps = _counted(steps, step_fn, optimizer)
     with monitor:
-        if isinstance(steps, int):
-            assert step_fn is not None
-            for _ in range(steps):
-                _note(monitor, step_fn(), losses)
-                if optimizer is not None:
-                    optimizer.step()
-        else:
-            for loss in steps:
-                _note(monitor, loss, losses)
+        for loss in steps:
+            monitor.step(loss)
+            if loss is not None:
+                losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
     diagnosis = monitor.diagnose()
     serious = SEVERITIES[SEVERITIES.index(severity) :]
     found = [f for f in diagnosis.findings if f.severity in serious and f.rule not in allowed]
@@ -102,7 +100,8 @@ def assert_healthy(
     return diagnosis
 
 
-def _note(monitor: Monitor, loss: Any, losses: list[float]) -> None:
-    monitor.step(loss)
-    if loss is not None:
-        losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+def _counted(steps: int, step_fn: Callable[[], Any], optimizer: Optimizer | None) -> Iterator[Any]:
+    for _ in range(steps):
+        yield step_fn()
+        if optimizer is not None:
+            optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,127 +13,76 @@ from programs import output_of, run
 
 from gradstat.monitor.recording import load
 
-# The threads make and free no tensors and ask them nothing: torch gives the lock of the interpreter away for that, too,
-# and when it cannot have it back it aborts by itself.
-THREADS_AT_THE_END = """
-import threading
+# All in one program, which takes seconds to import torch; in a file, which a worker that is not forked imports again.
+#
+# - Recordings: a child outlives its parent, whose recording is on the disk by then. `backward()` is not possible behind
+#   a fork.
+# - Bits: a child has one thread; its pool of threads is that of its parent, whose threads it has not. 8 MiB are
+#   measured in parallel, although no tensor is so large that torch would work on it in parallel by itself, in which
+#   case it waits forever. A child that waits is killed by the alarm.
+# - Loaders: workers check what they load, in a process that has been measuring before.
+# - The end: the threads make and free no tensors and ask them nothing: torch gives the lock of the interpreter away for
+#   that, too, and when it cannot have it back it aborts by itself.
+PROGRAM = """
+import os, signal, sys, threading
 import torch
+import gradstat
 from gradstat._core import native
 
-def work(size):
-    tensors = [torch.ones(size) for _ in range(4)]
-    begun.release()
-    while True:
-        native.load_cpu().scale_(tensors, minus)
+kept = []
 
-minus = torch.full((2,), -1.0, dtype=torch.float64)
-begun = threading.Semaphore(0)
-sizes = [1 << 8, 1 << 16, 1 << 20, 1 << 21]
-for size in sizes:
-    threading.Thread(target=work, args=(size,), daemon=True).start()
-for _ in sizes:
-    begun.acquire()
-threading.Event().wait(0.1)
-print("the end")
-"""
+def recorded(path, child_steps):
+    model = torch.nn.Linear(2, 2)
+    monitor = gradstat.Monitor(model, save_to=path)
+    kept.append(monitor)  # until the end of the process, which saves the recording
 
-
-def test_daemon_threads_that_measure_do_not_crash_the_end_of_the_program() -> None:
-    ended = run(THREADS_AT_THE_END)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "the end\n", "")
-
-
-# A child has one thread; its pool of threads is that of its parent, whose threads it has not. 8 MiB are measured in
-# parallel, although no tensor is so large that torch would work on it in parallel by itself, in which case it waits
-# forever. A child that waits is killed by the alarm.
-FORKED = """
-import os, signal
-import torch
-import gradstat
-
-torch.set_num_threads(2)
-gradients = [torch.arange(1 << 14, dtype=torch.float32).sub_(1 << 13).mul_(2.0**-19) for _ in range(128)]
-gradients[1][77] = float("nan")
-parameters = [torch.nn.Parameter(torch.empty(0)) for _ in gradients]
-
-def numbers():
-    for parameter, gradient in zip(parameters, gradients):
-        parameter.data, parameter.grad = gradient, gradient.clone()
-    report = gradstat.check(parameters)
-    parameters[1].grad[77] = 0.0
-    norm = gradstat.clip_grad_norm_(parameters, 1.0)
-    return report.to_numpy().tobytes(), norm.item(), [float(p.grad[5]) for p in parameters]
-
-expected = numbers()
-children = []
-for _ in range(2):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        right = numbers() == expected
-        if right:
-            grandchild = os.fork()  # which has lost them, too
-            if grandchild == 0:
-                signal.alarm(20)
-                os._exit(0 if numbers() == expected else 1)
-            right = os.waitpid(grandchild, 0)[1] == 0
-        os._exit(0 if right else 1)
-    children.append(child)
-print([os.waitpid(child, 0)[1] for child in children], numbers() == expected)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
-def test_a_forked_child_computes_the_same_bits_and_does_not_wait_for_threads_it_has_not() -> None:
-    assert output_of(FORKED) == "[0, 0] True"
-
-
-# The child outlives its parent, whose recording is on the disk by then.
-FORKED_WITH_A_MONITOR = """
-import os, sys
-import torch
-import gradstat
-
-path, child_steps = sys.argv[1], int(sys.argv[2])
-model = torch.nn.Linear(2, 2)
-monitor = gradstat.Monitor(model, save_to=path)
-
-def step():
-    model(torch.ones(1, 2)).sum().backward()
-    monitor.step(1.0)
-
-for _ in range(3):
-    step()
-read, write = os.pipe()
-child = os.fork()
-if child == 0:
-    os.close(write)
-    os.read(read, 1)  # until the parent is gone
-    for parameter in model.parameters():  # backward() itself is not possible behind a fork
-        parameter.grad = torch.ones_like(parameter)
-    for _ in range(child_steps):
+    def step():
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         monitor.step(1.0)
+
+    for _ in range(3):
+        step()
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.close(write)
+        os.read(read, 1)  # until the parent is gone
+        for _ in range(child_steps):
+            step()
+        sys.exit()
+    os.close(read)
+    step()
     sys.exit()
-os.close(read)
-step()
-"""
 
+def same_bits():
+    gradients = [torch.arange(1 << 14, dtype=torch.float32).sub_(1 << 13).mul_(2.0**-19) for _ in range(128)]
+    gradients[1][77] = float("nan")
+    parameters = [torch.nn.Parameter(torch.empty(0)) for _ in gradients]
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
-@pytest.mark.parametrize(("child_steps", "expected"), [(0, 4), (2, 5)], ids=["idle", "at work"])
-def test_a_forked_child_does_not_write_over_the_recording_of_its_parent(
-    child_steps: int, expected: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.gradstat"
-    output_of(FORKED_WITH_A_MONITOR, path, child_steps)  # waits for the child, too, which has its output
-    assert len(load(path).steps) == expected
+    def numbers():
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.data, parameter.grad = gradient, gradient.clone()
+        report = gradstat.check(parameters)
+        parameters[1].grad[77] = 0.0
+        norm = gradstat.clip_grad_norm_(parameters, 1.0)
+        return report.to_numpy().tobytes(), norm.item(), [float(p.grad[5]) for p in parameters]
 
-
-# Workers of a DataLoader check what they load, in a process that has been measuring before.
-WORKERS = """
-import sys
-import torch
-import gradstat
+    expected = numbers()
+    children = []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            right = numbers() == expected
+            if right:
+                grandchild = os.fork()  # which has lost them, too
+                if grandchild == 0:
+                    signal.alarm(60)
+                    os._exit(0 if numbers() == expected else 1)
+                right = os.waitpid(grandchild, 0)[1] == 0
+            os._exit(0 if right else 1)
+        children.append(child)
+    return [os.waitpid(child, 0)[1] for child in children] == [0, 0] and numbers() == expected
 
 class Checked(torch.utils.data.Dataset):
     def __init__(self):
@@ -147,24 +97,83 @@ class Checked(torch.utils.data.Dataset):
         report = gradstat.check_tensors([sample] * 4)
         return torch.tensor([report[3].max, report.total_norm, gradstat.check(self.model)["weight"].max])
 
-if __name__ == "__main__":
+def loaded(way):
     dataset = Checked()
-    for _ in range(2):
-        expected = [dataset[i].tolist() for i in range(6)]
-        loader = torch.utils.data.DataLoader(
-            dataset, batch_size=None, num_workers=2, multiprocessing_context=sys.argv[1], timeout=60
-        )
-        assert [item.tolist() for item in loader] == expected, expected
-    print("right")
+    expected = [dataset[i].tolist() for i in range(6)]
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=2, multiprocessing_context=way, timeout=100
+    )
+    return [item.tolist() for item in loader] == expected
+
+def measuring_until_the_end(minus):
+    def work(size):
+        tensors = [torch.ones(size) for _ in range(4)]
+        begun.release()
+        while True:
+            native.load_cpu().scale_(tensors, minus)
+
+    begun = threading.Semaphore(0)
+    sizes = [1 << 8, 1 << 16, 1 << 20, 1 << 21]
+    for size in sizes:
+        threading.Thread(target=work, args=(size,), daemon=True).start()
+    for _ in sizes:
+        begun.acquire()
+    threading.Event().wait(0.1)
+
+if __name__ == "__main__":
+    folder, ways = sys.argv[1], sys.argv[2:]
+    torch.set_num_threads(2)
+    if hasattr(os, "fork"):
+        for child_steps in (0, 2):
+            child = os.fork()
+            if child == 0:
+                recorded(f"{folder}/{child_steps}.gradstat", child_steps)
+            os.waitpid(child, 0)
+        print("same bits", same_bits())
+    for way in ways:
+        print(way, loaded(way))
+    minus = torch.full((2,), -1.0, dtype=torch.float64)
+    measuring_until_the_end(minus)
+    print("the end")
 """
+WAYS = [way for way in ("fork", "spawn") if way in multiprocessing.get_all_start_methods()]
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
 
 
-@pytest.mark.parametrize("way", [way for way in ("fork", "spawn") if way in multiprocessing.get_all_start_methods()])
-def test_workers_of_a_loader_measure(way: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"  # a worker that is not forked imports it again
-    program.write_text(WORKERS)
+Ended = tuple[subprocess.CompletedProcess[str], Path]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The program when it has ended, with all its children, which have its output; and the folder of recordings."""
+    folder = tmp_path_factory.mktemp("processes")
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
     started = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
-    assert output_of(started, program, way) == "right"
+    return run(started, program, folder, *WAYS), folder
+
+
+def test_daemon_threads_that_measure_do_not_crash_the_end_of_the_program(ended: Ended) -> None:
+    program = ended[0]
+    assert (program.returncode, program.stdout.splitlines()[-1:], program.stderr) == (0, ["the end"], "")
+
+
+@forks
+def test_a_forked_child_computes_the_same_bits_and_does_not_wait_for_threads_it_has_not(ended: Ended) -> None:
+    assert "same bits True" in ended[0].stdout.splitlines(), ended[0]
+
+
+@forks
+@pytest.mark.parametrize(("child_steps", "expected"), [(0, 4), (2, 5)], ids=["idle", "at work"])
+def test_a_forked_child_does_not_write_over_the_recording_of_its_parent(
+    child_steps: int, expected: int, ended: Ended
+) -> None:
+    assert len(load(ended[1] / f"{child_steps}.gradstat").steps) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_workers_of_a_loader_measure(way: str, ended: Ended) -> None:
+    assert f"{way} True" in ended[0].stdout.splitlines(), ended[0]
 
 
 # A timer interrupts the main thread at any place, as Ctrl-C does; what comes afterwards has to be right.
@@ -204,7 +213,7 @@ for _ in range(5):
 numel = sum(parameter.numel() for parameter in model.parameters())
 signal.signal(signal.SIGALRM, interrupt)
 interrupted = 0
-while interrupted < 150:
+while interrupted < 60:
     try:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 6e-3))
         step()

@@ -20,6 +20,8 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 import gradstat
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def parameter_with(gradient: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(torch.zeros_like(gradient))
@@ -281,18 +283,11 @@ def test_a_monitor_that_nobody_has_any_more_leaves_no_hook(kind: str, steps: int
 def test_a_monitor_that_goes_before_the_step_takes_its_verdict_along() -> None:
     model, optimizer = net()
     monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")})
-    for bad in (True, False):
-        model(torch.full((4, 3), math.nan if bad else 1.0)).sum().backward()
-        before = model[0].bias.detach().clone()
-        if bad:
-            monitor.step()
-            assert hasattr(optimizer, "found_inf")
-            del monitor
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        assert not hasattr(optimizer, "found_inf")
-        assert (model[0].bias != before).any()
+    model(torch.full((4, 3), math.nan)).sum().backward()
+    monitor.step()
+    assert hasattr(optimizer, "found_inf")
+    del monitor
+    assert not hasattr(optimizer, "found_inf")
 
 
 @pytest.mark.parametrize("kind", MONITORS)
@@ -303,6 +298,7 @@ def test_copies_of_a_watched_model_are_not_watched(kind: str) -> None:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
+    gc.freeze()  # what is there already is not looked through each time
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
         objects = len(gc.get_objects())
@@ -312,6 +308,7 @@ def test_copies_of_a_watched_model_are_not_watched(kind: str) -> None:
         assert len(gc.get_objects()) - objects < 20  # a copy that is watched keeps something of each forward pass
         own = gradstat.Monitor(other, torch.optim.SGD(other.parameters(), lr=0.1), **MONITORS[kind])
         own.step(1.0)
+    gc.unfreeze()
     train(model, optimizer, monitor, 2)
     assert monitor.steps == 4
     assert monitor.recording().tables["gradient"].steps.tolist() == [0, 1, 2, 3]
@@ -474,7 +471,7 @@ def hold_against_torch(model: nn.Module, report: gradstat.Report) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_program_that_changes_everything_between_steps_gets_right_answers(seed: int) -> None:
     rng, model = random.Random(seed), cast(nn.Module, Layers())
     monitor = gradstat.Monitor(model, on_anomaly="record", watch={"updates": 3, "parameters": 2, "activations": 4})

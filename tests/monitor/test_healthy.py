@@ -5,24 +5,15 @@
 
 import math
 import os
-from collections.abc import Iterator
 
 import pytest
-import torch
 from healthy import HEALTHY, Healthy, silence
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
-SEEDS, STEPS = (10, 2000) if LONG else (3, 500)
+SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda healthy: healthy.name)
 def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -412,12 +412,8 @@ def test_an_overflow_under_a_scaler_is_an_info() -> None:
     story = rows_of("gradient", {0: with_nan()}, facts=Facts(is_scaled=True))
     (found,) = new("nonfinite-gradient").review(story.windows(1)[0])
     assert found.severity == "info"
-    assert (
-        told(
-            new("sporadic-nonfinite"), Story(40, {}, incidents(0, 1, 2).tables, facts=Facts(is_scaled=True)).windows(9)
-        )
-        == []
-    )
+    scaled = Story(40, {}, incidents(0, 1, 2).tables, facts=Facts(is_scaled=True))
+    assert told(new("sporadic-nonfinite"), scaled.windows(9)) == []
 
 
 def test_a_bad_rank_under_a_scaler_is_an_info() -> None:
@@ -425,11 +421,6 @@ def test_a_bad_rank_under_a_scaler_is_an_info() -> None:
     story.facts = Facts(("module.2.weight", "module.0.weight"), is_scaled=True)
     (found,) = new("bad-rank").review(story.windows(10)[0])
     assert (found.severity, found.name, found.evidence["ranks"]) == ("info", "module.0.weight", [1])
-
-
-def test_a_loss_scale_runs_away_without_any_overflow() -> None:
-    story = series("loss_scale", [2.0**33] * 3, facts=Facts(is_scaled=True))
-    assert told(new("loss-scale"), story.windows(2)) == [("loss-scale", 0, "loss_scale")]
 
 
 def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
@@ -512,11 +503,11 @@ def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dt
     logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
     for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
         watch.see(model, (), outputs.to(dtype))
-        segment, (measured,) = watch.take()
-        assert segment.names == ("logits",)
+        measured = watch.take()
+        assert measured is not None
         assert measured.item() == share
     watch.see(model, (), torch.ones(3))
-    assert watch.take()[1] == []
+    assert watch.take() is None
 
 
 # Rules of users ------------------------------------------------------------------------------------------------
@@ -536,22 +527,19 @@ def silent(asked: Rule, window: Window) -> Any:
     return None
 
 
-def trained(monitor_rules: list[Rule], step: Callable[[Monitor, torch.Tensor], Any], steps: int = 5) -> Monitor:
+def trained(monitor_rules: list[Rule], loss: float, steps: int = 5) -> Monitor:
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    monitor = Monitor(model, optimizer, rules=monitor_rules, on_anomaly={"warning": "record"})
+    monitor = Monitor(model, rules=monitor_rules, on_anomaly={"warning": "record"})
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(3, 4)).square().mean()
-        loss.backward()
-        step(monitor, loss)
-        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        monitor.step(loss)
     monitor.flush()
     return monitor
 
 
 def test_a_rule_may_be_a_function() -> None:
-    monitor = trained([*default_rules(), loss_negative(), silent()], lambda m, loss: m.step(-loss.detach() - 1))
+    monitor = trained([*default_rules(), loss_negative(), silent()], -1.0)
     (found,) = [finding for finding in monitor.findings if finding.rule == "loss-negative"][:1]
     assert (found.rule, found.severity, found.step, found.name) == ("loss-negative", "warning", 0, "loss")
     assert found.causes == ("a sign",)
@@ -565,8 +553,6 @@ def test_a_rule_that_makes_no_sense_is_refused() -> None:
         rule("x", severity="bad")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs a name"):
         rule("")
-    with pytest.raises(TypeError, match="it is a class, make an instance"):
-        Monitor(nn.Linear(1, 1), rules=[loss_negative])  # type: ignore[list-item]
     with pytest.raises(NotImplementedError):
         Rule().review(Window(np.arange(1), {}, {}))
 
@@ -582,7 +568,7 @@ def test_a_rule_that_raises_is_switched_off_and_training_goes_on() -> None:
     with pytest.warns(
         RuntimeWarning, match=r"rule 'broken' failed and is switched off(.|\n)*ZeroDivisionError: in a rule"
     ):
-        monitor = trained([broken(), loss_negative()], lambda m, loss: m.step(-1.0), steps=70)
+        monitor = trained([broken(), loss_negative()], -1.0, steps=70)
     assert len(calls) == 1
     assert monitor.steps == 70
     assert monitor.findings  # the others are still asked

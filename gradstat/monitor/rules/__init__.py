@@ -6,13 +6,13 @@ from gradstat.monitor.rules.data import (
     BatchRange,
     ConstantFeature,
     LabelRange,
-    NonfiniteBatch,
     RepeatedBatch,
     ReplicaMismatch,
 )
 from gradstat.monitor.rules.finite import (
     LostLoss,
     NonfiniteActivation,
+    NonfiniteBatch,
     NonfiniteBuffer,
     NonfiniteGradient,
     NonfiniteLoss,

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from gradstat.monitor.findings import SEVERITIES, Finding, Severity
-from gradstat.monitor.rows import Bools, Window
+from gradstat.monitor.rows import Bools, Floats, Rows, Window
 
 Band = tuple[float, float]
 """A closed interval of a scalar in which a rule has nothing to say."""
@@ -97,16 +96,11 @@ class Rule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         for key, value in state.items():
-            if key in vars(self):
-                own = getattr(self, key)
-                restored: Any = copy.deepcopy(value)
-                if isinstance(own, PerName):
-                    restored = PerName(own.initial)
-                    restored.load(value)
-                elif isinstance(own, Episodes):
-                    restored = Episodes(own.quiet)
-                    restored.seen = {str(name): int(step) for name, step in value.items()}
-                setattr(self, key, restored)
+            own = vars(self).get(key)
+            if isinstance(own, PerName | Episodes):
+                own.load(value)
+            elif key in vars(self):
+                setattr(self, key, copy.deepcopy(value))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
@@ -117,10 +111,8 @@ def _plain(value: Any) -> Any:
     """Numpy's numbers and arrays as Python's."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    if isinstance(value, PerName):
+    if isinstance(value, PerName | Episodes):
         return value.saved()
-    if isinstance(value, Episodes):
-        return dict(value.seen)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -129,18 +121,14 @@ def _plain(value: Any) -> Any:
 
 
 class PerName:
-    """One number for each tensor, kept from window to window while tensors come and go.
-
-    Args:
-        initial: What a tensor begins with.
-    """
+    """One number for each tensor, at first ``initial``, kept from window to window while tensors come and go."""
 
     def __init__(self, initial: float) -> None:
         self.initial = initial
         self._names: tuple[str, ...] = ()
-        self._values: npt.NDArray[np.float64] = np.empty(0)
+        self._values: Floats = np.empty(0)
 
-    def of(self, names: tuple[str, ...]) -> npt.NDArray[np.float64]:
+    def of(self, names: tuple[str, ...]) -> Floats:
         """``[n]`` float64 in the order of ``names``; change it in place."""
         if names is not self._names and names != self._names:
             known = dict(zip(self._names, self._values.tolist(), strict=True))
@@ -156,11 +144,7 @@ class PerName:
 
 
 class Episodes:
-    """Tells the beginning of something from its going on, so that it is reported once.
-
-    Args:
-        quiet: After so many steps without it, it may be reported again.
-    """
+    """Tells the beginning of something from its going on: after ``quiet`` steps without it, it begins again."""
 
     def __init__(self, quiet: int = 100) -> None:
         self.quiet = quiet
@@ -172,8 +156,14 @@ class Episodes:
         self.seen[name] = int(step)
         return last is None or step - last > self.quiet
 
+    def saved(self) -> dict[str, int]:
+        return dict(self.seen)
 
-def runs(condition: Bools, before: npt.NDArray[np.float64]) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
+    def load(self, saved: Mapping[str, int]) -> None:
+        self.seen = {str(name): int(step) for name, step in saved.items()}
+
+
+def runs(condition: Bools, before: Floats) -> Iterator[tuple[int, Floats]]:
     """For how many looks in a row a condition holds.
 
     Args:
@@ -192,7 +182,38 @@ def runs(condition: Bools, before: npt.NDArray[np.float64]) -> Iterator[tuple[in
         yield i, before
 
 
-Review = Callable[[Window], Iterable[Finding]]
+class LastingRule(Rule):
+    """Something that tensors do for so many looks in a row."""
+
+    quiet = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lasts_for, self._since = PerName(0.0), PerName(0.0)
+
+    def lasting(
+        self, rows: Rows, condition: Bools, looks: int, names: tuple[str, ...] | None = None
+    ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
+        """Where ``condition`` has held for ``looks`` of them, and that begins an episode.
+
+        Args:
+            rows: What is looked at.
+            condition: ``[m, n]``.
+            looks: How many.
+            names: Of episodes; those of the rows unless given.
+
+        Yields:
+            The look, the positions of those that are new, and of all tensors for how many looks and since which step.
+        """
+        names = rows.names if names is None else names
+        since = self._since.of(names)
+        for look, lengths in runs(condition, self._lasts_for.of(names)):
+            step = int(rows.steps[look])
+            since[lengths == 1] = step
+            due = np.flatnonzero(lengths == looks).tolist()
+            fresh = [i for i in due if self._episodes.begins(names[i], step)]
+            if fresh:
+                yield look, fresh, lengths, since
 
 
 def rule(

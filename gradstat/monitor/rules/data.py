@@ -3,46 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from gradstat import _fields
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Rows, Window
+from gradstat.monitor.rows import Facts, Rows, Window
 from gradstat.monitor.rules.base import Episodes, Rule
-
-_MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
-
-
-class NonfiniteBatch(Rule):
-    """NaN or Inf in a batch that was shown to the monitor."""
-
-    name = "nonfinite-batch"
-    severity = "error"
-    quiet = 1
-    causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
-    advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("batch")
-        if rows is None or not rows.nonfinite.any():
-            return
-        for look in np.flatnonzero(rows.nonfinite.any(1)):
-            step = int(rows.steps[look])
-            for i in np.flatnonzero(rows.nonfinite[look]):
-                if not self._episodes.begins(rows.names[i], step):
-                    continue
-                nan, inf = int(rows.raw[look, i, 0]), int(rows.raw[look, i, 1])
-                first = rows.first_nonfinite(int(look), int(i))
-                yield self.found(
-                    step,
-                    rows.names[i],
-                    f"{rows.names[i]} has {nan:,} NaN and {inf:,} Inf, the first at {first}",
-                    about="batch",
-                    nan_count=nan,
-                    inf_count=inf,
-                    first=first,
-                )
 
 
 class BatchRange(Rule):
@@ -142,43 +109,49 @@ class LabelRange(Rule):
     advice = ("compare labels with the number of outputs before training", "pass the right ignore_index to the loss")
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observations:
-            if seen.kind == "label" and self._episodes.begins(seen.value["name"], seen.step):
-                low, high, classes = seen.value["low"], seen.value["high"], seen.value["classes"]
-                allowed = f"0 to {classes - 1}" if classes else "not negative"
+        for seen in window.observed("label"):
+            name, low, high, classes = (seen.value[key] for key in ("name", "low", "high", "classes"))
+            if self._episodes.begins(name, seen.step):
                 yield self.found(
-                    seen.step,
-                    seen.value["name"],
-                    f"the labels {seen.value['name']} run from {low} to {high}; expected {allowed}",
-                    about="batch",
-                    low=low,
-                    high=high,
-                    classes=classes,
-                )
+                    seen.step, name, f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}",
+                    about="batch", low=low, high=high, classes=classes,
+                )  # fmt: skip
 
 
-class RepeatedBatch(Rule):
+class _RankRule(Rule):
+    """What a comparison of ranks brings to light; ``observed`` is what it is called."""
+
+    severity = "error"
+    quiet = 1000
+    observed = ""
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed(self.observed):
+            if not seen.value.ok and self._episodes.begins("", seen.step):
+                yield self._finding(seen.step, seen.value, window.facts)
+
+    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+        raise NotImplementedError
+
+
+class RepeatedBatch(_RankRule):
     """Ranks that train on the same batch; looks at ``watch={"batches": n}``."""
 
     name = "repeated-batch"
-    severity = "error"
-    quiet = 1000
+    observed = "batches"
     causes = ("a sampler that does not know its rank: no DistributedSampler, or one without set_epoch",)
     advice = ("DistributedSampler(dataset), and a generator seeded by rank for what is drawn at random",)
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observations:
-            if seen.kind == "batches" and not seen.value.ok and self._episodes.begins("", seen.step):
-                repeated = [list(ranks) for ranks in seen.value.repeated]
-                yield self.found(seen.step, "batch", str(seen.value), about="batch", ranks=repeated)
+    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+        repeated = [list(ranks) for ranks in report.repeated]
+        return self.found(step, "batch", str(report), about="batch", ranks=repeated)
 
 
-class ReplicaMismatch(Rule):
+class ReplicaMismatch(_RankRule):
     """Replicas that have come apart; looks at ``watch={"replicas": n}``."""
 
     name = "replica-mismatch"
-    severity = "error"
-    quiet = 1000
+    observed = "replicas"
     causes = (
         "a rank that skipped or took a step alone: a decision on the host that not all ranks made",
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
@@ -186,34 +159,27 @@ class ReplicaMismatch(Rule):
     )
     advice = ("broadcast parameters from a good rank, or go back to a checkpoint", "decide skips on reduced numbers")
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observations:
-            if seen.kind == "replicas" and not seen.value.ok and self._episodes.begins("", seen.step):
-                first = seen.value.drifted[0].name
-                text = str(seen.value).removeprefix("gradstat: ")
-                yield self.found(seen.step, first, text, about="parameter")
+    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+        return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
 
 
-class BadRank(Rule):
+class BadRank(_RankRule):
     """The rank that brought NaN or Inf into reduced gradients; looks at ``watch={"origin": 1}``."""
 
     name = "bad-rank"
-    severity = "error"
+    observed = "origin"
     quiet = 1
     causes = ("a bad batch or bad memory on that rank: gradients of the others were finite before the reduction",)
     advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observations:
-            if seen.kind == "origin" and not seen.value.ok and self._episodes.begins("", seen.step):
-                report = seen.value
-                names = list(report.nonfinite)  # without the prefix of DDP
-                as_watched = {name.removeprefix("module."): name for name in window.facts.backward_order}
-                yield self.found(
-                    seen.step,
-                    window.facts.first_in_backward([as_watched.get(name, name) for name in names]),
-                    str(report).removeprefix("gradstat: "),
-                    about="gradient",
-                    severity="info" if window.facts.is_scaled else None,  # an overflow now and then is normal
-                    ranks=sorted({report.rank_of(name) for name in names}),
-                )
+    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+        names = list(report.nonfinite)  # without the prefix of DDP
+        as_watched = {name.removeprefix("module."): name for name in facts.backward_order}
+        return self.found(
+            step,
+            facts.first_in_backward([as_watched.get(name, name) for name in names]),
+            str(report).removeprefix("gradstat: "),
+            about="gradient",
+            severity="info" if facts.is_scaled else None,  # an overflow now and then is normal
+            ranks=sorted({report.rank_of(name) for name in names}),
+        )

@@ -1,8 +1,8 @@
-"""Rules about NaN and Inf: in gradients, losses, parameters, buffers, states of the optimizer and activations."""
+"""Rules about NaN and Inf: in batches, gradients, losses, parameters, buffers, optimizer states and activations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,56 @@ from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import Rule
 
 
-def _counts(rows: Rows, look: int, position: int) -> dict[str, Any]:
+def _bad_looks(rows: Rows | None) -> Iterator[tuple[int, int, list[str]]]:
+    """The looks in which something is not finite: which, its step, and the names of what is not."""
+    if rows is None or not rows.nonfinite.any():
+        return
+    for look in np.flatnonzero(rows.nonfinite.any(1)).tolist():
+        yield look, int(rows.steps[look]), [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
+
+
+def _counts(rows: Rows, look: int, name: str) -> dict[str, Any]:
+    position = rows.names.index(name)
     counted: dict[str, Any] = {
         "nan_count": int(rows.field("nan_count")[look, position]),
         "inf_count": int(rows.field("inf_count")[look, position]),
         "numel": int(rows.layout.numel[position]),
     }
     first = rows.first_nonfinite(look, position)
-    if first is not None:
-        counted["first"] = first
-    return counted
+    return counted if first is None else {**counted, "first": first}
 
 
 def _in_words(counted: dict[str, Any]) -> str:
     kinds = [f"{counted[key]:,} {kind}" for key, kind in (("nan_count", "NaN"), ("inf_count", "Inf")) if counted[key]]
     where = f", the first at {counted['first']}" if "first" in counted else ""
     return f"{' and '.join(kinds)} in {counted['numel']:,} elements{where}"
+
+
+class NonfiniteBatch(Rule):
+    """NaN or Inf in a batch that was shown to the monitor."""
+
+    name = "nonfinite-batch"
+    severity = "error"
+    quiet = 1
+    causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
+    advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("batch")
+        for look, step, bad in _bad_looks(rows):
+            for name in bad:
+                if self._episodes.begins(name, step):
+                    assert rows is not None
+                    counted = _counts(rows, look, name)
+                    del counted["numel"]
+                    yield self.found(
+                        step,
+                        name,
+                        f"{name} has {counted['nan_count']:,} NaN and {counted['inf_count']:,} Inf, the first at "
+                        f"{counted['first']}",
+                        about="batch",
+                        **counted,
+                    )
 
 
 class NonfiniteGradient(Rule):
@@ -55,15 +89,12 @@ class NonfiniteGradient(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("gradient")
-        if rows is None or not rows.nonfinite.any():
-            return
-        for look in np.flatnonzero(rows.nonfinite.any(1)):
-            step = int(rows.steps[look])
+        for look, step, bad in _bad_looks(rows):
             if not self._episodes.begins("", step):
                 continue
-            bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
+            assert rows is not None
             name = window.facts.first_in_backward(bad)
-            counted = _counts(rows, int(look), rows.names.index(name))
+            counted = _counts(rows, look, name)
             others = f"; {len(bad)} of {len(rows.names)} gradients are not finite" if len(bad) > 1 else ", in it alone"
             scaled = window.facts.is_scaled
             yield self.found(
@@ -150,14 +181,12 @@ class _NonfiniteTensor(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in window.tables:
             rows = window.rows(kind)
-            if kind_of(kind).name != self.kind or rows is None or not rows.nonfinite.any():
+            if rows is None or kind_of(kind).name != self.kind:
                 continue
-            for look in np.flatnonzero(rows.nonfinite.any(1)):
-                bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
-                step = int(rows.steps[look])
+            for look, step, bad in _bad_looks(rows):
                 if not self._episodes.begins(kind, step):
                     continue
-                counted = _counts(rows, int(look), rows.names.index(bad[0]))
+                counted = _counts(rows, look, bad[0])
                 more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""
                 yield self.found(
                     step,
@@ -259,15 +288,10 @@ class SporadicNonfinite(Rule):
         self._told = -within - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("gradient")
-        if rows is None or window.facts.is_scaled or not rows.nonfinite.any():
-            return
-        for look in np.flatnonzero(rows.nonfinite.any(1)):
-            step = int(rows.steps[look])
+        for _, step, bad in () if window.facts.is_scaled else _bad_looks(window.rows("gradient")):
             going_on, self._last_bad = step == self._last_bad + 1, step
             if going_on:
                 continue
-            bad = [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
             self._incidents.append([step, window.facts.first_in_backward(bad)])
             self._incidents = [incident for incident in self._incidents if step - int(incident[0]) < self.within]
             places = {str(name) for _, name in self._incidents}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Bools, Floats, Rows, Window
-from gradstat.monitor.rules.base import Band, Episodes, PerName, Rule, runs
+from gradstat.monitor.rows import Floats, Rows, Window
+from gradstat.monitor.rules.base import Band, Episodes, LastingRule, Rule
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -83,14 +83,12 @@ class ExplodingGradient(SpikeRule):
                 )  # fmt: skip
 
     def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
-        rows = window.tables.get("gradient")
-        name, share = "norm", math.nan
-        if rows is not None:
-            at = np.flatnonzero(rows.steps == window.steps[look])
-            if len(at) and len(rows.names):
-                squares = np.nan_to_num(rows.l2_norm[at[0]]) ** 2
-                largest = int(squares.argmax())
-                name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
+        rows = window.rows("gradient")
+        name, share = "norm", None
+        if rows is not None and window.steps[look] in rows.steps:
+            squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[look])]) ** 2
+            largest = int(squares.argmax())
+            name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
         beside = f", {norm / median:.3g} times the median of {self.window} steps" if median > 0 else ""
         return self.found(
             began,
@@ -100,7 +98,7 @@ class ExplodingGradient(SpikeRule):
             norm=norm,
             median=None if math.isnan(median) else median,
             limit=limit,
-            share=None if math.isnan(share) else share,
+            share=share,
         )
 
 
@@ -128,17 +126,11 @@ class VanishingGradient(Rule):
     )
 
     def __init__(
-        self,
-        limit: float = 1e-8,
-        ratio: float = 1e-5,
-        correlation: float = 0.9,
-        layers: int = 5,
-        in_a_row: int = 5,
+        self, limit: float = 1e-8, ratio: float = 1e-5, correlation: float = 0.9, layers: int = 5, in_a_row: int = 5
     ) -> None:
         self.limit, self.ratio, self.correlation = limit, ratio, correlation
         self.layers, self.in_a_row = layers, in_a_row
-        self._low = 0
-        self._decaying = 0
+        self._low = self._decaying = 0
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -201,32 +193,23 @@ def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-class _LastingRule(Rule):
-    """Something about gradients that goes on for ``in_a_row`` steps."""
+class _GoneRule(LastingRule):
+    """Gradients that are gone for ``in_a_row`` steps; ``others`` are those that are as the one that is named."""
 
-    quiet = 1000
+    others = ""
 
     def __init__(self, in_a_row: int) -> None:
         super().__init__()
         self.in_a_row = in_a_row
-        self._lasts_for = PerName(0.0)
 
-    def _lasting(self, rows: Rows, condition: Bools) -> Iterator[tuple[int, Floats, list[str], list[str]]]:
-        """Where ``condition`` has held for so long that it is told: look, lengths, names that are new and all names."""
-        for look, lengths in runs(condition, self._lasts_for.of(rows.names)):
-            due = [rows.names[i] for i in np.flatnonzero(lengths == self.in_a_row)]
-            fresh = [name for name in due if self._episodes.begins(name, int(rows.steps[look]))]
-            if fresh:
-                yield look, lengths, fresh, [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
-
-    def _lasting_finding(self, rows: Rows, look: int, name: str, text: str, others: str, every: list[str]) -> Finding:
-        """The finding about ``name``, and about the ``others`` of ``every``."""
-        text += f", {others} {len(every) - 1} others" * (len(every) > 1)
-        since = int(rows.steps[look]) - self.in_a_row + 1
-        return self.found(since, name, text, about="gradient", parameters=every[:20], in_a_row=self.in_a_row)
+    def _finding(self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str) -> Finding:
+        every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
+        text += f", {self.others} {len(every) - 1} others" * (len(every) > 1)
+        began = since[rows.names.index(name)]
+        return self.found(began, name, text, about="gradient", parameters=every[:20], in_a_row=self.in_a_row)
 
 
-class DeadGradient(_LastingRule):
+class DeadGradient(_GoneRule):
     """Gradients that are zero throughout, step after step.
 
     Args:
@@ -234,6 +217,7 @@ class DeadGradient(_LastingRule):
     """
 
     name = "dead-gradient"
+    others = "as have"
     causes = (
         "ReLU units that are never positive, so that nothing passes",
         "a product with zero on the way to the loss: a mask, a gate, a weight initialised to zero",
@@ -252,16 +236,17 @@ class DeadGradient(_LastingRule):
         if rows is None:
             return
         dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
-        for look, lengths, fresh, every in self._lasting(rows, dead):
+        for look, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
             # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
             # weight lives, the weight has a zero for its input, and the cause is what makes that.
             alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
-            name = window.facts.first_in_backward([n for n in fresh if _module(n) not in alive] or fresh)
+            names = [rows.names[i] for i in fresh]
+            name = window.facts.first_in_backward([n for n in names if _module(n) not in alive] or names)
             text = f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
-            yield self._lasting_finding(rows, look, name, text, "as have", every)
+            yield self._finding(rows, lengths, since, name, text)
 
 
-class MissingGradient(_LastingRule):
+class MissingGradient(_GoneRule):
     """Parameters that require a gradient and never get one.
 
     Args:
@@ -269,6 +254,7 @@ class MissingGradient(_LastingRule):
     """
 
     name = "missing-gradient"
+    others = "with"
     causes = (
         "the parameter is not used in the forward pass",
         "its result was cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax",
@@ -286,10 +272,9 @@ class MissingGradient(_LastingRule):
         if rows is None:
             return
         missing = np.zeros(rows.present.shape, dtype=bool)
-        for seen in window.observations:  # rows do not tell which parameters are frozen
-            if seen.kind == "missing":
-                missing[np.ix_(rows.steps == seen.step, seen.value)] = True
-        for look, _, fresh, every in self._lasting(rows, missing):
-            name = fresh[-1]  # the one nearest to the loss: those before it are cut off with it
+        for seen in window.observed("missing"):  # rows do not tell which parameters are frozen
+            missing[np.ix_(rows.steps == seen.step, seen.value)] = True
+        for _, fresh, lengths, since in self.lasting(rows, missing, self.in_a_row):
+            name = rows.names[fresh[-1]]  # the one nearest to the loss: those before it are cut off with it
             text = f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"
-            yield self._lasting_finding(rows, look, name, text, "with", every)
+            yield self._finding(rows, lengths, since, name, text)

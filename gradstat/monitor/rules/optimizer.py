@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Episodes, PerName, Rule
+from gradstat.monitor.rules.base import Episodes, LastingRule, PerName, Rule
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -61,11 +61,10 @@ class MomentumDrift(Rule):
             for look, step in enumerate(rows.steps.tolist()):
                 norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
                 if len(before) >= 2:
-                    rises = norms > (1 + self.growth) * np.asarray(before[-1])
-                    growing[:] = np.where(rises, growing + 1, 0)
-                    fresh: list[int] = []
+                    growing[:] = np.where(norms > (1 + self.growth) * np.asarray(before[-1]), growing + 1, 0)
                     past = np.array(before)
                     drifts = growing >= self.looks
+                    fresh: list[int] = []
                     # The median is above the smallest, and much dearer.
                     if drifts.any() or (norms > self.jump * past.min(0)).any():
                         settled = np.median(past, axis=0)
@@ -144,7 +143,7 @@ class SecondMomentDrop(Rule):
                 before[there], when[there] = norms[there], step
 
 
-class SmallSecondMoment(Rule):
+class SmallSecondMoment(LastingRule):
     """A second moment so small that the optimizer divides by its eps rather than by it.
 
     Then updates shrink with the gradients, and the parameter ceases to learn (M. Wortsman and others, Small-scale
@@ -159,6 +158,7 @@ class SmallSecondMoment(Rule):
     """
 
     name = "small-second-moment"
+    quiet = 10_000
     causes = ("gradients that are tiny for this parameter: a deep or wide model, or ones that have vanished",)
     advice = (
         "a smaller eps of the optimizer, 1e-15 for example",
@@ -166,34 +166,26 @@ class SmallSecondMoment(Rule):
     )
 
     def __init__(self, beside_eps: float = 10.0, limit: float = 1e-10, looks: int = 3) -> None:
+        super().__init__()
         self.beside_eps, self.limit, self.looks = beside_eps, limit, looks
-        self._low_for, self._since = PerName(0.0), PerName(0.0)
-        self._episodes = Episodes(quiet=10_000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         eps = window.facts.optimizer_eps
         limit = (self.beside_eps * eps) ** 2 if eps else self.limit
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
-            low_for, since = self._low_for.of(names), self._since.of(names)
             largest = rows.field("max")
-            judged = rows.layout.matrices
-            for look, step in enumerate(rows.steps.tolist()):
-                # All zero means no gradient yet, which is another rule's business.
-                low = judged & (largest[look] < limit) & (largest[look] > 0)
-                low_for[:] = np.where(low, low_for + 1, 0)
-                since[low_for == 1] = step
-                due = [int(i) for i in np.flatnonzero(low_for == self.looks)]
-                fresh = [i for i in due if self._episodes.begins(names[i], step)]
-                if fresh:
-                    i = fresh[0]
-                    yield self.found(
-                        since[i],
-                        rows.names[i],
-                        f"no element of {kind} of {rows.names[i]} is above {largest[look, i]:.3g}"
-                        + f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1),
-                        about=kind,
-                        largest=largest[look, i],
-                        limit=limit,
-                        eps=eps,
-                        parameters=len(fresh),
-                    )
+            # All zero means no gradient yet, which is another rule's business.
+            low = rows.layout.matrices & (largest < limit) & (largest > 0)
+            for look, fresh, _, since in self.lasting(rows, low, self.looks, names):
+                i = fresh[0]
+                yield self.found(
+                    since[i],
+                    rows.names[i],
+                    f"no element of {kind} of {rows.names[i]} is above {largest[look, i]:.3g}"
+                    + f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1),
+                    about=kind,
+                    largest=largest[look, i],
+                    limit=limit,
+                    eps=eps,
+                    parameters=len(fresh),
+                )

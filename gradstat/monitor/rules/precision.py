@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 
@@ -11,15 +10,13 @@ import torch
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import Episodes, PerName, Rule, runs
+from gradstat.monitor.rules.base import LastingRule, Rule
+
+# The smallest normal numbers of the types that gradients underflow in.
+_FLOORS = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float16, torch.bfloat16)}
 
 
-@functools.cache
-def _smallest_normal(dtype: torch.dtype | None) -> float:
-    return torch.finfo(dtype).smallest_normal if dtype is not None and dtype.is_floating_point else 0.0
-
-
-class Underflow(Rule):
+class Underflow(LastingRule):
     """Gradients of half precision that vanish into zeros and subnormals.
 
     Told from zeros that mean something by size: the elements that are left have a root mean square of few times the
@@ -40,9 +37,8 @@ class Underflow(Rule):
     )
 
     def __init__(self, share: float = 0.3, normals: float = 8.0, in_a_row: int = 10) -> None:
+        super().__init__()
         self.share, self.normals, self.in_a_row = share, normals, in_a_row
-        self._low_for = PerName(0.0)
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("gradient")
@@ -54,33 +50,27 @@ class Underflow(Rule):
         with np.errstate(invalid="ignore", divide="ignore"):
             left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
             low = (floor > 0) & (rows.zero_fraction > self.share) & (left < self.normals * floor)
-        for look, lengths in runs(low, self._low_for.of(rows.names)):
-            step = int(rows.steps[look])
-            due = [int(i) for i in np.flatnonzero(lengths == self.in_a_row)]
-            fresh = [i for i in due if self._episodes.begins(rows.names[i], step)]
-            if fresh:
-                worst = max(fresh, key=lambda i: rows.zero_fraction[look, i])
-                zeros = rows.zero_fraction[look, worst]
-                yield self.found(
-                    step - self.in_a_row + 1,
-                    rows.names[worst],
-                    f"{zeros:.0%} of the gradient of {rows.names[worst]} are zero, and the rest is as small as its "
-                    f"type can hold ({left[look, worst]:.2g})",
-                    about="gradient",
-                    zero_fraction=zeros,
-                    rms_of_the_rest=left[look, worst],
-                    parameters=len(fresh),
-                )
+        for look, fresh, _, since in self.lasting(rows, low, self.in_a_row):
+            worst = max(fresh, key=lambda i: rows.zero_fraction[look, i])
+            zeros = rows.zero_fraction[look, worst]
+            yield self.found(
+                since[worst],
+                rows.names[worst],
+                f"{zeros:.0%} of the gradient of {rows.names[worst]} are zero, and the rest is as small as its "
+                f"type can hold ({left[look, worst]:.2g})",
+                about="gradient",
+                zero_fraction=zeros,
+                rms_of_the_rest=left[look, worst],
+                parameters=len(fresh),
+            )
 
     @staticmethod
     def _floors(rows: Rows, window: Window) -> tuple[Floats, Floats]:
         scales = window.scalars.get("loss_scale")
         if window.facts.is_scaled and scales is not None:
             at = np.searchsorted(window.steps, rows.steps)
-            half = torch.finfo(torch.float16).smallest_normal
-            return np.full(len(rows.names), half), np.nan_to_num(scales[at], nan=1.0)[:, None]
-        halves = {torch.float16, torch.bfloat16}
-        floors = [_smallest_normal(dtype) if dtype in halves else 0.0 for dtype in rows.layout.dtypes]
+            return np.full(len(rows.names), _FLOORS[torch.float16]), np.nan_to_num(scales[at], nan=1.0)[:, None]
+        floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.layout.infos]
         return np.array(floors), np.ones((1, 1))
 
 

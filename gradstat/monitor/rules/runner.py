@@ -16,12 +16,7 @@ from gradstat.monitor.rules.base import Band
 
 
 class RuleRunner:
-    """Asks the rules.
-
-    Args:
-        rules: Which.
-        every: At most so many healthy steps are between two reviews.
-    """
+    """Asks the rules; at most ``every`` healthy steps are between two reviews."""
 
     def __init__(self, rules: Sequence[Rule], every: int) -> None:
         self.rules = list(rules)

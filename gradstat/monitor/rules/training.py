@@ -272,9 +272,7 @@ class OptimizerCoverage(Rule):
         self._told: list[str] = []
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observations:
-            if seen.kind != "coverage":
-                continue
+        for seen in window.observed("coverage"):
             for key, words in (
                 ("absent", "requires a gradient and is not in the optimizer"),
                 ("frozen", "is frozen (requires_grad is False) and still in the optimizer"),

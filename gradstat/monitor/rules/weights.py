@@ -11,7 +11,7 @@ import numpy as np
 from gradstat import _fields
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Window
-from gradstat.monitor.rules.base import Episodes, PerName, Rule, runs
+from gradstat.monitor.rules.base import Episodes, LastingRule, PerName, Rule, runs
 
 # What cannot stay the same if any element changes, but by chance.
 _SUMS = slice(_fields.INDEX["sum"], _fields.INDEX["max"] + 1)
@@ -86,7 +86,7 @@ class GradientWeightRatio(Rule):
                     )
 
 
-class UpdateWeightRatio(Rule):
+class UpdateWeightRatio(LastingRule):
     """Updates out of proportion to their weights; looks at ``watch={"updates": n}``.
 
     Around 1e-3 is what practitioners aim at (A. Karpathy, lecture notes of Stanford's CS231n, "Babysitting the learning
@@ -102,9 +102,8 @@ class UpdateWeightRatio(Rule):
     advice = ("change the learning rate by the factor that the ratio is off from 1e-3",)
 
     def __init__(self, high: float = 0.3, low: float = 1e-7, looks: int = 2) -> None:
+        super().__init__()
         self.high, self.low, self.looks = high, low, looks
-        self._off_for, self._since = PerName(0.0), PerName(0.0)
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         updates, parameters = window.rows("update"), window.latest.get("parameter")
@@ -114,24 +113,18 @@ class UpdateWeightRatio(Rule):
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = updates.l2_norm / parameters.l2_norm[-1]
             off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
-        since = self._since.of(updates.names)
-        for look, lengths in runs(off, self._off_for.of(updates.names)):
-            step = int(updates.steps[look])
-            since[lengths == 1] = step
-            due = np.flatnonzero(lengths == self.looks)
-            fresh = [i for i in due if self._episodes.begins(updates.names[i], step)]
-            if fresh:
-                worst = max(fresh, key=lambda i: abs(math.log(ratio[look, i])))
-                yield self.found(
-                    int(since[worst]),
-                    updates.names[worst],
-                    f"one step changes {updates.names[worst]} by {ratio[look, worst]:.3g} of its norm",
-                    about="update",
-                    ratio=ratio[look, worst],
-                    high=self.high,
-                    low=self.low,
-                    parameters=len(fresh),
-                )
+        for look, fresh, _, since in self.lasting(updates, off, self.looks):
+            worst = max(fresh, key=lambda i: abs(math.log(ratio[look, i])))
+            yield self.found(
+                since[worst],
+                updates.names[worst],
+                f"one step changes {updates.names[worst]} by {ratio[look, worst]:.3g} of its norm",
+                about="update",
+                ratio=ratio[look, worst],
+                high=self.high,
+                low=self.low,
+                parameters=len(fresh),
+            )
 
 
 class ParameterJump(Rule):
@@ -226,8 +219,8 @@ class UnchangedParameter(Rule):
             self._names, self._sums = list(rows.names), sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            still = [rows.names[i] for i in np.flatnonzero((counts >= self.looks) & (step - since >= self.steps))]
-            fresh = [name for name in still if self._episodes.begins(name, step)]
+            still = np.flatnonzero((counts >= self.looks) & (step - since >= self.steps))
+            fresh = [rows.names[i] for i in still if self._episodes.begins(rows.names[i], step)]
             if fresh:
                 begun = int(since[rows.names.index(fresh[0])])
                 yield self.found(
