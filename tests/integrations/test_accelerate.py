@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranked import forget_accelerators
+from ranked import accelerate_on_ranks, forget_accelerators, run_example
 from ranks import Ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -337,8 +337,6 @@ def test_deepspeed_shows_losses_and_its_norm(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_example_runs_and_names_the_fault() -> None:
-    from ranked import run_example
-
     shown = run_example("accelerate_example.py", "--steps", "20")
     for words in (
         "step 10: Inf was first made in the forward pass, by exp in module '3'",
@@ -352,8 +350,6 @@ def test_the_example_runs_and_names_the_fault() -> None:
 
 
 def _loop_on_ranks(accumulated: int, on_anomaly: Any) -> tuple[list[float], list[Any], list[float], bool, Any]:
-    from ranked import accelerate_on_ranks
-
     with accelerate_on_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore", AnomalyWarning)
         bad = {5} if torch.distributed.get_rank() == 1 else None
@@ -382,7 +378,6 @@ def test_ranks_decide_alike(ranks: Ranks) -> None:
 
 def _sharded_on_ranks() -> tuple[list[float], list[Any], list[float], list[bool]]:
     from accelerate import FullyShardedDataParallelPlugin
-    from ranked import accelerate_on_ranks
     from torch.distributed.fsdp import fully_shard
 
     with accelerate_on_ranks(), warnings.catch_warnings():

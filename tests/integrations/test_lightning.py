@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
+from programs import output_of
+from ranked import run_example
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,7 +24,6 @@ import gradstat
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
@@ -540,62 +538,64 @@ def test_lbfgs_is_measured_in_every_evaluation() -> None:
 # Imports ----------------------------------------------------------------------------------------------------
 
 
-def python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture(scope="module")
+def imported() -> list[str]:
+    """What a process prints that imports one thing after the other."""
+    return output_of(
+        """
+        import sys, warnings
+        import gradstat, gradstat.monitor, gradstat.integrations, gradstat.integrations.loggers
+        heavy = {"lightning", "pytorch_lightning", "tensorboard", "wandb", "mlflow", "transformers", "accelerate"}
+        print(sorted(heavy & set(sys.modules)))
+
+        missing = dict.fromkeys(["lightning", "lightning.pytorch", "pytorch_lightning"])
+        sys.modules.update(missing)
+        try:
+            import gradstat.integrations.lightning
+        except ImportError as error:
+            print(error)
+        for name in missing:
+            del sys.modules[name]
+
+        warnings.simplefilter("ignore")
+        import pytorch_lightning as pl, torch
+        from gradstat.integrations.lightning import GradstatCallback
+        class Model(pl.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 1)
+            def training_step(self, batch, _):
+                return self.layer(batch).square().mean()
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+        callback = GradstatCallback(max_norm=1.0)
+        off = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+        trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **off)
+        trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))
+        print(isinstance(callback, pl.Callback), callback.monitor.steps)
+        """
+    ).splitlines()
 
 
-def test_the_core_imports_no_framework() -> None:
-    code = (
-        "import sys, gradstat, gradstat.monitor, gradstat.integrations\n"
-        "heavy = {'lightning', 'pytorch_lightning', 'tensorboard', 'wandb', 'mlflow', 'transformers', 'accelerate'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
-        "import gradstat.integrations.loggers\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    assert python(code) == "[]\n[]\n"
+def test_the_core_imports_no_framework(imported: list[str]) -> None:
+    assert imported[0] == "[]"
 
 
-def test_pytorch_lightning_is_served_under_its_own_name() -> None:
-    code = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "import sys, pytorch_lightning as pl, torch\n"
-        "from gradstat.integrations.lightning import GradstatCallback\n"
-        "assert issubclass(GradstatCallback, pl.Callback)\n"
-        "class M(pl.LightningModule):\n"
-        "    def __init__(self): super().__init__(); self.l = torch.nn.Linear(2, 1)\n"
-        "    def training_step(self, batch, _): return self.l(batch).square().mean()\n"
-        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)\n"
-        "callback = GradstatCallback(max_norm=1.0)\n"
-        "trainer = pl.Trainer(max_epochs=1, accelerator='cpu', logger=False, enable_checkpointing=False,\n"
-        "                     enable_progress_bar=False, enable_model_summary=False, callbacks=[callback])\n"
-        "trainer.fit(M(), torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))\n"
-        "print(callback.monitor.steps)"
-    )
-    assert python(code).splitlines()[-1] == "4"
+def test_without_lightning_the_remedy_is_told(imported: list[str]) -> None:
+    assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in imported[1]
 
 
-def test_without_lightning_the_remedy_is_told() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('lightning', 'lightning.pytorch', 'pytorch_lightning'): sys.modules[name] = None\n"
-        "try:\n    import gradstat.integrations.lightning\n"
-        "except ImportError as error: print(error)"
-    )
-    assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in python(code)
+def test_pytorch_lightning_is_served_under_its_own_name(imported: list[str]) -> None:
+    assert imported[-1] == "True 4"
 
 
 # The example ------------------------------------------------------------------------------------------------
 
 
 def test_the_example_tells_the_layer_and_the_line(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/lightning_example.py", "--steps", "64", "--folder", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "it began in step 60" in result.stdout
-    assert "NaN was first made in the forward pass, by div in module 'body.2'" in result.stdout
-    assert "return x / x.square().mean(-1, keepdim=True).sqrt()" in result.stdout
+    shown = run_example("lightning_example.py", "--steps", "64", "--folder", str(tmp_path))
+    assert "it began in step 60" in shown
+    assert "NaN was first made in the forward pass, by div in module 'body.2'" in shown
+    assert "return x / x.square().mean(-1, keepdim=True).sqrt()" in shown
     (log,) = tmp_path.rglob("metrics.csv")
     assert "grad/l2_norm/body.1.weight" in log.read_text().splitlines()[0]

@@ -10,8 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
+from ranked import lightning_on_ranks
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -19,23 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
-
-
-class _Here(LightningEnvironment):
-    """The processes are there already."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
 
 
 class _Model(pl.LightningModule):
@@ -71,7 +54,7 @@ def _fit(callbacks: list[Any], model: pl.LightningModule, **options: Any) -> pl.
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=options.pop("strategy", "ddp"),
-        plugins=[_Here()],
+        plugins=[lightning_on_ranks()],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,

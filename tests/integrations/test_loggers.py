@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranked import run_example
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
@@ -20,8 +18,6 @@ from torch.utils.tensorboard import SummaryWriter
 import gradstat
 from gradstat.integrations import _writers, loggers
 from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, ReportLogger, log_report, scalars_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def model_and_report(bad: bool = False) -> tuple[nn.Module, gradstat.Report]:
@@ -297,11 +293,8 @@ def test_another_csv_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/loggers.py", "--steps", "90", "--folder", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "dead-gradient (warning), since step 60" in result.stdout
+    shown = run_example("loggers.py", "--steps", "90", "--folder", str(tmp_path))
+    assert "dead-gradient (warning), since step 60" in shown
     with (tmp_path / "layers.csv").open(newline="") as file:
         norms = {row["step"]: float(row["grad/l2_norm/2.weight"]) for row in csv.DictReader(file)}
     assert norms["50"] > 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import forget_accelerators
+from ranked import accelerate_on_ranks, forget_accelerators, run_example
 from ranks import Ranks
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -18,8 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
 from gradstat.monitor import AnomalyError
 from gradstat.monitor.segments import PendingRows
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Regression(nn.Module):
@@ -429,8 +427,6 @@ def test_a_monitor_that_comes_later(make: Make, tmp_path: Path) -> None:
 
 
 def test_the_example_runs_and_names_the_fault() -> None:
-    from ranked import run_example
-
     shown = run_example("transformers_example.py", "--steps", "20")
     for words in (
         "step 10: NaN was first made in the forward pass, by div in module 'transformer.h.1.mlp'",
@@ -444,8 +440,6 @@ def test_the_example_runs_and_names_the_fault() -> None:
 
 
 def _train_on_ranks(folder: str, policy: Any) -> tuple[list[float], int, list[tuple[str, int]], Any, list[float]]:
-    from ranked import accelerate_on_ranks
-
     with accelerate_on_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(1)
