@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -92,27 +94,21 @@ def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, f
     return bad, math.sqrt(squares), low, high
 
 
-class _CheckAsync:
+def _checked_async() -> Callable[[Step, Tensor], object]:
     """Reads the report of the step before when it has launched the next, as a training loop would."""
+    pending: deque[gradstat.PendingReport] = deque()
 
-    def __init__(self) -> None:
-        self._pending: gradstat.PendingReport | None = None
+    def inspect(step: Step, loss: Tensor) -> bool:
+        pending.append(gradstat.check_async(step.model))
+        return len(pending) == 1 or pending.popleft().result().ok
 
-    def __call__(self, step: Step, loss: Tensor) -> bool:
-        before, self._pending = self._pending, gradstat.check_async(step.model)
-        return before is None or before.result().ok
+    return inspect
 
 
-class _Monitor:
+def _monitored() -> Callable[[Step, Tensor], object]:
     """A monitor as it comes, made on the first step."""
-
-    def __init__(self) -> None:
-        self._monitor: gradstat.Monitor | None = None
-
-    def __call__(self, step: Step, loss: Tensor) -> object:
-        if self._monitor is None:
-            self._monitor = gradstat.Monitor(step.model, step.optimizer, on_anomaly="record")
-        return self._monitor.step(loss)
+    monitor = functools.cache(lambda step: gradstat.Monitor(step.model, step.optimizer, on_anomaly="record"))
+    return lambda step, loss: monitor(step).step(loss)
 
 
 def variants() -> list[Variant]:
@@ -120,8 +116,8 @@ def variants() -> list[Variant]:
     return [
         Variant(PLAIN),
         Variant(CHECK, lambda step, loss: gradstat.check(step.model).ok),
-        Variant(CHECK_ASYNC, _CheckAsync()),
-        Variant(MONITOR, _Monitor()),
+        Variant(CHECK_ASYNC, _checked_async()),
+        Variant(MONITOR, _monitored()),
         Variant(CLIP, lambda step, loss: gradstat.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
         Variant(TORCH_CLIP, lambda step, loss: nn.utils.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
         Variant(NAIVE, lambda step, loss: naive_loop(p.grad for p in step.model.parameters())),

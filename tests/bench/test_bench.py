@@ -406,7 +406,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))
     monkeypatch.setattr(machine, "cache_bytes", lambda device: 1 << 12)
-    arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "0", "--record", "--results", str(tmp_path)]
+    arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "1e-6", "--record", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     assert suite.main() == 0
     return tmp_path, capsys.readouterr().out

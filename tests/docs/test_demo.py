@@ -30,6 +30,7 @@ def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.C
 
 def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "CORRUPTED_VALUE", 0.25)  # an ordinary value: nothing to find
+    monkeypatch.setattr(run.variants, "costs", lambda *_: [])
     assert main(["demo", "--quick", "--steps", "12", "--device", "cpu", "--output", str(tmp_path)]) == 1
 
 
