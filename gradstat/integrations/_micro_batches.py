@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from gradstat.accumulation import AccumulationReport, MicroBatches
 
 _NAMED = 3
-
-
-class _Step(NamedTuple):
-    number: int
-    checks: MicroBatches
-    losses: list[Tensor]
 
 
 class MicroBatchHistory:
@@ -30,7 +22,7 @@ class MicroBatchHistory:
     """
 
     def __init__(self, model: nn.Module, keep: int, backend: str | None) -> None:
-        self._steps: deque[_Step] = deque(maxlen=keep)
+        self._steps: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=keep)
         self._model, self._backend = model, backend
         self._current: MicroBatches | None = None
 
@@ -47,18 +39,17 @@ class MicroBatchHistory:
     def end_step(self, number: int, losses: list[Tensor]) -> None:
         """Says that the micro-batches since the last call were step ``number``, with these losses."""
         if self._current is not None:
-            self._steps.append(_Step(number, self._current, losses))
+            self._steps.append((number, self._current, losses))
             self._current = None
 
     def of(self, number: int) -> tuple[str, AccumulationReport] | None:
         """Which micro-batch of a step was bad first, in words, and all reports; None if that is not known. Waits."""
-        for step in list(self._steps):
-            if step.number == number:
-                self._steps.remove(step)
-                report = step.checks.result()
-                losses: list[float] = torch.stack([one.float() for one in step.losses]).tolist() if step.losses else []
-                return _in_words(number, report, losses), report
-        return None
+        known = next((step for step in self._steps if step[0] == number), None)
+        if known is None:
+            return None
+        self._steps.remove(known)
+        report, losses = known[1].result(), known[2]
+        return _in_words(number, report, [float(loss) for loss in losses]), report
 
 
 def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.host_copy import HostCopy
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._micro_batches import MicroBatchHistory
 from gradstat.integrations._options import NOTED, Options
-from gradstat.integrations._ranks import Ranks
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
 from gradstat.monitor.policies import find_stack_level
 
@@ -28,13 +28,47 @@ _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
 _QUIET = 20
 
 
+class Ranks:
+    """Small collectives in each step, for which no GPU is waited; every rank has to call them in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._votes: HostCopy | None = None
+
+    def mean(self, loss: Tensor | None) -> Tensor | None:
+        """The mean loss, so that all ranks find the same; None where there is none."""
+        import torch.distributed as dist
+
+        mine = torch.zeros((), device=self._device) if loss is None else loss.to(self._device)
+        mean = mine.double() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return None if loss is None else mean
+
+    def any_of(self, wants: Sequence[bool], wait: bool) -> list[bool]:
+        """For each place, whether any rank says True there; on a GPU, unless ``wait``, as of the call before."""
+        import torch.distributed as dist
+
+        votes = torch.zeros(len(wants), device=self._device)
+        for i, want in enumerate(wants):
+            if want:
+                votes[i].fill_(1.0)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        before, self._votes = self._votes, HostCopy(votes)
+        told = [self._votes] if wait or not self._votes.travels else []
+        if before is not None and before.travels:  # one that was not waited for has not been heard yet
+            told.append(before)
+        heard = [votes.wait() for votes in told]
+        if wait:
+            self._votes = None
+        return [any(votes[i] > 0 for votes in heard) for i in range(len(wants))]
+
+
 class Watch:
     """A monitor on a model with its optimizer, and what it needs to be told by whatever drives the training steps.
 
     Args:
         model: As it is called; DDP is looked through, unless the origin of NaN is watched.
-        optimizer: torch's.
-        scaler: The loss scaler, if there is one.
+        optimizer, scaler: torch's, if there are any.
         options: What the user wants.
         limit: What gradients are clipped to; None if they are not, or that is not known.
         step_fn: Does a step again, if replays are wanted and the user has given no function.
@@ -42,7 +76,6 @@ class Watch:
         number: Of this watch in its training.
 
     Attributes:
-        monitor: The monitor.
         measured: Whether the gradients of the coming step of the optimizer have been measured.
         should_stop: Whether to stop, the same on all ranks.
         micro_batch_reports: By step in which something was found, the `gradstat.AccumulationReport` about it.
@@ -106,12 +139,7 @@ class Watch:
         self._history.forget()
 
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        """Takes note of a backward pass; nothing is waited for.
-
-        Args:
-            loss: What it began from, without loss scale.
-            is_micro_batch: Whether the step has several, so that each is to be checked.
-        """
+        """Takes note of a backward pass from ``loss``, without loss scale, and checks a micro-batch; without a sync."""
         self.measured = False
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
             self._losses.append(loss.detach().reshape(()))
@@ -121,11 +149,8 @@ class Watch:
     def step(self, divisor: int = 1) -> None:
         """Lets the monitor measure the step, and does what policies say, on every rank alike.
 
-        Args:
-            divisor: What the sum of the losses of micro-batches is divided by.
-
-        Raises:
-            AnomalyError: The policy ``"raise"`` applies, on some rank; the message names the micro-batch, too.
+        The sum of the losses of micro-batches is divided by ``divisor``. Raises AnomalyError where the policy
+        ``"raise"`` applies on some rank; the message names the micro-batch, too.
         """
         losses, self._losses = self._losses, []
         loss = None

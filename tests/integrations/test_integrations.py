@@ -22,12 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
 
 import gradstat
-from gradstat._core.host_copy import HostCopy
 from gradstat.integrations import _framework, accelerate, fabric, transformers
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
-from gradstat.integrations._ranks import Ranks
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
@@ -489,22 +487,6 @@ def test_engines_refuse_and_hide_the_same_everywhere(deepspeed: Any, fsdp: Any) 
     for engine, words in (("MEGATRON_LM", "got Megatron-LM"), ("XLA", "got XLA"), (XLAStrategy(), "got XLA")):
         with pytest.raises(NotImplementedError, match=words):
             ask(engine)
-
-
-def _votes_that_travel() -> list[list[bool]]:
-    first = torch.distributed.get_rank() == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCopy, "travels", True)
-        ranks = Ranks(torch.device("cpu"))
-        heard = [ranks.any_of([first, False], wait=False), ranks.any_of([False, False], wait=False)]
-        heard.append(ranks.any_of([False, first], wait=False))
-        return [*heard, ranks.any_of([False, False], wait=True), ranks.any_of([False, False], wait=True)]
-
-
-def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks(ranks: Any) -> None:
-    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
-    expected = [[False, False], [True, False], [False, False], [False, True], [False, False]]
-    assert ranks.run(2, _votes_that_travel) == [expected, expected]
 
 
 def test_versions() -> None:
