@@ -26,7 +26,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callab
 
     Args:
         call: Run twice on a CPU, once on a GPU. Should have run before, so that what it does once is done.
-        device: Whose memory counts. On a GPU only the device's, on a CPU torch's and Python's.
+        device: Whose memory counts.
         prepare: Run, uncounted, ahead of each call. It should free what the call would free: memory from before
             that is freed inside would count as nothing.
     """

@@ -13,11 +13,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Counts steps towards ``total`` on stderr; a context manager.
-
-    Attributes:
-        total: Steps that make it complete.
-    """
+    """Counts steps towards ``total`` on stderr; a context manager."""
 
     def __init__(self, total: int, what: str) -> None:
         self.total = total

@@ -36,13 +36,9 @@ class WrongAnswerError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step without any inspection.
+    """A training step without any inspection; ``loss`` does the forward pass.
 
-    Attributes:
-        model: Whose gradients are looked at.
-        loss: A forward pass; returns the loss, a scalar with a graph.
-        optimizer: Of the model's parameters, with a learning rate of `LEARNING_RATE`, since it takes many steps.
-        device: Where it runs.
+    The optimizer has a learning rate of `LEARNING_RATE`, since it takes many steps.
     """
 
     model: nn.Module
@@ -53,17 +49,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is done besides the step.
-
-    Attributes:
-        name: As it is shown.
-        inspect: Called with the step and its loss between ``backward()`` and the optimizer's step.
-        anomaly: `detect_anomaly`'s ``check_nan``; None leaves anomaly mode off.
-    """
+    """What is done between ``backward()`` and the optimizer's step, with the step and its loss."""
 
     name: str
     inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
-    anomaly: bool | None = None
+    anomaly: bool | None = None  # the ``check_nan`` of anomaly mode; None leaves it off
 
     def run(self, step: Step) -> float:
         """One step of training in this variant; returns the seconds until ``inspect`` had returned, from its call."""
@@ -81,8 +71,7 @@ class Variant:
 def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, float]:
     """What people write by hand: five reductions per gradient, each brought to the host at once.
 
-    Returns:
-        How many gradients are not finite, the norm of all of them, the smallest and the largest element.
+    How many gradients are not finite, the norm of all of them, the smallest and the largest element.
     """
     bad, squares, low, high = 0, 0.0, math.inf, -math.inf
     for gradient in gradients:
@@ -170,13 +159,12 @@ class Cost:
     """What one variant of a step costs.
 
     Attributes:
-        name: The variant's.
         seconds: Wall time of a step, with a final sync.
         ratio: To the plain step of the same round.
         inside: Seconds in the added call itself, as it runs within the step: what the ratio is too noisy to tell when
             it is little. None where that means nothing: in anomaly mode, and on a GPU, where a call that waits waits
             for the backward pass.
-        extra_bytes: Peak memory beyond the plain step's; see `memory.peak_bytes` for what is counted.
+        extra_bytes: Peak memory beyond the plain step's, as `memory.peak_bytes` counts.
     """
 
     name: str
@@ -202,13 +190,9 @@ def costs(
     compared: list[Variant] | None = None,
     progress: Callable[[], object] | None = None,
 ) -> list[Cost]:
-    """Time and peak memory of every variant, the plain step first.
+    """Time and peak memory of the variants ``compared`` (all, if None), the plain step first.
 
-    Args:
-        step: The training step.
-        rounds: Timed rounds; in each, every variant takes one step.
-        compared: The variants, the plain step first; None means all.
-        progress: Called after every round.
+    In each of the timed ``rounds`` every variant takes one step; then ``progress`` is called.
     """
     compared = compared or variants()
     inside: dict[str, list[float]] = {variant.name: [] for variant in compared}

@@ -91,8 +91,9 @@ def _run(options: argparse.Namespace) -> int:
     culprit = f"blocks.{layer}.mlp.down"
     print(f"At step {corrupted_step}, one activation saved by {culprit} will be overwritten with Inf.\n", flush=True)
 
-    run = train(model, data, steps, corrupted_step, layer, options.seed, device)
-    print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}; what it writes by now:")
+    recording, incident = train(model, data, steps, corrupted_step, layer, options.seed, device)
+    losses = recording.scalars["loss"]
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; what it writes by now:")
     print("\n".join(f"  | {line}" for line in _printable(model.write(b"def ", 120))) + "\n")
 
     tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
@@ -105,13 +106,12 @@ def _run(options: argparse.Namespace) -> int:
     print(variants.table(variants.costs(step, rounds)))
 
     picture = options.output / "gradient-norms.png"
-    heatmap.draw(run, picture)
-    assert run.recording is not None
-    recording = save(run.recording, options.output / "run.gradstat")
-    page = write_page(run.recording, options.output / "run.html", title="The demo")
-    print(f"\n{Diagnosis.of(run.recording)}")
-    print(f"\npicture: {picture}\npage: {page}\nrecording, for `python -m gradstat view`: {recording}")
-    named = [stats.name for stats in run.incident.nonfinite] if run.incident is not None else []
+    heatmap.draw(recording, corrupted_step, picture)
+    saved = save(recording, options.output / "run.gradstat")
+    page = write_page(recording, options.output / "run.html", title="The demo")
+    print(f"\n{Diagnosis.of(recording)}")
+    print(f"\npicture: {picture}\npage: {page}\nrecording, for `python -m gradstat view`: {saved}")
+    named = [stats.name for stats in incident.nonfinite] if incident is not None else []
     if named == [f"{culprit}.weight"]:
         return 0
     found = f"but named were: {named or 'none'}"

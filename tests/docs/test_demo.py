@@ -69,9 +69,9 @@ def test_only_the_corrupted_step_counts_as_detected(monkeypatch: pytest.MonkeyPa
 
     model.blocks[1].mlp.down.weight.register_hook(spoil_the_second_step)
     data = corpus.read(corpus.standard_library(), limit=50_000)
-    result = train.train(model, data, 6, corrupted_step=4, corrupted_layer=1, seed=0, device="cpu")
-    assert [step for step, bad in enumerate(result.bad) if bad.any()] == [1]
-    assert result.incident is None
+    recording, incident = train.train(model, data, 6, corrupted_step=4, corrupted_layer=1, seed=0, device="cpu")
+    assert recording.scalars["nonfinite"].nonzero()[0].tolist() == [1]
+    assert incident is None
 
 
 def test_unreadable_sources_are_passed_over(tmp_path: Path) -> None:

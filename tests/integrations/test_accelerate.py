@@ -104,9 +104,9 @@ def again(build: Callable[[], Prepared], clip: float | None) -> tuple[list[float
 # What a healthy run shows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize(
+    ("precision", "accumulated", "clip"), [("bf16", 1, 0.5), ("bf16", 3, None), ("fp16", 1, None), ("fp16", 3, 0.5)]
+)
 def test_training_is_the_same_and_every_step_is_measured(precision: str, accumulated: int, clip: float | None) -> None:
     def build() -> Prepared:
         return prepare(accumulated=accumulated, precision=precision)
@@ -194,13 +194,6 @@ def test_an_overflow_under_a_loss_scale_is_the_scalers_to_skip() -> None:
     assert handle.monitor.recording().scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512]
 
 
-def test_a_model_that_is_lost_is_not_called_one_whose_gradients_vanish() -> None:
-    prepared = prepare(bad_at={0}, batches=12)
-    with install(prepared[0], on_anomaly="record") as handle:
-        run(prepared)
-    assert not {"vanishing-gradient"} & {f.rule for f in handle.monitor.findings}
-
-
 @QUIET
 def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     def build() -> tuple[Prepared, AccelerateHandle]:
@@ -218,8 +211,6 @@ def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     prepared[0].load_state(str(tmp_path))
     assert handle.monitor.steps == 6
     assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [1]
-    with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
-        handle.load_state_dict({**handle.state_dict(), "monitors": []})
     handle.remove()
 
 

@@ -27,8 +27,7 @@ from gradstat.monitor import AnomalyError, AnomalyWarning
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
     # What a test does not ask for of what is told.
@@ -116,8 +115,7 @@ def norms(callback: GradstatCallback) -> list[float]:
 # What is measured -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("precision", "accumulate"), [("32-true", 3), ("bf16-mixed", 1)])
 def test_gradients_are_measured_complete_and_unclipped(precision: str, accumulate: int) -> None:
     callback, model = GradstatCallback(max_norm=0.01, on_anomaly="record"), Model()
     made = fit(callback, model, precision=precision, accumulate_grad_batches=accumulate)
@@ -126,8 +124,7 @@ def test_gradients_are_measured_complete_and_unclipped(precision: str, accumulat
     assert model.clipped == pytest.approx([0.01] * made.global_step, rel=1e-3)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("fused", "own"), [(False, True), (True, False), (True, True)])
 def test_under_a_loss_scale_statistics_and_losses_are_told_without_it(fused: bool, own: bool) -> None:
     scaler = (gradstat.amp.GradScaler if own else torch.amp.GradScaler)("cpu", init_scale=1024.0)
     plain, callback = GradstatCallback(on_anomaly="record"), GradstatCallback(on_anomaly="record")
@@ -190,22 +187,16 @@ def test_a_clip_by_value_stays_lightnings() -> None:
     )
 
 
-def test_lightning_refuses_what_the_callback_does_right() -> None:
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit([], Model(torch.optim.AdamW, fused=True), gradient_clip_val=0.05, **scaled())
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("make", "own"), [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
 def test_fused_optimizers_are_clipped_under_a_loss_scale(make: Any, own: bool) -> None:
     scaler = (gradstat.amp.GradScaler if own else torch.amp.GradScaler)("cpu", init_scale=1024.0)
     clip = 0.05
     expected = trained([], make=make, gradient_clip_val=clip, optimizer={"fused": False}, **scaled())
     callback = GradstatCallback(max_norm=clip, on_anomaly="record")
     got = trained(callback, make=make, optimizer={"fused": True}, **scaled(scaler))
-    unclipped = trained([], make=make, optimizer={"fused": True}, **scaled())
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
-    if make is torch.optim.SGD:
+    if make is torch.optim.SGD:  # AdamW hardly minds how long its gradients are
+        unclipped = trained([], make=make, optimizer={"fused": True}, **scaled())
         with pytest.raises(AssertionError):
             torch.testing.assert_close(unclipped, expected, rtol=2e-4, atol=2e-5)
 
@@ -300,8 +291,12 @@ def test_raise_names_the_parameter_and_ends_the_training(tmp_path: Path) -> None
     assert gradstat.monitor.recording.load(tmp_path / "run.gradstat").meta["why"].startswith("AnomalyError")
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, scaled()], ids=["32", "bf16", "scaled"])
+RUNS = pytest.mark.parametrize(
+    ("accumulate", "options"), [(3, {}), (1, {"precision": "bf16-mixed"}), (1, scaled()), (3, scaled())]
+)
+
+
+@RUNS
 def test_a_replay_names_the_line(accumulate: int, options: dict[str, Any]) -> None:
     model = Model(spoil={4: "sqrt"})
     # Under a loss scale an overflow is no error, so it is asked for by name.
@@ -317,8 +312,7 @@ def test_a_replay_names_the_line(accumulate: int, options: dict[str, Any]) -> No
     assert "sqrt" in str(callback.monitor.diagnose())  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, scaled()], ids=["32", "bf16", "scaled"])
+@RUNS
 def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, options: dict[str, Any]) -> None:
     compared: list[int] = []
 
@@ -466,15 +460,6 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     assert second.monitor.recording().steps.tolist() == list(range(16))
     assert second.monitor.findings[: len(first.monitor.findings)] == first.monitor.findings
     assert again.summary().steps == 15  # the step that was skipped had nothing to clip
-
-
-def test_a_training_that_was_stopped_runs_when_it_is_resumed(tmp_path: Path) -> None:
-    made = fit(GradstatCallback(on_anomaly=["skip", "stop"]), Model(spoil={3: "nan"}))
-    assert made.global_step == 4
-    made.save_checkpoint(tmp_path / "last.ckpt")
-    resumed = trainer(GradstatCallback(on_anomaly=["skip", "stop"]), max_epochs=2)
-    resumed.fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
-    assert resumed.global_step == 4 + 8
 
 
 # Refusals ---------------------------------------------------------------------------------------------------
