@@ -86,26 +86,9 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_factories")
 def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    arguments = [
-        "--model",
-        "bench_these:factory",
-        "--rounds",
-        "3",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--optimizer",
-        "sgd",
-    ]
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gradstat", "bench", *arguments, "--json", "out.json"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = "--model bench_these:factory --rounds 3 --device cpu --threads 1 --optimizer sgd --json out.json"
+    command = [sys.executable, "-W", "error", "-m", "gradstat", "bench", *arguments.split()]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "90 trained parameters in 4 tensors of float32; optimizer sgd" in result.stdout
