@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import caches
 import cases
 import optimizer_steps
 import plots
@@ -23,7 +24,7 @@ from torch import nn
 
 import gradstat
 from gradstat.__main__ import main
-from gradstat.bench import command, machine, steps, timing
+from gradstat.bench import command, steps, timing
 from gradstat.bench.memory import peak_bytes
 from gradstat.demo.model import GPT, GPT2, MODEST, TINY
 
@@ -282,11 +283,11 @@ def test_peak_memory_is_exact() -> None:
 
 
 def test_the_cache_is_known_and_flushed() -> None:
-    assert 1 << 18 <= machine.cache_bytes(CPU) < 1 << 34
-    flush = machine.Flush(CPU)
+    assert 1 << 18 <= caches.cache_bytes(CPU) < 1 << 34
+    flush = caches.Flush(CPU)
     before = flush._buffer._version
     flush()
-    assert flush._buffer.numel() * 4 >= 2 * machine.cache_bytes(CPU) - 4
+    assert flush._buffer.numel() * 4 >= 2 * caches.cache_bytes(CPU) - 4
     assert flush._buffer._version == before  # read, not written
     assert flush._buffer.all()  # zeros may be one page that is seen everywhere
 
@@ -388,7 +389,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))
-    monkeypatch.setattr(machine, "cache_bytes", lambda device: 1 << 12)
+    monkeypatch.setattr(caches, "cache_bytes", lambda device: 1 << 12)
     arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "1e-6", "--record", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     assert suite.main() == 0
