@@ -184,11 +184,7 @@ def rounds_of(rounds: int) -> int:
 
 
 def costs(
-    step: Step,
-    rounds: int,
-    *,
-    compared: list[Variant] | None = None,
-    progress: Callable[[], object] | None = None,
+    step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] | None = None
 ) -> list[Cost]:
     """Time and peak memory of the variants ``compared`` (all, if None), the plain step first.
 

@@ -89,12 +89,7 @@ def scalars_of(
 
 
 def log_report(
-    target: Any,
-    source: Report | Monitor,
-    step: int | None = None,
-    *,
-    histogram: bool = False,
-    **choice: Any,
+    target: Any, source: Report | Monitor, step: int | None = None, *, histogram: bool = False, **choice: Any
 ) -> dict[str, float]:
     """Writes the statistics of a step to a logger. No host sync besides what the logger does.
 
@@ -150,14 +145,7 @@ class ReportLogger:
         TypeError: ``target`` is nothing known. ValueError: Another argument makes no sense.
     """
 
-    def __init__(
-        self,
-        target: Any,
-        every: int = 1,
-        *,
-        histogram: bool = False,
-        **choice: Any,
-    ) -> None:
+    def __init__(self, target: Any, every: int = 1, *, histogram: bool = False, **choice: Any) -> None:
         if type(every) is not int or every < 1:
             raise ValueError(f"every is {every!r}; expected a number of steps of at least 1")
         self._targets = _targets_of(target)

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from gradstat.bench.memory import peak_bytes
 from gradstat.demo.model import GPT, GPT2, MODEST, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
 FACTORIES = """
 import torch
@@ -62,15 +63,6 @@ def infinite():
     return model, lambda: model(torch.full((1, 2), float("inf"))).sum()
 constant = 3
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other make thousands of tiny calls slow on a machine that does other work too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import gradstat
 from gradstat.integrations.accelerate import AccelerateHandle, install
 from gradstat.monitor import AnomalyWarning
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
 QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
 

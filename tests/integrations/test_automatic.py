@@ -18,6 +18,8 @@ from torch.nn.functional import mse_loss
 import gradstat
 from gradstat.monitor import AnomalyWarning
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def program(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int, bad: int | None = None) -> Iterator[int]:
     """A loop that knows nothing of gradstat."""

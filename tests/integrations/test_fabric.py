@@ -20,7 +20,10 @@ import gradstat
 from gradstat.integrations.fabric import install
 from gradstat.monitor import AnomalyWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
+pytestmark = [
+    pytest.mark.usefixtures("_one_thread"),
+    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
+]
 
 
 def prepared(optimizer: Any = torch.optim.AdamW, fabric: Fabric | None = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -32,8 +35,7 @@ def prepared(optimizer: Any = torch.optim.AdamW, fabric: Fabric | None = None, *
 
 def scaled() -> Fabric:
     return Fabric(
-        accelerator="cpu",
-        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))],
+        accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
     )
 
 

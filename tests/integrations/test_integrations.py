@@ -31,6 +31,7 @@ from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
 pytestmark = [
+    pytest.mark.usefixtures("_one_thread"),
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
@@ -269,12 +270,7 @@ def nothing_drawn() -> Iterator[None]:
     assert states() == before
 
 
-UNDER = {
-    "lightning": under_lightning,
-    "trainer": under_trainer,
-    "accelerate": under_accelerate,
-    "fabric": under_fabric,
-}
+UNDER = {"lightning": under_lightning, "trainer": under_trainer, "accelerate": under_accelerate, "fabric": under_fabric}
 
 
 @pytest.fixture(params=UNDER)

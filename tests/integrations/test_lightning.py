@@ -25,6 +25,7 @@ from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
 pytestmark = [
+    pytest.mark.usefixtures("_one_thread"),
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),

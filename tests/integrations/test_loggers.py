@@ -19,6 +19,8 @@ import gradstat
 from gradstat.integrations import loggers
 from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, ReportLogger, log_report, scalars_of
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def model_and_report(bad: bool = False) -> tuple[nn.Module, gradstat.Report]:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -19,6 +19,8 @@ from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, ins
 from gradstat.monitor import AnomalyError
 from gradstat.monitor.segments import PendingRows
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 class Regression(nn.Module):
     """A model as the Trainer takes it, of which tests know every gradient, and a fault that can be switched on."""
@@ -140,11 +142,7 @@ def test_a_real_model_with_its_default_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokens = [torch.randint(64, (16,)) for _ in range(32)]
     data = [{"input_ids": t, "labels": t} for t in tokens]
-    trainer = Trainer(
-        GPT2LMHeadModel(config),
-        arguments(tmp_path, bf16=True, learning_rate=1e-5),
-        train_dataset=data,
-    )
+    trainer = Trainer(GPT2LMHeadModel(config), arguments(tmp_path, bf16=True, learning_rate=1e-5), train_dataset=data)
     handle = install(trainer, watch={"activations": 2, "updates": 1}, log="parameters")
     trainer.train()
     assert handle.monitor.diagnose().ok
