@@ -129,7 +129,8 @@ def verify(step: Step) -> None:
     if not gradients:
         raise ValueError("no parameter of the model has a gradient after backward(); does the loss depend on them?")
     report = gradstat.check(step.model)
-    exact = math.sqrt(sum(float(_dense(g).to(_wide(g)).abs().square().sum()) for g in gradients))
+    wide = (_dense(g).to(torch.complex128 if g.is_complex() else torch.float64) for g in gradients)
+    exact = math.sqrt(sum(float(g.abs().square().sum()) for g in wide))
     if not math.isfinite(exact):
         raise ValueError(f"the model's gradients are not finite, so there is nothing fair to time:\n{report}")
     coarse = 1e-3 if all(_dense(g).dtype in (torch.float32, torch.float64) for g in gradients) else 2e-2
@@ -148,10 +149,6 @@ def verify(step: Step) -> None:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.complex128 if gradient.is_complex() else torch.float64
 
 
 @dataclass(frozen=True, slots=True)

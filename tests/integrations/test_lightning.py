@@ -495,7 +495,6 @@ def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_norm": 0.0}, r"max_norm is 0\.0; expected a number above 0"),
         ({"log_every": -1}, "log_every is -1"),
         ({"on_anomaly": "explode"}, "unknown policy 'explode'; known: record, .*checkpoint"),
         ({"per_tensor": ("median",)}, "per_tensor: unknown name 'median'"),

@@ -22,19 +22,15 @@ from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, Re
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-def model_and_report(bad: bool = False) -> tuple[nn.Module, gradstat.Report]:
+def trainee() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def model_and_report(bad: bool = False) -> tuple[nn.Module, gradstat.Report]:
+    model, _ = trainee()
     (model(torch.randn(5, 4)).square().sum() * (math.nan if bad else 1)).backward()
     return model, gradstat.check(model)
-
-
-def trained(steps: int = 7, **options: Any) -> gradstat.Monitor:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer, **{"on_anomaly": "record", **options})
-    for _ in range(steps):
-        step(monitor, model, optimizer)
-    return monitor
 
 
 def step(monitor: gradstat.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> gradstat.Report:
@@ -74,9 +70,8 @@ def test_what_is_bad_stands_out_most() -> None:
 @pytest.mark.parametrize("review_every", [1, 64])
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    model[2].weight.requires_grad_(not missing)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trainee()
+    model[2].weight.requires_grad_(not missing)  # type: ignore[index,union-attr]
     monitor = gradstat.Monitor(
         model, optimizer, on_anomaly="record", options={"review_every": review_every}, watch={"updates": 2}
     )
@@ -226,8 +221,7 @@ def test_a_function_and_several_targets() -> None:
 def test_every_n_steps_once() -> None:
     seen: list[int] = []
     log = ReportLogger(lambda values, step: seen.append(step), every=3)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trainee()
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
     for i in range(8):
         report = step(monitor, model, optimizer)
