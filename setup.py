@@ -72,18 +72,13 @@ def architectures_text():
 
 def torch_extension(name, sources, **kwargs):
     """An extension against torch's headers and libraries; nothing in it depends on the torch version."""
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    flags = [flag for path in include_paths() for flag in ("-isystem", path)]
-    # Where torch lies must not show in what is built, or no two builds were equal.
-    flags += [f"-ffile-prefix-map={path}=torch" for path in include_paths()]
     return Extension(
         name,
         sources,
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").iterdir())],
         define_macros=MACROS,
-        extra_compile_args=[*CXX_FLAGS, *flags, *kwargs.pop("compile_args", []), *INSTRUMENTATION],
-        library_dirs=[*library_paths(), *kwargs.pop("library_dirs", [])],
+        extra_compile_args=[*CXX_FLAGS, *kwargs.pop("compile_args", []), *INSTRUMENTATION],
+        library_dirs=kwargs.pop("library_dirs", []),
         extra_link_args=[*link_order(), *kwargs.pop("link_args", []), *INSTRUMENTATION],
         py_limited_api=True,
         **kwargs,
@@ -107,6 +102,14 @@ class BuildExtension(build_ext):
     """Knows how to compile .cu files, and compiles sources in parallel."""
 
     def build_extensions(self):
+        # Only here, since importing torch takes seconds, and packages are described without it.
+        from torch.utils.cpp_extension import include_paths, library_paths
+
+        for extension in self.extensions:
+            extension.library_dirs += library_paths()
+            extension.extra_compile_args += [flag for path in include_paths() for flag in ("-isystem", path)]
+            # Where torch lies must not show in what is built, or no two builds were equal.
+            extension.extra_compile_args += [f"-ffile-prefix-map={path}=torch" for path in include_paths()]
         self.compiler.src_extensions.append(".cu")
         compile_one = self.compiler._compile
         jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))

@@ -132,9 +132,9 @@ def timed(
     group: str, case: str, tensors: list[Tensor], calls: dict[str, Callable[[], object]], rounds: int, results: Path
 ) -> None:
     """Rows of device time, printed and appended."""
+    from caches import Flush
     from rows import append, row
 
-    from gradstat.bench.machine import Flush
     from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -19,6 +19,7 @@ import optimizer_steps
 import step_providers
 import tables
 import torch
+from caches import Flush
 from cases import (
     CASES,
     CHECK,
@@ -143,7 +144,7 @@ def _fits(plan: Plan, size: int) -> bool:
 
 def lists(plan: Plan) -> Work:
     """Every provider on every list of gradients in every dtype."""
-    flush = machine.Flush(plan.device)
+    flush = Flush(plan.device)
     for case in CASES:
         if not plan.holds(case):
             continue
@@ -170,7 +171,7 @@ TENSORS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 20_000)
 
 def growth_in_bytes(plan: Plan) -> Work:
     """One float32 tensor, from 1 MB to 1 GB on a CPU and to 16 GB on a GPU."""
-    flush = machine.Flush(plan.device)
+    flush = Flush(plan.device)
     for size in BYTES:
         if _fits(plan, size) and (plan.device.type == "cuda" or size <= BYTES_ON_CPU):
             what, shapes = f"{size:,} bytes", [(size // 4,)]
@@ -182,7 +183,7 @@ def growth_in_tensors(plan: Plan) -> Work:
 
     That also throws the tensors' own objects out of the caches, which dominates.
     """
-    yield from _growth_in_tensors(plan, "growth in tensors", machine.Flush(plan.device))
+    yield from _growth_in_tensors(plan, "growth in tensors", Flush(plan.device))
 
 
 def warm_growth_in_tensors(plan: Plan) -> Work:
@@ -272,7 +273,7 @@ def _training(plan: Plan, training: Training) -> list[Row]:
 
 def steps_of_optimizers(plan: Plan) -> Work:
     """From scaled gradients to updated parameters, for every optimizer in every circumstance."""
-    flush = machine.Flush(plan.device)
+    flush = Flush(plan.device)
     for case, choice in optimizer_steps.combinations(plan.full):
         for circumstance in CIRCUMSTANCES:
             what = optimizer_steps.case_name(case.name, choice, circumstance)
@@ -369,7 +370,8 @@ def main() -> int:
     groups = options.only or (GROUPS if options.full else QUICK)
     if plan.device.type == "cpu" and not options.only:
         groups = [group for group in groups if group != counts.GROUP]  # there are none
-    print(f"{machine.description(plan.device)}; {machine.versions()}", flush=True)
+    circumstance = machine.circumstance(machine.driver_version(plan.device), torch.get_num_threads())
+    print(f"{machine.device_name(plan.device)}, {circumstance}; {machine.versions()}", flush=True)
     rows: list[Row] = []
     recorded = None
     for made in measure(plan, groups):

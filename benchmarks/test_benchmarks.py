@@ -13,6 +13,7 @@ import optimizer_steps
 import pytest
 import step_providers
 import torch
+from caches import Flush
 from cases import CASES, PROVIDERS, Input, Provider, input_of, verify
 from models import TRAININGS
 from optimizer_steps import CIRCUMSTANCES, Circumstance, Setting
@@ -46,9 +47,9 @@ OPTIMIZER_STEPS = [
 
 
 @lru_cache(maxsize=1)
-def given(device: str, name: str, dtype: torch.dtype) -> tuple[Input, machine.Flush]:
+def given(device: str, name: str, dtype: torch.dtype) -> tuple[Input, Flush]:
     shapes = next(case.shapes() for case in CASES if case.name == name)
-    return input_of(shapes, dtype, device), machine.Flush(torch.device(device))
+    return input_of(shapes, dtype, device), Flush(torch.device(device))
 
 
 @lru_cache(maxsize=1)
@@ -59,9 +60,9 @@ def step_of(device: str, name: str) -> steps.Step:
 
 
 @lru_cache(maxsize=1)
-def setting_of(device: str, circumstance: Circumstance) -> tuple[Setting, machine.Flush]:
+def setting_of(device: str, circumstance: Circumstance) -> tuple[Setting, Flush]:
     ((case, choice),) = optimizer_steps.combinations(full=False)
-    return Setting(case.shapes(), choice, circumstance, device), machine.Flush(torch.device(device))
+    return Setting(case.shapes(), choice, circumstance, device), Flush(torch.device(device))
 
 
 @pytest.mark.parametrize(("device", "name", "dtype", "provider"), LISTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 import sys
@@ -14,46 +15,27 @@ import torch
 
 import gradstat
 
+# What else there is besides info: where it is, and what it does. Its options only it knows.
+COMMANDS = {
+    "demo": ("gradstat.demo", "main", "train a small GPT with every step checked, then break it"),
+    "bench": ("gradstat.bench", "main", "what checks, clips and detect_anomaly cost on your own model and machine"),
+    "view": ("gradstat.monitor.command", "view_main", "what a recording of a run says, and a page to look at it"),
+    "diff": ("gradstat.monitor.command", "diff_main", "in which step two recorded runs part, and what parts first"),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradstat", description=gradstat.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="what runs on this machine, and why something does not")
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    commands.add_parser(
-        "demo",
-        help="train a small GPT with every step checked, then break it (--help for options)",
-        add_help=False,
-    )
-    commands.add_parser(
-        "bench",
-        help="what checks, clips and detect_anomaly cost on your own model and machine (--help for options)",
-        add_help=False,
-    )
-    commands.add_parser(
-        "view",
-        help="what a recording of a run says, and a page to look at it (--help for options)",
-        add_help=False,
-    )
-    commands.add_parser(
-        "diff",
-        help="in which step two recorded runs part, and what parts first (--help for options)",
-        add_help=False,
-    )
-    # All but info have options of their own, which only they know.
+    for name, (_, _, what) in COMMANDS.items():
+        commands.add_parser(name, help=f"{what} (--help for options)", add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "demo":
-        from gradstat.demo import main as run_demo
-
-        return run_demo(rest)
-    if options.command == "bench":
-        from gradstat.bench import main as run_bench
-
-        return run_bench(rest)
-    if options.command in ("view", "diff"):
-        from gradstat.monitor import command
-
-        return (command.view_main if options.command == "view" else command.diff_main)(rest)
+    if options.command in COMMANDS:
+        module, function, _ = COMMANDS[options.command]
+        status: int = getattr(importlib.import_module(module), function)(rest)
+        return status
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     collected = collect_info()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from gradstat.monitor import Monitor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[AutoHandle]] = weakref.WeakKeyDictionary()
+_MARK = "_gradstat_auto"  # the attribute of an optimizer that is watched
 
 
 class AutoHandle:
@@ -30,17 +29,12 @@ class AutoHandle:
         self.monitor = monitor
         self._optimizer = optimizer
         self._max_norm = max_norm
-        me = weakref.ref(self)
+        self._handle = optimizer.register_step_pre_hook(self._before)
+        setattr(optimizer, _MARK, self)
 
-        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            alive = me()
-            return None if alive is None else alive._before(args, kwargs)
-
-        self._handle = optimizer.register_step_pre_hook(before)
-        # The optimizer keeps the handle alive.
-        optimizer._gradstat_auto = self  # type: ignore[attr-defined]
-
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # torch gives the optimizer itself as the first argument.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -53,14 +47,14 @@ class AutoHandle:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        calls = 0
+        is_first = True
 
         def evaluated() -> Any:
-            nonlocal calls
+            nonlocal is_first
             loss = closure()
-            calls += 1
-            if calls == 1:
+            if is_first:
                 self._look(loss)
+            is_first = False
             return loss
 
         return evaluated
@@ -68,16 +62,12 @@ class AutoHandle:
     def _look(self, loss: Any) -> None:
         self.monitor.step(loss)
         if self._max_norm is not None:
-            clip_grad_norm_(self._optimizer_parameters(), self._max_norm)
-
-    def _optimizer_parameters(self) -> list[Any]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            clip_grad_norm_([p for group in self._optimizer.param_groups for p in group["params"]], self._max_norm)
 
     def remove(self) -> None:
         """Takes the monitor out of the optimizer and ends it; its findings stay."""
         self._handle.remove()
-        self._optimizer.__dict__.pop("_gradstat_auto", None)
-        _watched.pop(self._optimizer, None)
+        self._optimizer.__dict__.pop(_MARK, None)
         self.monitor.detach()
 
     def __enter__(self) -> Self:
@@ -131,8 +121,7 @@ def auto(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; of a wrapped one pass what it wraps, "
             "optimizer.optimizer for example"
         )
-    known = _watched.get(optimizer)
-    if known is not None and known() is not None:
+    if hasattr(optimizer, _MARK):
         raise RuntimeError(
             "this optimizer is watched already; call remove() on the handle of the first gradstat.auto()"
         )
@@ -140,6 +129,4 @@ def auto(
         source = source_of(optimizer)
         model = Parameters(zip(source.names(), source.parameters, strict=True))
     monitor = Monitor(model, optimizer, scaler, max_norm=max_norm, **options)
-    handle = AutoHandle(optimizer, monitor, max_norm)
-    _watched[optimizer] = weakref.ref(handle)
-    return handle
+    return AutoHandle(optimizer, monitor, max_norm)

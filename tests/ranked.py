@@ -1,14 +1,18 @@
-"""What tests of Hugging Face's frameworks share: ranks of the pool as those of an Accelerator; running examples."""
+"""What tests of frameworks share: ranks of the pool as those of a framework; running examples."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import subprocess
+import runpy
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 
@@ -38,19 +42,38 @@ def accelerate_on_ranks() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def lightning_on_ranks() -> Any:
+    """Lightning's environment of processes that are there already, for ``Trainer(plugins=...)`` and Fabric's."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Here(LightningEnvironment):
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return dist.get_world_size()
+
+        def global_rank(self) -> int:
+            return dist.get_rank()
+
+        local_rank = global_rank
+
+    return Here()
+
+
 def run_example(name: str, *arguments: str) -> str:
-    """What an example of ``examples/`` shows, standard error included."""
-    root = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, str(root / "examples" / name), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr
+    """What an example of ``examples/`` shows and warns of. It runs here, where its framework is imported already."""
+    path = str(Path(__file__).resolve().parent.parent / "examples" / name)
+    shown = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(shown),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("default")
+        patch.setattr(sys, "argv", [path, *arguments])
+        runpy.run_path(path, run_name="__main__")
+    return "\n".join([shown.getvalue(), *(str(warning.message) for warning in told)])
 
 
 def forget_accelerators() -> None:

@@ -1,6 +1,5 @@
 """Mutants that no test can kill, each with the reason; see mutation.py."""
 
-_LENGTHS = "both have the same length by the way they are made, so there is nothing for `strict` to find"
 _COPIES = "decides only whether a copy is made that could be spared; the words are the same"
 _PACES = "the pace at which rows are summed; sums modulo 2**64 do not depend on it"
 
@@ -46,41 +45,6 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "@functools.lru_cache(maxsize=16)",
         "@functools.lru_cache(maxsize= 17)",
     ): "seventeen devices in one process; weights are made again, and are the same",
-    (
-        "gradstat/distributed/replicas.py",
-        "pairs = zip(source.names(), source.parameters, strict=True)",
-        "pairs = zip(source.names(), source.parameters, strict=False)",
-    ): _LENGTHS,
-    (
-        "gradstat/distributed/replicas.py",
-        "return zip(source.names(), source.parameters, strict=True)",
-        "return zip(source.names(), source.parameters, strict=False)",
-    ): _LENGTHS,
-    (
-        "gradstat/distributed/replicas.py",
-        "for name, parameter in zip(source.names(), source.parameters, strict=True)",
-        "for name, parameter in zip(source.names(), source.parameters, strict=False)",
-    ): _LENGTHS,
-    (
-        "gradstat/distributed/batches.py",
-        "for rank, theirs in zip(ranks, numbers, strict=True):",
-        "for rank, theirs in zip(ranks, numbers, strict=False):",
-    ): _LENGTHS,
-    (
-        "gradstat/distributed/origin.py",
-        "on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, counts, strict=True) if any(c[k])}",
-        "on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, counts, strict=False) if any(c[k])}",
-    ): _LENGTHS,
-    (
-        "gradstat/distributed/origin.py",
-        "return earliest, lambda: zip(places, counts.cpu(), strict=True)",
-        "return earliest, lambda: zip(places, counts.cpu(), strict=False)",
-    ): _LENGTHS,
-    (
-        "gradstat/distributed/replicas.py",
-        "for (t, _), number in zip(comparable, numbers.tolist(), strict=True):",
-        "for (t, _), number in zip(comparable, numbers.tolist(), strict=False):",
-    ): _LENGTHS,
     (
         "gradstat/distributed/replicas.py",
         "(first, most), *others = Counter(value_of.values()).most_common() or [(None, 0)]",

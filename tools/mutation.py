@@ -53,27 +53,16 @@ SECONDS = 400.0  # a mutant that takes longer has been noticed: it hangs
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change of one file.
+    """One change of one file, whose whole changed text is ``code``.
 
-    Attributes:
-        file: The file, from the root.
-        line: Where it changes, from 1.
-        before, after: The line there, and the first line that is another after the change, stripped.
-        operator: What cosmic-ray calls the change.
-        code: The whole changed file.
+    ``before`` is the line where it changes, ``after`` the first line that is another then, both stripped.
     """
 
     file: str
     line: int
     before: str
     after: str
-    operator: str
     code: str
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What names it in `EXPLAINED`."""
-        return self.file, self.before, self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +111,7 @@ def mutants_of(file: str, every: bool) -> Iterator[Mutant]:
             if name.endswith(NEGATING):
                 negated.add(line)
             before = source.splitlines()[line - 1].strip()
-            yield Mutant(file, line, before, _first_difference(source, code), name, code)
+            yield Mutant(file, line, before, _first_difference(source, code), code)
 
 
 def _parses(code: str) -> bool:
@@ -134,11 +123,18 @@ def _parses(code: str) -> bool:
 
 
 def _same_program(source: str, code: str) -> bool:
-    """Whether they differ in annotations at most, which are never evaluated here."""
-    return ast.dump(_Unannotated().visit(ast.parse(source))) == ast.dump(_Unannotated().visit(ast.parse(code)))
+    """Whether they differ in annotations, which are never evaluated here, and ``strict`` of a zip at most.
+
+    That only guards against what the code around it excludes: lists of different lengths.
+    """
+    return ast.dump(_Essential().visit(ast.parse(source))) == ast.dump(_Essential().visit(ast.parse(code)))
 
 
-class _Unannotated(ast.NodeTransformer):
+class _Essential(ast.NodeTransformer):
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword | None:
+        self.generic_visit(node)
+        return None if node.arg == "strict" else node
+
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
         return node
@@ -261,11 +257,8 @@ def _remembered() -> dict[tuple[str, int, str, str], Outcome]:
         return {}
     outcomes = [Outcome(**json.loads(line)) for line in REMEMBERED.read_text().splitlines()]
     kept = [o for o in outcomes if o.file in TESTS and o.source == _digest(o.file)]
-    return {
-        (o.file, o.line, o.before, o.after): o
-        for o in kept
-        if o.outcome != "survived" or o.tests == _tests_digest(o.file)
-    }
+    kept = [o for o in kept if o.outcome != "survived" or o.tests == _tests_digest(o.file)]
+    return {(o.file, o.line, o.before, o.after): o for o in kept}
 
 
 def _remember(outcome: Outcome) -> None:
@@ -303,10 +296,10 @@ def main() -> int:
     for file in files:
         for mutant in mutants_of(file, options.every):
             seen = known.get((mutant.file, mutant.line, mutant.before, mutant.after))
-            if seen is not None:
-                outcomes.append(seen)
-            else:
+            if seen is None:
                 work.append(mutant)
+            else:
+                outcomes.append(seen)
     if options.list:
         for mutant in work:
             print(f"{mutant.file}:{mutant.line}: {mutant.before}\n    {mutant.after}")
@@ -336,15 +329,8 @@ def main() -> int:
             outcome = workplace.try_out(mutant, TESTS[mutant.file])
         finally:
             workplaces.put(workplace)
-        result = Outcome(
-            mutant.file,
-            mutant.line,
-            mutant.before,
-            mutant.after,
-            outcome,
-            *digests[mutant.file],
-            round(time.monotonic() - start, 1),
-        )
+        what = (mutant.file, mutant.line, mutant.before, mutant.after)
+        result = Outcome(*what, outcome, *digests[mutant.file], round(time.monotonic() - start, 1))
         _remember(result)
         return result
 

@@ -175,8 +175,8 @@ def _load(name: str) -> Any:
     path = library_path(name)
     if path is None:
         raise BackendUnavailableError(
-            f"gradstat was installed without its compiled extension {name}: no C++ compiler was found at "
-            f"installation, or no Python headers. Install both (g++ or clang++, python3-dev). {_REBUILD}"
+            f"gradstat was installed without its compiled extension {name}: no C++ compiler was found at installation, "
+            f"no Python headers, or GRADSTAT_COMPILE=0 was set. Install both (g++ or clang++, python3-dev). {_REBUILD}"
         )
     try:
         module = importlib.import_module(f"gradstat.{name}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import operator
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -100,62 +100,48 @@ def _run(options: argparse.Namespace) -> int:
     autocast = None if options.autocast is None else getattr(torch, options.autocast)
     where = options.model or BUILT_IN
     model, loss = load(where, device)
-    step = steps.Step(model, _scalar(loss, device, autocast, where), _optimizer(options.optimizer, model), device)
+    loss = _scalar(loss, device, autocast, where)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient, so there is no step to take")
+    step = steps.Step(model, loss, OPTIMIZERS[options.optimizer](trained), device)
 
-    setting = Setting.of(step, options)
-    print(setting.text("the built-in GPT (--model measures yours)" if options.model is None else options.model))
+    setting = _setting(step, options)
+    autocast = f", autocast to {options.autocast}" if options.autocast else ""
+    named = options.model or "the built-in GPT (--model measures yours)"
+    print(
+        f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
+        f"{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}\n"
+        f"on {setting['device']}, {circumstance(setting['driver'], setting['threads'])}; {setting['versions']}"
+    )
     compared = _that_run(step, where)
     with Progress(steps.rounds_of(options.rounds), "measuring") as progress:
         measured = steps.costs(step, options.rounds, compared=compared, progress=progress.advance)
     print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
     if options.json is not None:
-        content = {**asdict(setting), "model": where, "variants": [_plain(cost) for cost in measured]}
+        content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
         with replacing(options.json) as file:
             file.write(f"{json.dumps(content, indent=2)}\n".encode())
         print(f"written to {options.json}")
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+def _setting(step: steps.Step, options: argparse.Namespace) -> dict[str, Any]:
     """Under which circumstances a model was measured; sizes are counts, ``time`` is UTC."""
-
-    device: str
-    driver: str
-    versions: str
-    threads: int
-    time: str
-    parameters: int
-    tensors: int
-    dtypes: list[str]
-    optimizer: str
-    autocast: str | None
-    rounds: int
-
-    @staticmethod
-    def of(step: steps.Step, options: argparse.Namespace) -> Setting:
-        trained = [p for p in step.model.parameters() if p.requires_grad]
-        return Setting(
-            device=device_name(step.device),
-            driver=driver_version(step.device),
-            versions=versions(),
-            threads=torch.get_num_threads(),
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            parameters=sum(p.numel() for p in trained),
-            tensors=len(trained),
-            dtypes=sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
-            optimizer=options.optimizer,
-            autocast=options.autocast,
-            rounds=options.rounds,
-        )
-
-    def text(self, model: str) -> str:
-        autocast = f", autocast to {self.autocast}" if self.autocast else ""
-        return (
-            f"{model}: {self.parameters:,} trained parameters in {self.tensors:,} tensors of {', '.join(self.dtypes)}"
-            f"{autocast}; optimizer {self.optimizer}\n"
-            f"on {self.device}, {circumstance(self.driver, self.threads)}; {self.versions}"
-        )
+    trained = [p for p in step.model.parameters() if p.requires_grad]
+    return {
+        "device": device_name(step.device),
+        "driver": driver_version(step.device),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "parameters": sum(p.numel() for p in trained),
+        "tensors": len(trained),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
+        "optimizer": options.optimizer,
+        "autocast": options.autocast,
+        "rounds": options.rounds,
+    }
 
 
 def _device(name: str | None) -> torch.device:
@@ -185,18 +171,16 @@ def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"--model {where}: importing {module_name} failed: {error}") from error
-        raise UsageError(
-            f"--model {where}: no module {error.name!r} in the current folder or the environment"
-        ) from error
+        what = f"importing {module_name} failed: {error}"
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            what = f"no module {error.name!r} in the current folder or the environment"
+        raise UsageError(f"--model {where}: {what}") from error
     except Exception as error:
         raise UsageError(f"--model {where}: importing {module_name} raised\n{_trace(error)}") from error
-    factory: Any = module
-    for part in attribute.split("."):
-        if not hasattr(factory, part):
-            raise UsageError(f"--model {where}: {module_name} has no {attribute}")
-        factory = getattr(factory, part)
+    try:
+        factory = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise UsageError(f"--model {where}: {module_name} has no {attribute}") from error
     if not callable(factory):
         raise UsageError(f"--model {where}: {attribute} is a {type(factory).__name__}, not a function")
     try:
@@ -249,13 +233,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise UsageError("the model has no parameter that requires a gradient, so there is no step to take")
-    return OPTIMIZERS[name](trained)
-
-
 def _scalar(
     loss: Callable[[], Any], device: torch.device, autocast: torch.dtype | None, where: str
 ) -> Callable[[], Tensor]:
@@ -287,15 +264,13 @@ def _that_run(step: steps.Step, where: str) -> list[steps.Variant]:
         steps.verify(step)
     except ValueError as error:
         raise UsageError(f"--model {where}: {error}") from error
-    plain, *others = steps.variants()
-    failure = _failure(plain, step)
-    if failure is not None:
-        raise UsageError(f"--model {where}: a training step raised\n{_trace(failure)}") from failure
-    running = [plain]
-    for variant in others:
+    running: list[steps.Variant] = []
+    for variant in steps.variants():
         failure = _failure(variant, step)
         if failure is None:
             running.append(variant)
+        elif not running:  # the plain step
+            raise UsageError(f"--model {where}: a training step raised\n{_trace(failure)}") from failure
         else:
             print(f"left out: {variant.name}, since it raised {type(failure).__name__}: {failure}", file=sys.stderr)
     return running
@@ -318,18 +293,15 @@ def _trace(error: Exception) -> str:
 def verdict(measured: list[steps.Cost]) -> str:
     """One sentence: what gradstat adds to this step, and what `detect_anomaly` does."""
     by_name = {cost.name: cost for cost in measured}
-    sentence = "gradstat.check "
-    check = by_name.get(steps.CHECK)
+    check, anomaly = by_name.get(steps.CHECK), by_name.get(steps.ANOMALY)
     if check is None:
         return "gradstat.check did not run on this model."
+    sentence = f"gradstat.check adds {check.added(measured[0]) * 100:.1f} % to a step"
     if check.inside is None and check.ratio.low <= 1:
-        sentence += "costs no more than steps differ by"
-    else:
-        sentence += f"adds {check.added(measured[0]) * 100:.1f} % to a step"
-    anomaly = by_name.get(steps.ANOMALY)
+        sentence = "gradstat.check costs no more than steps differ by"
     if anomaly is not None:
         sentence += f"; detect_anomaly makes it {anomaly.ratio.median:.2f} times as long"
-    return sentence + "."
+    return f"{sentence}."
 
 
 def _plain(cost: steps.Cost) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Where something was measured: names and versions, and how much the caches hold."""
+"""Where something was measured: names and versions."""
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -12,8 +11,6 @@ from pathlib import Path
 import torch
 
 import gradstat
-
-_UNKNOWN_CACHE = 64 << 20
 
 
 def synchronize(device: torch.device) -> None:
@@ -61,43 +58,6 @@ def versions() -> str:
     )
 
 
-def description(device: torch.device) -> str:
-    """Device and, on a CPU, threads, in words."""
-    name = device_name(device)
-    return f"{name}, {circumstance('', torch.get_num_threads())}" if device.type == "cpu" else name
-
-
 def circumstance(driver: str, threads: int) -> str:
     """What besides its name matters about a device: a GPU's driver, or how many threads a CPU runs."""
     return f"driver {driver}" if driver else f"{threads} thread{'s' * (threads != 1)}"
-
-
-@cache
-def cache_bytes(device: torch.device) -> int:
-    """Size in bytes of the last cache before memory: a GPU's second level, a processor's last level."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        found = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
-        if found:
-            sizes.append(int(found[1]) * units[found[2]])
-    if not max(sizes) and "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names:
-        sizes.append(os.sysconf("SC_LEVEL3_CACHE_SIZE"))
-    return max(sizes) or _UNKNOWN_CACHE
-
-
-class Flush:
-    """Called between timed calls, it leaves nothing in the caches that they could profit from.
-
-    Twice as much as the last cache holds is read, not written: lines that were written would still have to go back to
-    memory while the call runs. A training step throws gradients out of the caches by itself.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        # Not zeros, which a CPU may keep as one page that is seen everywhere.
-        self._buffer = torch.ones(2 * cache_bytes(device) // 4, device=device)
-
-    def __call__(self) -> None:
-        self._buffer.sum()

@@ -26,29 +26,22 @@ def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callab
 
     Args:
         call: Run twice on a CPU, once on a GPU. Should have run before, so that what it does once is done.
-        device: Whose memory counts. On a GPU only the device's, on a CPU torch's and Python's.
+        device: Whose memory counts.
         prepare: Run, uncounted, ahead of each call. It should free what the call would free: memory from before
             that is freed inside would count as nothing.
     """
-    return _on_gpu(call, device, prepare) if device.type == "cuda" else _on_cpu(call, prepare)
-
-
-def _on_gpu(call: Callable[[], object], device: torch.device, prepare: Callable[[], object]) -> int:
-    prepare()
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device)
-    call()
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - held
-
-
-def _on_cpu(call: Callable[[], object], prepare: Callable[[], object]) -> int:
     collecting = gc.isenabled()
     gc.disable()  # what was thrown away before must not be freed inside
     try:
         prepare()
-        return _torch_peak(call) + _python_peak(call, prepare)
+        if device.type != "cuda":
+            return _torch_peak(call) + _python_peak(call, prepare)
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        call()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
     finally:
         if collecting:
             gc.enable()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,11 +13,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Counts steps towards ``total`` on stderr; a context manager.
-
-    Attributes:
-        total: Steps that make it complete.
-    """
+    """Counts steps towards ``total`` on stderr; a context manager."""
 
     def __init__(self, total: int, what: str) -> None:
         self.total = total
@@ -52,8 +47,6 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -34,13 +36,9 @@ class WrongAnswerError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step without any inspection.
+    """A training step without any inspection; ``loss`` does the forward pass.
 
-    Attributes:
-        model: Whose gradients are looked at.
-        loss: A forward pass; returns the loss, a scalar with a graph.
-        optimizer: Of the model's parameters, with a learning rate of `LEARNING_RATE`, since it takes many steps.
-        device: Where it runs.
+    The optimizer has a learning rate of `LEARNING_RATE`, since it takes many steps.
     """
 
     model: nn.Module
@@ -51,17 +49,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is done besides the step.
-
-    Attributes:
-        name: As it is shown.
-        inspect: Called with the step and its loss between ``backward()`` and the optimizer's step.
-        anomaly: `detect_anomaly`'s ``check_nan``; None leaves anomaly mode off.
-    """
+    """What is done between ``backward()`` and the optimizer's step, with the step and its loss."""
 
     name: str
     inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
-    anomaly: bool | None = None
+    anomaly: bool | None = None  # the ``check_nan`` of anomaly mode; None leaves it off
 
     def run(self, step: Step) -> float:
         """One step of training in this variant; returns the seconds until ``inspect`` had returned, from its call."""
@@ -79,8 +71,7 @@ class Variant:
 def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, float]:
     """What people write by hand: five reductions per gradient, each brought to the host at once.
 
-    Returns:
-        How many gradients are not finite, the norm of all of them, the smallest and the largest element.
+    How many gradients are not finite, the norm of all of them, the smallest and the largest element.
     """
     bad, squares, low, high = 0, 0.0, math.inf, -math.inf
     for gradient in gradients:
@@ -92,27 +83,21 @@ def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, f
     return bad, math.sqrt(squares), low, high
 
 
-class _CheckAsync:
+def _checked_async() -> Callable[[Step, Tensor], object]:
     """Reads the report of the step before when it has launched the next, as a training loop would."""
+    pending: deque[gradstat.PendingReport] = deque()
 
-    def __init__(self) -> None:
-        self._pending: gradstat.PendingReport | None = None
+    def inspect(step: Step, loss: Tensor) -> bool:
+        pending.append(gradstat.check_async(step.model))
+        return len(pending) == 1 or pending.popleft().result().ok
 
-    def __call__(self, step: Step, loss: Tensor) -> bool:
-        before, self._pending = self._pending, gradstat.check_async(step.model)
-        return before is None or before.result().ok
+    return inspect
 
 
-class _Monitor:
+def _monitored() -> Callable[[Step, Tensor], object]:
     """A monitor as it comes, made on the first step."""
-
-    def __init__(self) -> None:
-        self._monitor: gradstat.Monitor | None = None
-
-    def __call__(self, step: Step, loss: Tensor) -> object:
-        if self._monitor is None:
-            self._monitor = gradstat.Monitor(step.model, step.optimizer, on_anomaly="record")
-        return self._monitor.step(loss)
+    monitor = functools.cache(lambda step: gradstat.Monitor(step.model, step.optimizer, on_anomaly="record"))
+    return lambda step, loss: monitor(step).step(loss)
 
 
 def variants() -> list[Variant]:
@@ -120,8 +105,8 @@ def variants() -> list[Variant]:
     return [
         Variant(PLAIN),
         Variant(CHECK, lambda step, loss: gradstat.check(step.model).ok),
-        Variant(CHECK_ASYNC, _CheckAsync()),
-        Variant(MONITOR, _Monitor()),
+        Variant(CHECK_ASYNC, _checked_async()),
+        Variant(MONITOR, _monitored()),
         Variant(CLIP, lambda step, loss: gradstat.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
         Variant(TORCH_CLIP, lambda step, loss: nn.utils.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
         Variant(NAIVE, lambda step, loss: naive_loop(p.grad for p in step.model.parameters())),
@@ -144,7 +129,8 @@ def verify(step: Step) -> None:
     if not gradients:
         raise ValueError("no parameter of the model has a gradient after backward(); does the loss depend on them?")
     report = gradstat.check(step.model)
-    exact = math.sqrt(sum(float(_dense(g).to(_wide(g)).abs().square().sum()) for g in gradients))
+    wide = (_dense(g).to(torch.complex128 if g.is_complex() else torch.float64) for g in gradients)
+    exact = math.sqrt(sum(float(g.abs().square().sum()) for g in wide))
     if not math.isfinite(exact):
         raise ValueError(f"the model's gradients are not finite, so there is nothing fair to time:\n{report}")
     coarse = 1e-3 if all(_dense(g).dtype in (torch.float32, torch.float64) for g in gradients) else 2e-2
@@ -165,22 +151,17 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.complex128 if gradient.is_complex() else torch.float64
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What one variant of a step costs.
 
     Attributes:
-        name: The variant's.
         seconds: Wall time of a step, with a final sync.
         ratio: To the plain step of the same round.
         inside: Seconds in the added call itself, as it runs within the step: what the ratio is too noisy to tell when
             it is little. None where that means nothing: in anomaly mode, and on a GPU, where a call that waits waits
             for the backward pass.
-        extra_bytes: Peak memory beyond the plain step's; see `memory.peak_bytes` for what is counted.
+        extra_bytes: Peak memory beyond the plain step's, as `memory.peak_bytes` counts.
     """
 
     name: str
@@ -200,19 +181,11 @@ def rounds_of(rounds: int) -> int:
 
 
 def costs(
-    step: Step,
-    rounds: int,
-    *,
-    compared: list[Variant] | None = None,
-    progress: Callable[[], object] | None = None,
+    step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] | None = None
 ) -> list[Cost]:
-    """Time and peak memory of every variant, the plain step first.
+    """Time and peak memory of the variants ``compared`` (all, if None), the plain step first.
 
-    Args:
-        step: The training step.
-        rounds: Timed rounds; in each, every variant takes one step.
-        compared: The variants, the plain step first; None means all.
-        progress: Called after every round.
+    In each of the timed ``rounds`` every variant takes one step; then ``progress`` is called.
     """
     compared = compared or variants()
     inside: dict[str, list[float]] = {variant.name: [] for variant in compared}

@@ -71,8 +71,7 @@ def interleaved(
 
     Args:
         calls: By name.
-        rounds: Timed rounds.
-        warmup: Rounds before them that are not counted.
+        rounds, warmup: Timed rounds, and those before them that are not counted.
         device: Where the work is done; None is the CPU.
         before: Run, untimed, ahead of every call, with its name.
         progress: Called after every round, uncounted ones included.

@@ -15,17 +15,9 @@ def standard_library() -> Path:
 
 
 def read(folder: Path, limit: int = 4_000_000) -> Tensor:
-    """The ``.py`` files directly in ``folder`` and in its packages, joined in order of their names.
+    """The ``.py`` files in ``folder``, but for tests and installed packages, joined in order of their names.
 
-    Args:
-        folder: Where to look; tests and installed packages are passed over.
-        limit: Bytes to stop at.
-
-    Returns:
-        ``[bytes]`` uint8.
-
-    Raises:
-        FileNotFoundError: There are no sources there.
+    At most ``limit`` bytes, as ``[bytes]`` uint8; raises FileNotFoundError if there are hardly any.
     """
     passed_over = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
     text = bytearray()

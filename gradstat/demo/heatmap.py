@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradstat.demo.train import Run
+from gradstat.monitor.recording import Recording
 
 _BAD, _LOSS, _NORM = "#ff2d55", "#1f6feb", "#8a8a8a"
 
@@ -19,8 +19,8 @@ def layers_of(names: tuple[str, ...]) -> dict[str, list[int]]:
     return layers
 
 
-def draw(run: Run, path: Path) -> None:
-    """Writes a PNG of ``run`` to ``path``."""
+def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
+    """Writes a PNG of a run to ``path``."""
     # Figure and canvas without pyplot: no display is needed, and a caller's own backend stays as it is.
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,21 +28,22 @@ def draw(run: Run, path: Path) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    layers = layers_of(run.names)
-    squares = np.square(np.array(run.layer_norms))
+    gradients, steps = recording.tables["gradient"], recording.steps
+    layers = layers_of(gradients.names)
+    squares = np.square(gradients.column("l2_norm"))  # of finite elements
     norms = np.array([np.sqrt(squares[:, at].sum(1)) for at in layers.values()])
-    bad = np.array([np.array(run.bad)[:, at].any(1) for at in layers.values()])
+    counts = gradients.column("nan_count") + gradients.column("inf_count")
+    bad = np.array([counts[:, at].any(1) for at in layers.values()])
     shown = np.ma.masked_array(np.log10(np.maximum(norms, 1e-12)), mask=bad)
     low, high = np.percentile(shown.compressed(), [1, 99.5])
-    steps = np.arange(len(run.losses))
 
     figure = Figure(figsize=(14, 1.9 + 0.245 * len(layers)), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, height_ratios=[1, 0.135 * len(layers)], sharex=True)
     top.set_title("A small GPT learning Python, every gradient checked on every step", loc="left", fontsize=14)
-    top.semilogy(steps, run.norms, color=_NORM, linewidth=1.1, label="gradient norm")
-    top.semilogy(steps, run.losses, color=_LOSS, linewidth=1.8, label="loss")
-    top.axvline(run.corrupted_step, color=_BAD, linewidth=1.2, linestyle="--", label="corrupted step")
+    top.semilogy(steps, recording.scalars["norm"], color=_NORM, linewidth=1.1, label="gradient norm")
+    top.semilogy(steps, recording.scalars["loss"], color=_LOSS, linewidth=1.8, label="loss")
+    top.axvline(corrupted_step, color=_BAD, linewidth=1.2, linestyle="--", label="corrupted step")
     top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     top.yaxis.set_major_formatter("{x:g}")
     top.yaxis.set_minor_formatter(NullFormatter())

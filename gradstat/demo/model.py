@@ -12,23 +12,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model and its batches are.
-
-    Attributes:
-        layers, width, heads: Of the model.
-        context: Tokens a prediction sees, and length of a training sample.
-        batch: Samples in a training step.
-        vocabulary: Tokens there are; 256 for bytes.
-        tied: Whether the head is the embedding's own matrix, as in GPT-2.
-    """
+    """How large a model and its batches are."""
 
     layers: int
     width: int
     heads: int
-    context: int
+    context: int  # tokens that a prediction sees, and the length of a training sample
     batch: int
-    vocabulary: int = 256
-    tied: bool = False
+    vocabulary: int = 256  # that of bytes
+    tied: bool = False  # whether the head is the embedding's own matrix, as in GPT-2
 
 
 TINY = Size(layers=2, width=32, heads=2, context=32, batch=4)

@@ -1,4 +1,4 @@
-"""The command: options, the run, the verdict, the costs, the picture."""
+"""The command: options, the run, the verdict, what checks cost in the demo's own training step, the picture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from gradstat.demo import corpus, costs, heatmap
+from gradstat.bench import steps as variants
+from gradstat.demo import corpus, heatmap
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
-from gradstat.demo.train import Run, train
+from gradstat.demo.train import train
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import save, write_page
 
@@ -90,34 +91,34 @@ def _run(options: argparse.Namespace) -> int:
     culprit = f"blocks.{layer}.mlp.down"
     print(f"At step {corrupted_step}, one activation saved by {culprit} will be overwritten with Inf.\n", flush=True)
 
-    run = train(model, data, steps, corrupted_step, layer, options.seed, device)
-    print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}; what it writes by now:")
+    recording, incident = train(model, data, steps, corrupted_step, layer, options.seed, device)
+    losses = recording.scalars["loss"]
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; what it writes by now:")
     print("\n".join(f"  | {line}" for line in _printable(model.write(b"def ", 120))) + "\n")
 
     tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
-    print(costs.report(model, tokens, rounds=5 if options.quick else 20, where=f"{where}, this very model"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=variants.LEARNING_RATE)
+    step, rounds = (
+        variants.Step(model, lambda: model.loss(tokens), optimizer, tokens.device),
+        5 if options.quick else 20,
+    )
+    print(f"What a step costs ({where}, this very model, median of {rounds} interleaved rounds):")
+    print(variants.table(variants.costs(step, rounds)))
 
     picture = options.output / "gradient-norms.png"
-    heatmap.draw(run, picture)
-    assert run.recording is not None
-    recording = save(run.recording, options.output / "run.gradstat")
-    page = write_page(run.recording, options.output / "run.html", title="The demo")
-    print(f"\n{Diagnosis.of(run.recording)}")
-    print(f"\npicture: {picture}\npage: {page}\nrecording, for `python -m gradstat view`: {recording}")
-    return _verdict(run, f"{culprit}.weight")
+    heatmap.draw(recording, corrupted_step, picture)
+    saved = save(recording, options.output / "run.gradstat")
+    page = write_page(recording, options.output / "run.html", title="The demo")
+    print(f"\n{Diagnosis.of(recording)}")
+    print(f"\npicture: {picture}\npage: {page}\nrecording, for `python -m gradstat view`: {saved}")
+    named = [stats.name for stats in incident.nonfinite] if incident is not None else []
+    if named == [f"{culprit}.weight"]:
+        return 0
+    found = f"but named were: {named or 'none'}"
+    print(f"\nFAILED: {culprit}.weight was corrupted at step {corrupted_step}, {found}", file=sys.stderr)
+    return 1
 
 
 def _printable(sample: bytes) -> list[str]:
     """Lines of plain ASCII: sampled bytes may be anything, terminal escapes included."""
     return ["".join(chr(b) if 32 <= b < 127 else "?" for b in line) for line in sample.expandtabs(4).split(b"\n")]
-
-
-def _verdict(run: Run, expected: str) -> int:
-    named = [stats.name for stats in run.incident.nonfinite] if run.incident is not None else []
-    if named == [expected]:
-        return 0
-    print(
-        f"\nFAILED: {expected} was corrupted at step {run.corrupted_step}, but named were: {named or 'none'}",
-        file=sys.stderr,
-    )
-    return 1

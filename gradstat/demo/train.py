@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +16,6 @@ MAX_NORM = 1.0
 # Written into the input that `mlp.down` has saved for its weight's gradient: sample, position, feature.
 CORRUPTED_ELEMENT = (0, 3, 7)
 CORRUPTED_VALUE = math.inf
-
-
-@dataclass
-class Run:
-    """What a run leaves behind.
-
-    Attributes:
-        names: The model's parameters, in order.
-        losses, norms: One number per step.
-        layer_norms: Per step, the gradient norm of every parameter (of its finite elements).
-        bad: Per step, whether each parameter's gradient was not finite.
-        corrupted_step: Which step was corrupted.
-        incident: The report of that step.
-        recording: What the monitor kept of the run.
-    """
-
-    names: tuple[str, ...]
-    corrupted_step: int
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    layer_norms: list[Any] = field(default_factory=list)
-    bad: list[Any] = field(default_factory=list)
-    incident: gradstat.Report | None = None
-    recording: gradstat.monitor.Recording | None = None
 
 
 def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -58,24 +32,21 @@ def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
 
 def train(
     model: GPT, corpus: Tensor, steps: int, corrupted_step: int, corrupted_layer: int, seed: int, device: str
-) -> Run:
+) -> tuple[gradstat.monitor.Recording, gradstat.Report | None]:
     """Trains with AdamW; a step whose gradients are not finite is skipped.
 
-    Args:
-        model: On ``device``.
-        corpus: ``[bytes]`` uint8, on the CPU.
-        steps: How many.
-        corrupted_step: The step to corrupt, counted from 0.
-        corrupted_layer: The block whose ``mlp.down`` is corrupted.
-        seed: For the batches.
-        device: ``"cpu"`` or ``"cuda"``.
+    In ``corrupted_step``, counted from 0, the ``mlp.down`` of block ``corrupted_layer`` is corrupted.
+
+    Returns:
+        What the monitor kept of all steps; the report of the corrupted one, if it was not finite.
     """
     from tqdm import tqdm
 
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    run = Run(tuple(name for name, _ in model.named_parameters()), corrupted_step)
-    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", max_norm=MAX_NORM, watch={"activations": 10})
+    incident = None
+    watch, every = {"activations": 10}, {"history": steps}
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", max_norm=MAX_NORM, watch=watch, options=every)
     interactive = sys.stderr.isatty()
     progress = tqdm(range(steps), desc="training", unit="step", disable=not interactive, dynamic_ncols=True)
     for step in progress:
@@ -96,21 +67,15 @@ def train(
         else:
             norm = math.nan
             if step == corrupted_step:  # a step that went bad by itself proves nothing about this one
-                run.incident = report
+                incident = report
             progress.clear()
             _tell(report, step, loss.item())
 
-        records = report.to_numpy()
-        run.losses.append(loss.item())
-        run.norms.append(norm)
-        run.layer_norms.append(records["l2_norm"])
-        run.bad.append(records["nan_count"] + records["inf_count"] > 0)
-        progress.set_postfix(loss=f"{run.losses[-1]:.3f}", grad_norm=f"{norm:.3f}", refresh=False)
+        progress.set_postfix(loss=f"{loss.item():.3f}", grad_norm=f"{norm:.3f}", refresh=False)
         if not interactive and step % max(1, steps // 6) == 0:
-            print(f"step {step:4d}  loss {run.losses[-1]:.3f}  gradient norm {norm:.3f}", flush=True)
+            print(f"step {step:4d}  loss {loss.item():.3f}  gradient norm {norm:.3f}", flush=True)
     monitor.detach()
-    run.recording = monitor.recording()
-    return run
+    return monitor.recording(), incident
 
 
 def _tell(report: gradstat.Report, step: int, loss: float) -> None:

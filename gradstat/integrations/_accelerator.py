@@ -36,14 +36,8 @@ def refuse_second(accelerator: Any) -> None:
 class AcceleratorBase(Handle):
     """The handle of an integration that measures where an accelerator clips.
 
-    Args:
-        accelerator: A ``accelerate.Accelerator``.
-        options: What the user wants.
-        micro_batches: Into how many micro-batches a step is divided, asked before each.
-
-    Raises:
-        RuntimeError: The accelerator is watched already.
-        NotImplementedError: The engine shows no gradients, or a policy or the clip cannot be carried out under it.
+    ``micro_batches`` tells into how many a step is divided, before each. Raises RuntimeError if the accelerator is
+    watched already, and what `engine_clips` raises.
     """
 
     def __init__(self, accelerator: Any, options: Options, micro_batches: Callable[[], int]) -> None:
@@ -138,7 +132,6 @@ class AcceleratorBase(Handle):
             warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
 
     def _detach(self) -> None:
-        """Gives the accelerator its own methods back."""
         super()._detach()
         if getattr(self._accelerator, _MARK, None) is self:
             delattr(self._accelerator, _MARK)

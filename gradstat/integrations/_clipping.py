@@ -18,11 +18,7 @@ Limit = float | AdaptiveClip
 
 
 def checked_limit(max_norm: Any) -> Limit | None:
-    """``max_norm`` as a positive number, an adaptive clip or None.
-
-    Raises:
-        TypeError, ValueError: It is none of these.
-    """
+    """``max_norm`` as a positive number, an adaptive clip or None; raises TypeError or ValueError if it is neither."""
     if max_norm is None or isinstance(max_norm, AdaptiveClip):
         return max_norm
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | Tensor):
@@ -38,9 +34,6 @@ class OptimizerClip:
 
     A fused optimizer unscales by itself, so that its gradients still carry the loss scale. It is told to divide by
     more: no pass over the gradients besides that for the norm, and no sync.
-
-    Args:
-        scaler: The loss scaler; None without.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -56,8 +49,7 @@ class OptimizerClip:
     ) -> Tensor:
         """As `clip`, with a look at the gradients before, by which a step that is skipped may lose them.
 
-        Raises:
-            RuntimeError: The norm is not finite, and that is an error; nothing was clipped.
+        Raises RuntimeError, with nothing clipped, if the norm is not finite and that is an error.
         """
         if isinstance(limit, AdaptiveClip) or self.leaves_scaled(optimizer):
             measure()

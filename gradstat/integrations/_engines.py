@@ -52,17 +52,11 @@ def engine_of(strategy: object) -> str | None:
 
 
 def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size: int, setting: str) -> bool:
-    """Whether an engine keeps and clips gradients itself; says what cannot be seen then.
+    """Whether an engine, as told by `engine_of`, keeps and clips gradients itself; says what cannot be seen then.
 
-    Args:
-        engine: As told by `engine_of`.
-        options: Loses the rules that would be wrong.
-        max_norm: What gradstat is to clip to; None for nothing.
-        world_size: How many ranks there are.
-        setting: Where else the engine's own clip is set, for the error.
-
-    Raises:
-        NotImplementedError: Nothing would be visible, or a policy or the clip cannot be carried out.
+    Then ``options`` lose the rules that would be wrong, and ``max_norm``, what gradstat is to clip to, has to be None;
+    ``setting`` says where the engine's own clip is set. Raises NotImplementedError if nothing would be visible, or a
+    policy or the clip cannot be carried out.
     """
     if engine in _REFUSED:
         raise NotImplementedError(_REFUSED[engine])

@@ -16,8 +16,7 @@ from gradstat.monitor.replay.step_state import is_replaying
 def require(name: str, least: tuple[int, int], extra: str = "") -> ModuleType:
     """The imported framework ``name``, which gradstat's extra of that name, or ``extra``, installs.
 
-    Raises:
-        ImportError: It is missing or older than ``least``; the message says what to install.
+    Raises ImportError, which says what to install, if it is missing or older than ``least``.
     """
     extra = extra or name
     wanted = f"{name}>={least[0]}.{least[1]}"
@@ -49,14 +48,9 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 class PatchedMethod:
-    """A method replaced on an instance; its class and other instances stay as they are.
+    """A method replaced on an instance by what ``make`` makes of it; class and other instances stay as they are.
 
     While a step is being run again under watch the method is what it was, so that nothing it does counts.
-
-    Args:
-        owner: The instance.
-        name: Of the method.
-        make: Makes the new one of what was there.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 class Handle:
     """What a user has of an integration. A context manager; leaving it is `remove`.
 
-    Args:
-        options: What the user wants.
-
     Attributes:
         watches: One `Watch` for each model, or optimizer; none before training begins.
     """
@@ -101,11 +98,7 @@ class Handle:
                 watch.step(divisor)
 
     def _limit(self, asked: float, caller: str) -> float | AdaptiveClip:
-        """What to clip to if ``caller``, the framework's clip, is asked for ``asked``.
-
-        Raises:
-            ValueError: The user has said something else.
-        """
+        """What to clip to if ``caller``, the framework's clip, is asked for ``asked``; ValueError if both differ."""
         own = self._options.max_norm
         asked = float(asked)
         if own is None or own == asked:

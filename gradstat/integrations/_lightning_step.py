@@ -5,17 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from gradstat.monitor.replay import RngState
-
-
-class _MicroBatch(NamedTuple):
-    batch: Any
-    batch_idx: int
-    rng: RngState
 
 
 class StepAgain:
@@ -31,7 +25,7 @@ class StepAgain:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module
-        self._held: list[_MicroBatch] = []
+        self._held: list[tuple[Any, int, RngState]] = []
         parameters = inspect.signature(module.training_step).parameters
         if "dataloader_iter" in parameters:
             raise ValueError(
@@ -43,7 +37,7 @@ class StepAgain:
 
     def note(self, batch: Any, batch_idx: int) -> None:
         """A micro-batch is about to run."""
-        self._held.append(_MicroBatch(batch, batch_idx, RngState.capture()))
+        self._held.append((batch, batch_idx, RngState.capture()))
 
     def forget(self) -> None:
         """The step is over."""
@@ -54,11 +48,11 @@ class StepAgain:
         module, plugin = self._module, self._trainer.precision_plugin
         scaler = getattr(plugin, "scaler", None)
         losses = []
-        with _silent(module):
-            for one in self._held:
-                one.rng.restore()
+        with _replaced(module, log=_nothing, log_dict=_nothing):
+            for batch, batch_idx, rng in self._held:
+                rng.restore()
                 with plugin.train_step_context():
-                    output = self._call(one)
+                    output = self._call(*((batch, batch_idx) if self._takes_index else (batch,)))
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor):
                     continue  # a micro-batch that training_step passed over
@@ -69,40 +63,32 @@ class StepAgain:
                 module.backward(loss)
         return losses
 
-    def _call(self, one: _MicroBatch) -> Any:
+    def _call(self, *arguments: Any) -> Any:
         module = self._module
-        arguments = (one.batch, one.batch_idx) if self._takes_index else (one.batch,)
         if self._trainer.strategy.model is module:
             return module.training_step(*arguments)
         # A wrapped module is entered through its forward, which hooks on it have seen; so they see it here.
-        held = {name: module.__dict__[name] for name in ("forward",) if name in module.__dict__}
+        with contextlib.ExitStack() as stack:
 
-        def leave() -> None:
-            module.__dict__.pop("forward", None)
-            module.__dict__.update(held)
+            def entered(*arguments: Any) -> Any:
+                stack.close()  # inside, it is the module's own again
+                return module.training_step(*arguments)
 
-        def entered(*args: Any) -> Any:
-            leave()
-            return module.training_step(*args)
-
-        module.__dict__["forward"] = entered
-        try:
+            stack.enter_context(_replaced(module, forward=entered))
             return module(*arguments)
-        finally:
-            leave()
 
 
 @contextlib.contextmanager
-def _silent(module: Any) -> Iterator[None]:
-    """What the module logs goes nowhere."""
-    names = ("log", "log_dict")
-    for name in names:
-        module.__dict__[name] = _nothing
+def _replaced(module: Any, **methods: Any) -> Iterator[None]:
+    """Inside, the module has other methods."""
+    held = {name: module.__dict__[name] for name in methods if name in module.__dict__}
+    module.__dict__.update(methods)
     try:
         yield
     finally:
-        for name in names:
+        for name in methods:
             module.__dict__.pop(name, None)
+        module.__dict__.update(held)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

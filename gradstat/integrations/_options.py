@@ -17,8 +17,6 @@ from gradstat.monitor.policies import PolicyTable
 NOTED = ("replay", "checkpoint")
 """Policies that a monitor only takes note of, as ranks carry them out together."""
 
-_OWN = ("model", "optimizer", "scaler")
-
 
 class Options:
     """What a user wants of monitors, looked at before there is one.
@@ -30,9 +28,6 @@ class Options:
         runs_steps: Whether the framework's own step can be run again, so that a replay needs no function.
         saves: Whether there is a policy ``"checkpoint"``.
 
-    Attributes:
-        policies: Names of those in use.
-
     Raises:
         TypeError, ValueError: As `gradstat.Monitor`; or ``given`` has what is not the user's to give.
     """
@@ -40,7 +35,7 @@ class Options:
     def __init__(
         self, given: Mapping[str, Any], source: str, max_norm: Any = None, runs_steps: bool = False, saves: bool = False
     ) -> None:
-        for name in _OWN:
+        for name in ("model", "optimizer", "scaler"):
             if name in given:
                 raise TypeError(f"{name} is taken from the {source}; leave it out")
         if runs_steps and MonitorOptions.of(given.get("options")).keep_batch:
@@ -49,7 +44,7 @@ class Options:
         self.given = dict(given)
         self.given["rules"] = default_rules() if given.get("rules") is None else list(given["rules"])
         self._known = (*POLICIES, "checkpoint") if saves else POLICIES
-        self.policies: set[str] = set()
+        self.policies: set[str] = set()  # names of those in use
         on_anomaly = self.on_anomaly(set(), self.policies)
         watch = given.get("watch")
         watch = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)

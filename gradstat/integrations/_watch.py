@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.host_copy import HostCopy
 from gradstat._core.wrappers import without_ddp
-from gradstat.accumulation import AccumulationReport
+from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.integrations._clipping import Limit
-from gradstat.integrations._micro_batches import MicroBatchHistory
 from gradstat.integrations._options import NOTED, Options
-from gradstat.integrations._ranks import Ranks
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
 from gradstat.monitor.policies import find_stack_level
 
@@ -26,6 +27,96 @@ from gradstat.monitor.policies import find_stack_level
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
 # In so many steps after a replay there is no other.
 _QUIET = 20
+# So many parameters are named for a micro-batch.
+_NAMED = 3
+
+
+class Ranks:
+    """Small collectives in each step, for which no GPU is waited; every rank has to call them in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._votes: HostCopy | None = None
+
+    def mean(self, loss: Tensor | None) -> Tensor | None:
+        """The mean loss, so that all ranks find the same; None where there is none."""
+        import torch.distributed as dist
+
+        mine = torch.zeros((), device=self._device) if loss is None else loss.to(self._device)
+        mean = mine.double() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return None if loss is None else mean
+
+    def any_of(self, wants: Sequence[bool], wait: bool) -> list[bool]:
+        """For each place, whether any rank says True there; on a GPU, unless ``wait``, as of the call before."""
+        import torch.distributed as dist
+
+        votes = torch.zeros(len(wants), device=self._device)
+        for i, want in enumerate(wants):
+            if want:
+                votes[i].fill_(1.0)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        before, self._votes = self._votes, HostCopy(votes)
+        told = [self._votes] if wait or not self._votes.travels else []
+        if before is not None and before.travels:  # one that was not waited for has not been heard yet
+            told.append(before)
+        heard = [votes.wait() for votes in told]
+        if wait:
+            self._votes = None
+        return [any(votes[i] > 0 for votes in heard) for i in range(len(wants))]
+
+
+class MicroBatchHistory:
+    """Checks of the micro-batches of the newest ``keep`` steps, asked for only if something was found in one."""
+
+    def __init__(self, model: nn.Module, keep: int, backend: str | None) -> None:
+        self._steps: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=keep)
+        self._model, self._backend = model, backend
+        self._current: MicroBatches | None = None
+
+    def check(self) -> None:
+        """To be called after a micro-batch's backward pass: one read of the gradients, no sync."""
+        if self._current is None:
+            self._current = MicroBatches(self._model, backend=self._backend)
+        self._current.check()
+
+    def forget(self) -> None:
+        """Gives up what was checked since the last step."""
+        self._current = None
+
+    def end_step(self, number: int, losses: list[Tensor]) -> None:
+        """Says that the micro-batches since the last call were step ``number``, with these losses."""
+        if self._current is not None:
+            self._steps.append((number, self._current, losses))
+            self._current = None
+
+    def of(self, number: int) -> tuple[str, AccumulationReport] | None:
+        """Which micro-batch of a step was bad first, in words, and all reports; None if that is not known. Waits."""
+        known = next((step for step in self._steps if step[0] == number), None)
+        if known is None:
+            return None
+        self._steps.remove(known)
+        report, losses = known[1].result(), known[2]
+        return _in_words(number, report, [float(loss) for loss in losses]), report
+
+
+def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> str:
+    total = report.micro_batches
+    bad_losses = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+    if report.ok and not bad_losses:
+        return f"step {number}: no single micro-batch of {total} was bad"
+    if report.ok:
+        first, names = bad_losses[0], []
+    else:
+        first = min(report.first_bad.values())
+        names = [name for name, when in report.first_bad.items() if when == first]
+    words = [f"step {number}: micro-batch {first} of {total} (counted from 0) brought it"]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        words.append(f"gradients not finite from then on: {', '.join(names[:_NAMED])}{more}")
+    if first < len(losses):
+        words.append(f"its loss was {losses[first]:g}")
+    return "; ".join(words)
 
 
 class Watch:
@@ -33,8 +124,7 @@ class Watch:
 
     Args:
         model: As it is called; DDP is looked through, unless the origin of NaN is watched.
-        optimizer: torch's.
-        scaler: The loss scaler, if there is one.
+        optimizer, scaler: torch's, if there are any.
         options: What the user wants.
         limit: What gradients are clipped to; None if they are not, or that is not known.
         step_fn: Does a step again, if replays are wanted and the user has given no function.
@@ -42,7 +132,6 @@ class Watch:
         number: Of this watch in its training.
 
     Attributes:
-        monitor: The monitor.
         measured: Whether the gradients of the coming step of the optimizer have been measured.
         should_stop: Whether to stop, the same on all ranks.
         micro_batch_reports: By step in which something was found, the `gradstat.AccumulationReport` about it.
@@ -106,12 +195,7 @@ class Watch:
         self._history.forget()
 
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        """Takes note of a backward pass; nothing is waited for.
-
-        Args:
-            loss: What it began from, without loss scale.
-            is_micro_batch: Whether the step has several, so that each is to be checked.
-        """
+        """Takes note of a backward pass from ``loss``, without loss scale, and checks a micro-batch; without a sync."""
         self.measured = False
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
             self._losses.append(loss.detach().reshape(()))
@@ -121,11 +205,8 @@ class Watch:
     def step(self, divisor: int = 1) -> None:
         """Lets the monitor measure the step, and does what policies say, on every rank alike.
 
-        Args:
-            divisor: What the sum of the losses of micro-batches is divided by.
-
-        Raises:
-            AnomalyError: The policy ``"raise"`` applies, on some rank; the message names the micro-batch, too.
+        The sum of the losses of micro-batches is divided by ``divisor``. Raises AnomalyError where the policy
+        ``"raise"`` applies on some rank; the message names the micro-batch, too.
         """
         losses, self._losses = self._losses, []
         loss = None

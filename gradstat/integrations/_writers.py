@@ -11,7 +11,6 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ class _Lines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -125,11 +122,9 @@ def _is_cut_header(path: Path) -> bool:
 
 def _printable(name: str) -> str:
     """``name`` with what cannot stand in a line (breaks, NUL, halves of surrogate pairs) as Python writes it."""
-    return (
-        name
-        if name.isprintable()
-        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    )
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def _row(cells: list[object]) -> str:

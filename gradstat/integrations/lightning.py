@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -116,13 +117,10 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         by_norm = trainer.gradient_clip_val and _is_norm(trainer.gradient_clip_algorithm)
         self._clips_to = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
         engine = engine_of(trainer.strategy)
-        asked = (
-            own if engine == "DeepSpeed" else self._clips_to
-        )  # DeepSpeed's engine is told by Lightning what to clip to
-        setting = (
-            "let Lightning hand Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
-        )
-        if not engine_clips(engine, self._options, asked, trainer.world_size, setting):
+        # DeepSpeed's engine is told by Lightning what to clip to.
+        asked = own if engine == "DeepSpeed" else self._clips_to
+        remedy = "let Lightning hand Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
+        if not engine_clips(engine, self._options, asked, trainer.world_size, remedy):
             self._clip = OptimizerClip(_scaler_of(trainer))
             self._patch(trainer.precision_plugin, "clip_gradients", self._made_clip)
             self._settings = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
@@ -183,8 +181,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             trainer.strategy.root_device if trainer.world_size > 1 else None,
             len(self.watches),
         )
-        watch.on_findings = lambda findings: _show(trainer, findings)
-        watch.save_checkpoint = lambda: self._save_checkpoint(trainer)
+        watch.on_findings = functools.partial(_show, trainer)
+        watch.save_checkpoint = functools.partial(self._save_checkpoint, trainer)
         self.watches = [*self.watches, watch]
         return watch
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradstat.integrations._targets import Target, put_histogram, targets_of
 from gradstat.integrations._writers import CsvWriter, JsonlWriter
 from gradstat.monitor import Monitor
 from gradstat.report import Report
@@ -23,14 +23,7 @@ _SCALARS = ("loss", "lr", "loss_scale")
 
 
 class Choice(NamedTuple):
-    """What to log.
-
-    Attributes:
-        aggregates: Which of `AGGREGATES`.
-        per_tensor: Columns of `gradstat.Report.to_numpy` for each tensor, ``("l2_norm",)`` for example.
-        top: Only of so many tensors, those that stand out most in this step; None for all of them.
-        prefix: Put before every name.
-    """
+    """What to log, as told in `scalars_of`."""
 
     aggregates: Sequence[str] = AGGREGATES
     per_tensor: Sequence[str] = ()
@@ -38,25 +31,17 @@ class Choice(NamedTuple):
     prefix: str = "grad/"
 
     def check(self) -> Choice:
-        """Itself, with tuples.
-
-        Raises:
-            ValueError: A name is not known, or ``top`` is less than 1.
-        """
+        """Itself, with tuples; raises ValueError if a name is not known, or ``top`` is less than 1."""
+        known = {"aggregates": AGGREGATES, "per_tensor": _COLUMNS}
         for what, names in (("aggregates", self.aggregates), ("per_tensor", self.per_tensor)):
             if isinstance(names, str):
                 raise ValueError(f"{what} is the string {names!r}; expected a sequence of names, ({names!r},)")
-        chosen = self._replace(aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor))
-        for what, names, known in (
-            ("aggregates", chosen.aggregates, AGGREGATES),
-            ("per_tensor", chosen.per_tensor, _COLUMNS),
-        ):
             for name in names:
-                if name not in known:
-                    raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(known)}")
+                if name not in known[what]:
+                    raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(known[what])}")
         if self.top is not None and (type(self.top) is not int or self.top < 1):
             raise ValueError(f"top is {self.top!r}; expected a number of tensors of at least 1, or None for all")
-        return chosen
+        return self._replace(aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor))
 
     def of(self, report: Report) -> dict[str, float]:
         """The floats chosen of a report."""
@@ -100,16 +85,11 @@ def scalars_of(
     """
     choice = Choice(aggregates, per_tensor, top, prefix).check()
     told = _told(source, choice)
-    return {} if told is None else told.values
+    return {} if told is None else told[2]
 
 
 def log_report(
-    target: Any,
-    source: Report | Monitor,
-    step: int | None = None,
-    *,
-    histogram: bool = False,
-    **choice: Any,
+    target: Any, source: Report | Monitor, step: int | None = None, *, histogram: bool = False, **choice: Any
 ) -> dict[str, float]:
     """Writes the statistics of a step to a logger. No host sync besides what the logger does.
 
@@ -129,7 +109,7 @@ def log_report(
         TypeError: ``target`` or ``source`` is nothing known; the message says what is.
         ValueError: A name is not known, or a report is logged without a step.
     """
-    return _log(targets_of(target), source, step, Choice(**choice).check(), histogram)
+    return _log(_targets_of(target), source, step, Choice(**choice).check(), histogram)
 
 
 def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
@@ -143,7 +123,7 @@ def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
     Raises:
         TypeError: ``target`` is nothing known; the message says what is.
     """
-    for one in targets_of(target):
+    for one in _targets_of(target):
         one.put(dict(values), step)
 
 
@@ -165,17 +145,10 @@ class ReportLogger:
         TypeError: ``target`` is nothing known. ValueError: Another argument makes no sense.
     """
 
-    def __init__(
-        self,
-        target: Any,
-        every: int = 1,
-        *,
-        histogram: bool = False,
-        **choice: Any,
-    ) -> None:
+    def __init__(self, target: Any, every: int = 1, *, histogram: bool = False, **choice: Any) -> None:
         if type(every) is not int or every < 1:
             raise ValueError(f"every is {every!r}; expected a number of steps of at least 1")
-        self._targets = targets_of(target)
+        self._targets = _targets_of(target)
         self._every = every
         self._choice = Choice(**choice).check()
         self._histogram = histogram
@@ -200,18 +173,10 @@ class ReportLogger:
         return _log(self._targets, source, step, self._choice, self._histogram)
 
 
-# What is told ------------------------------------------------------------------------------------------------
-
-
-class _Told(NamedTuple):
-    step: int | None
-    report: Report
-    values: dict[str, float]
-
-
-def _told(source: object, choice: Choice) -> _Told | None:
+def _told(source: object, choice: Choice) -> tuple[int | None, Report, dict[str, float]] | None:
+    """Step, report and floats; None if a monitor has read no step yet."""
     if isinstance(source, Report):
-        return _Told(None, source, choice.of(source))
+        return None, source, choice.of(source)
     if not isinstance(source, Monitor):
         raise TypeError(
             f"expected a gradstat.Report or a gradstat.Monitor, got {type(source).__name__}; of a pending report ask "
@@ -222,29 +187,101 @@ def _told(source: object, choice: Choice) -> _Told | None:
         return None
     values = choice.of(newest.report)
     values.update({choice.prefix + name: newest.scalars[name] for name in _SCALARS if name in newest.scalars})
-    counts = (len(newest.report.missing), len(source.findings), source.nonfinite_steps)
-    for name, count in zip(("missing", "findings", "nonfinite_steps"), counts, strict=True):
-        values[choice.prefix + name] = float(count)
-    return _Told(newest.step, newest.report, values)
+    values[f"{choice.prefix}missing"] = float(len(newest.report.missing))
+    values[f"{choice.prefix}findings"] = float(len(source.findings))
+    values[f"{choice.prefix}nonfinite_steps"] = float(source.nonfinite_steps)
+    return newest.step, newest.report, values
 
 
 def _log(
-    targets: Sequence[Target], source: Report | Monitor, step: int | None, choice: Choice, histogram: bool
+    targets: Sequence[_Target], source: Report | Monitor, step: int | None, choice: Choice, histogram: bool
 ) -> dict[str, float]:
     told = _told(source, choice)
     if told is None:
         return {}
-    at = told.step if step is None else step
+    newest, report, values = told
+    at = newest if step is None else step
     if at is None:
         raise ValueError("a report does not know its step: pass step=")
     for target in targets:
-        target.put(told.values, at)
+        target.put(values, at)
         if histogram and target.writer is not None:
-            put_histogram(target.writer, choice.prefix + "log10_norms", told.report, at)
-    return told.values
+            _put_histogram(target.writer, choice.prefix + "log10_norms", report, at)
+    return values
 
 
 def _worst(table: Any, top: int) -> Any:
     """The rows that stand out most: NaN and Inf first, then by norm."""
     bad = table["nan_count"] + table["inf_count"]
     return np.lexsort((-table["l2_norm"], -bad))[:top]
+
+
+class _Target(NamedTuple):
+    """A logger: what takes floats and a step, and TensorBoard's writer, if it is one."""
+
+    put: Callable[[dict[str, float], int], object]
+    writer: Any = None
+
+
+def _targets_of(target: Any) -> list[_Target]:
+    """A logger, or several, each written to in its cheapest way; raises TypeError if it is nothing known."""
+    if isinstance(target, list | tuple):
+        return [one for several in target for one in _targets_of(several)]
+    module = getattr(target, "__module__", None) or type(target).__module__
+    if isinstance(target, JsonlWriter | CsvWriter):
+        return [_Target(target.write)]
+    if hasattr(target, "_get_file_writer") and hasattr(target, "add_scalar"):
+        return [_Target(lambda values, step: _put_summary(target, values, step), target)]
+    if getattr(target, "__name__", None) == "mlflow" and hasattr(target, "log_metrics"):
+        # Synchronous, it waits for the server in every step.
+        return [_Target(lambda values, step: target.log_metrics(values, step=step, synchronous=False))]
+    if hasattr(target, "log") and (getattr(target, "__name__", None) == "wandb" or "wandb" in module.split(".")):
+        return [_Target(lambda values, step: target.log(values, step=step))]
+    if hasattr(target, "log_metrics") and hasattr(target, "experiment"):  # Lightning's
+        if type(target).__name__ == "TensorBoardLogger" and not getattr(target, "_prefix", None):
+            return [_Target(lambda values, step: _put_summary(target.experiment, values, step))]
+        return [_Target(lambda values, step: target.log_metrics(values, step))]
+    if callable(target):
+        return [_Target(target)]
+    raise TypeError(
+        f"cannot log to a {type(target).__name__}; expected a TensorBoard SummaryWriter, a wandb run, the module "
+        "mlflow, a logger of Lightning, gradstat's JsonlWriter or CsvWriter, or a function (values, step)"
+    )
+
+
+def _put_summary(writer: Any, values: Mapping[str, float], step: int) -> None:
+    """All scalars in one event, where ``add_scalar`` makes one, with a lock and a queue, for each."""
+    file = writer._get_file_writer()
+    if file is None or not hasattr(file, "add_summary"):  # a stand-in, on ranks that do not log
+        return
+    if type(writer).__module__.startswith("tensorboardX"):
+        from tensorboardX.proto.summary_pb2 import Summary
+    else:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+    entries = [Summary.Value(tag=name, simple_value=_single(value)) for name, value in values.items()]
+    file.add_summary(Summary(value=entries), step)
+
+
+def _single(value: float) -> float:
+    """What fits into TensorBoard's float32; a larger number is its infinity."""
+    return value if abs(value) <= 3.4e38 or not math.isfinite(value) else math.copysign(math.inf, value)
+
+
+def _put_histogram(writer: Any, tag: str, report: Report, step: int) -> None:
+    """Writes the histogram over tensors of the decimal logarithms of their norms."""
+    norms = report.to_numpy()["l2_norm"]
+    logs = np.log10(norms[(norms > 0) & np.isfinite(norms)])
+    if not len(logs):
+        return
+    counts, edges = np.histogram(logs, bins=30)
+    writer.add_histogram_raw(
+        tag,
+        min=float(logs.min()),
+        max=float(logs.max()),
+        num=len(logs),
+        sum=float(logs.sum()),
+        sum_squares=float(logs @ logs),
+        bucket_limits=edges[1:].tolist(),
+        bucket_counts=counts.tolist(),
+        global_step=step,
+    )

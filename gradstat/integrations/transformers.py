@@ -104,11 +104,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def __init__(
         self, trainer: Any = None, options: Options | None = None, log: bool | str = True, micro_batches: bool = True
     ) -> None:
-        """Made by `install`.
-
-        Raises:
-            RuntimeError: It is not.
-        """
+        """Made by `install`; RuntimeError if it is not."""
         if trainer is None or options is None:
             raise RuntimeError(
                 "a callback alone cannot watch gradients: no event of the Trainer sees them complete and unclipped, "
@@ -131,8 +127,6 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self._patch(self.trainer, "train", self._made_train)
         self._patch(self.trainer, "log", self._made_log)
         self._patch(self.trainer, "training_step", self._made_training_step)
-
-    # The monitor -----------------------------------------------------------------------------------------
 
     def _model(self) -> Any:
         trainer = self.trainer
@@ -178,8 +172,6 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         """Reads what is left."""
         self._inputs = []
         self._only.end()
-
-    # A step ----------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The first micro-batch comes next."""
@@ -231,8 +223,6 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         step = self.trainer.training_step
         return [step(without_ddp(args[0]), *args[1:], **kwargs) for args, kwargs in self._inputs]
 
-    # What is replaced ------------------------------------------------------------------------------------
-
     def _made_training_step(self, below: Any) -> Callable[..., Any]:
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if self._options.replays:
@@ -260,8 +250,6 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             return below(logs, *args, **kwargs)
 
         return log
-
-    # Checkpoints -----------------------------------------------------------------------------------------
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Writes the monitor's state into the newest checkpoint, on the rank that writes checkpoints."""

@@ -5,10 +5,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import caches
 import cases
 import optimizer_steps
 import plots
@@ -23,11 +24,12 @@ from torch import nn
 
 import gradstat
 from gradstat.__main__ import main
-from gradstat.bench import command, machine, steps, timing
+from gradstat.bench import command, steps, timing
 from gradstat.bench.memory import peak_bytes
 from gradstat.demo.model import GPT, GPT2, MODEST, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
 FACTORIES = """
 import torch
@@ -63,15 +65,6 @@ constant = 3
 """
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other make thousands of tiny calls slow on a machine that does other work too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bench_these.py").write_text(FACTORIES)
@@ -86,26 +79,9 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_factories")
 def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    arguments = [
-        "--model",
-        "bench_these:factory",
-        "--rounds",
-        "3",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--optimizer",
-        "sgd",
-    ]
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gradstat", "bench", *arguments, "--json", "out.json"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = "--model bench_these:factory --rounds 3 --device cpu --threads 1 --optimizer sgd --json out.json"
+    command = [sys.executable, "-W", "error", "-m", "gradstat", "bench", *arguments.split()]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "90 trained parameters in 4 tensors of float32; optimizer sgd" in result.stdout
@@ -299,11 +275,11 @@ def test_peak_memory_is_exact() -> None:
 
 
 def test_the_cache_is_known_and_flushed() -> None:
-    assert 1 << 18 <= machine.cache_bytes(CPU) < 1 << 34
-    flush = machine.Flush(CPU)
+    assert 1 << 18 <= caches.cache_bytes(CPU) < 1 << 34
+    flush = caches.Flush(CPU)
     before = flush._buffer._version
     flush()
-    assert flush._buffer.numel() * 4 >= 2 * machine.cache_bytes(CPU) - 4
+    assert flush._buffer.numel() * 4 >= 2 * caches.cache_bytes(CPU) - 4
     assert flush._buffer._version == before  # read, not written
     assert flush._buffer.all()  # zeros may be one page that is seen everywhere
 
@@ -405,8 +381,8 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))
-    monkeypatch.setattr(machine, "cache_bytes", lambda device: 1 << 12)
-    arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "0", "--record", "--results", str(tmp_path)]
+    monkeypatch.setattr(caches, "cache_bytes", lambda device: 1 << 12)
+    arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "1e-6", "--record", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     assert suite.main() == 0
     return tmp_path, capsys.readouterr().out

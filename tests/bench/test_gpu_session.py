@@ -18,10 +18,11 @@ from gpu_plan import COMMANDS, Command, Part, Session
 
 ROOT = gpu_session.ROOT
 APPEND = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write(sys.argv[2] + '\\n'); "
+Run = Callable[..., tuple[bool, list[rows.Row], str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, list[rows.Row], str]]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command made of programs, given by name as Python source and a limit; whether all passed, rows, log."""
     bundle = SimpleNamespace(install=lambda: True)
     monkeypatch.setitem(sys.modules, "gpu_bundle", bundle)  # type: ignore[arg-type]
@@ -43,9 +44,7 @@ def outcomes(recorded: list[rows.Row], metric: str) -> dict[str, float]:
     return {row.case: row.value for row in recorded if row.metric == metric}
 
 
-def test_a_part_that_fails_or_runs_over_does_not_stop_the_next(
-    run: Callable[..., tuple[bool, list[rows.Row], str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_fails_or_runs_over_does_not_stop_the_next(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     passed, recorded, log = run(
         {
             "failing": ("raise SystemExit(3)", 60),
@@ -66,18 +65,15 @@ def test_a_part_that_fails_or_runs_over_does_not_stop_the_next(
 
 
 def test_what_a_stopped_part_has_started_ends_with_it(
-    run: Callable[..., tuple[bool, list[rows.Row], str]], tmp_path: Path
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what takes no notice of being asked to end."""
     stubborn = (
         "import signal, time, pathlib; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         f"[(pathlib.Path({str(tmp_path / 'alive')!r}).touch(), time.sleep(0.1)) for _ in range(6000)]"
     )
-    gpu_session.GRACE_SECONDS, before = 1.0, gpu_session.GRACE_SECONDS
-    try:
-        run({"parent": (f"import subprocess, sys; subprocess.run([sys.executable, '-c', {stubborn!r}])", 5)})
-    finally:
-        gpu_session.GRACE_SECONDS = before
+    monkeypatch.setattr(gpu_session, "GRACE_SECONDS", 0.5)
+    run({"parent": (f"import subprocess, sys; subprocess.run([sys.executable, '-c', {stubborn!r}])", 3)})
     alive = tmp_path / "alive"
     assert alive.exists()
     alive.unlink()
@@ -119,9 +115,7 @@ def test_what_is_killed_keeps_what_it_had_and_leaves_nothing_running(tmp_path: P
     assert "measured\n" in (tmp_path / "log.txt").read_text()
 
 
-def test_no_part_is_begun_when_time_is_over(
-    run: Callable[..., tuple[bool, list[rows.Row], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_part_is_begun_when_time_is_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_session, "COMMAND_SECONDS", gpu_session.GRACE_SECONDS + 1)
     passed, recorded, log = run({"late": ("print('begun')", 60)})
     assert not passed
@@ -129,9 +123,7 @@ def test_no_part_is_begun_when_time_is_over(
     assert "begun\n" not in log
 
 
-def test_libraries_are_taken_from_the_bundle_or_compiled(
-    run: Callable[..., tuple[bool, list[rows.Row], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_are_taken_from_the_bundle_or_compiled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gpu_bundle", SimpleNamespace(install=lambda: False))  # type: ignore[arg-type]
     build = gpu_session.installed(Session(Path(), "cuda"))
     assert build is not None

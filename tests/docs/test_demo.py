@@ -32,7 +32,7 @@ def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.C
 
 def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "CORRUPTED_VALUE", 0.25)  # an ordinary value: nothing to find
-    monkeypatch.setattr(costs, "report", lambda *arguments, **options: "")
+    monkeypatch.setattr(run.variants, "costs", lambda *_: [])
     assert main(["demo", "--quick", "--steps", "12", "--device", "cpu", "--output", str(tmp_path)]) == 1
 
 
@@ -71,9 +71,9 @@ def test_only_the_corrupted_step_counts_as_detected(monkeypatch: pytest.MonkeyPa
 
     model.blocks[1].mlp.down.weight.register_hook(spoil_the_second_step)
     data = corpus.read(corpus.standard_library(), limit=50_000)
-    result = train.train(model, data, 6, corrupted_step=4, corrupted_layer=1, seed=0, device="cpu")
-    assert [step for step, bad in enumerate(result.bad) if bad.any()] == [1]
-    assert result.incident is None
+    recording, incident = train.train(model, data, 6, corrupted_step=4, corrupted_layer=1, seed=0, device="cpu")
+    assert recording.scalars["nonfinite"].nonzero()[0].tolist() == [1]
+    assert incident is None
 
 
 def test_unreadable_sources_are_passed_over(tmp_path: Path) -> None:

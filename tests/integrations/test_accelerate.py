@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranked import forget_accelerators
+from ranked import accelerate_on_ranks, forget_accelerators, run_example
 from ranks import Ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -21,6 +21,7 @@ import gradstat
 from gradstat.integrations.accelerate import AccelerateHandle, install
 from gradstat.monitor import AnomalyWarning
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
 QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
 
@@ -104,9 +105,9 @@ def again(build: Callable[[], Prepared], clip: float | None) -> tuple[list[float
 # What a healthy run shows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize(
+    ("precision", "accumulated", "clip"), [("bf16", 1, 0.5), ("bf16", 3, None), ("fp16", 1, None), ("fp16", 3, 0.5)]
+)
 def test_training_is_the_same_and_every_step_is_measured(precision: str, accumulated: int, clip: float | None) -> None:
     def build() -> Prepared:
         return prepare(accumulated=accumulated, precision=precision)
@@ -194,13 +195,6 @@ def test_an_overflow_under_a_loss_scale_is_the_scalers_to_skip() -> None:
     assert handle.monitor.recording().scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512]
 
 
-def test_a_model_that_is_lost_is_not_called_one_whose_gradients_vanish() -> None:
-    prepared = prepare(bad_at={0}, batches=12)
-    with install(prepared[0], on_anomaly="record") as handle:
-        run(prepared)
-    assert not {"vanishing-gradient"} & {f.rule for f in handle.monitor.findings}
-
-
 @QUIET
 def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     def build() -> tuple[Prepared, AccelerateHandle]:
@@ -218,8 +212,6 @@ def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     prepared[0].load_state(str(tmp_path))
     assert handle.monitor.steps == 6
     assert [f.step for f in handle.monitor.findings if f.rule == "nonfinite-gradient"] == [1]
-    with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
-        handle.load_state_dict({**handle.state_dict(), "monitors": []})
     handle.remove()
 
 
@@ -337,8 +329,6 @@ def test_deepspeed_shows_losses_and_its_norm(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_example_runs_and_names_the_fault() -> None:
-    from ranked import run_example
-
     shown = run_example("accelerate_example.py", "--steps", "20")
     for words in (
         "step 10: Inf was first made in the forward pass, by exp in module '3'",
@@ -352,8 +342,6 @@ def test_the_example_runs_and_names_the_fault() -> None:
 
 
 def _loop_on_ranks(accumulated: int, on_anomaly: Any) -> tuple[list[float], list[Any], list[float], bool, Any]:
-    from ranked import accelerate_on_ranks
-
     with accelerate_on_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore", AnomalyWarning)
         bad = {5} if torch.distributed.get_rank() == 1 else None
@@ -382,7 +370,6 @@ def test_ranks_decide_alike(ranks: Ranks) -> None:
 
 def _sharded_on_ranks() -> tuple[list[float], list[Any], list[float], list[bool]]:
     from accelerate import FullyShardedDataParallelPlugin
-    from ranked import accelerate_on_ranks
     from torch.distributed.fsdp import fully_shard
 
     with accelerate_on_ranks(), warnings.catch_warnings():

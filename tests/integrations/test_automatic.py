@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from ranked import run_example
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradstat
 from gradstat.monitor import AnomalyWarning
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 def program(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int, bad: int | None = None) -> Iterator[int]:
@@ -130,8 +133,6 @@ def test_what_is_no_optimizer() -> None:
 
 
 def test_the_example_runs_and_names_the_fault(tmp_path: Path) -> None:
-    from ranked import run_example
-
     shown = run_example("auto_example.py", "--steps", "30", "--output", str(tmp_path / "run.gradstat"))
     assert "it began in step 15 with 2.weight" in shown
     assert "the first at [17, 42]" in shown

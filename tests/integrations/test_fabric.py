@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from lightning.fabric.plugins.environments import LightningEnvironment
+from ranked import lightning_on_ranks
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -20,7 +20,10 @@ import gradstat
 from gradstat.integrations.fabric import install
 from gradstat.monitor import AnomalyWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
+pytestmark = [
+    pytest.mark.usefixtures("_one_thread"),
+    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
+]
 
 
 def prepared(optimizer: Any = torch.optim.AdamW, fabric: Fabric | None = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -32,8 +35,7 @@ def prepared(optimizer: Any = torch.optim.AdamW, fabric: Fabric | None = None, *
 
 def scaled() -> Fabric:
     return Fabric(
-        accelerator="cpu",
-        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))],
+        accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
     )
 
 
@@ -151,24 +153,9 @@ def test_what_is_not_fabrics_is_refused() -> None:
         install(fabric, model, optimizer, micro_batches=0)
 
 
-class _Here(LightningEnvironment):
-    """The processes are there already."""
-
-    creates_processes_externally = True
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-
 def _on_ranks() -> tuple[list[float], list[Any], list[Tensor], bool]:
     warnings.simplefilter("ignore", AnomalyWarning)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=[_Here()])
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=[lightning_on_ranks()])
     fabric.launch()
     fabric, model, optimizer = prepared(fabric=fabric)
     with install(fabric, model, optimizer, on_anomaly=["skip", "stop"]) as handle:

@@ -8,34 +8,20 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
+from ranked import lightning_on_ranks
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from gradstat._core.host_copy import HostCopy
+from gradstat.integrations._watch import Ranks as Votes
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
-
-
-class _Here(LightningEnvironment):
-    """The processes are there already."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
 
 
 class _Model(pl.LightningModule):
@@ -71,7 +57,7 @@ def _fit(callbacks: list[Any], model: pl.LightningModule, **options: Any) -> pl.
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=options.pop("strategy", "ddp"),
-        plugins=[_Here()],
+        plugins=[lightning_on_ranks()],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
@@ -234,3 +220,19 @@ def test_the_rank_that_brought_it_is_named_on_all(ranks: Ranks) -> None:
     assert first == second
     assert first[0] == [3]
     assert "rank 1" in first[1][0]
+
+
+def _votes_that_travel() -> list[list[bool]]:
+    first = dist.get_rank() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopy, "travels", True)
+        votes = Votes(torch.device("cpu"))
+        heard = [votes.any_of([first, False], wait=False), votes.any_of([False, False], wait=False)]
+        heard.append(votes.any_of([False, first], wait=False))
+        return [*heard, votes.any_of([False, False], wait=True), votes.any_of([False, False], wait=True)]
+
+
+def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks(ranks: Ranks) -> None:
+    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
+    expected = [[False, False], [True, False], [False, False], [False, True], [False, False]]
+    assert ranks.run(2, _votes_that_travel) == [expected, expected]

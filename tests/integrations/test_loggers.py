@@ -5,38 +5,32 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranked import run_example
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import gradstat
-from gradstat.integrations import _writers, loggers
+from gradstat.integrations import loggers
 from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, ReportLogger, log_report, scalars_of
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+
+def trainee() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def model_and_report(bad: bool = False) -> tuple[nn.Module, gradstat.Report]:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model, _ = trainee()
     (model(torch.randn(5, 4)).square().sum() * (math.nan if bad else 1)).backward()
     return model, gradstat.check(model)
-
-
-def trained(steps: int = 7, **options: Any) -> gradstat.Monitor:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer, **{"on_anomaly": "record", **options})
-    for _ in range(steps):
-        step(monitor, model, optimizer)
-    return monitor
 
 
 def step(monitor: gradstat.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> gradstat.Report:
@@ -76,9 +70,8 @@ def test_what_is_bad_stands_out_most() -> None:
 @pytest.mark.parametrize("review_every", [1, 64])
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    model[2].weight.requires_grad_(not missing)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trainee()
+    model[2].weight.requires_grad_(not missing)  # type: ignore[index,union-attr]
     monitor = gradstat.Monitor(
         model, optimizer, on_anomaly="record", options={"review_every": review_every}, watch={"updates": 2}
     )
@@ -228,8 +221,7 @@ def test_a_function_and_several_targets() -> None:
 def test_every_n_steps_once() -> None:
     seen: list[int] = []
     log = ReportLogger(lambda values, step: seen.append(step), every=3)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trainee()
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
     for i in range(8):
         report = step(monitor, model, optimizer)
@@ -290,18 +282,14 @@ def test_another_csv_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not a table of scalars by step: its first column is \['time'\]"):
         CsvWriter(path)
     assert path.read_text() == "time,loss\n1,2\n"
-    assert _writers.CsvWriter is CsvWriter
 
 
 # The example ------------------------------------------------------------------------------------------------
 
 
 def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/loggers.py", "--steps", "90", "--folder", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "dead-gradient (warning), since step 60" in result.stdout
+    shown = run_example("loggers.py", "--steps", "90", "--folder", str(tmp_path))
+    assert "dead-gradient (warning), since step 60" in shown
     with (tmp_path / "layers.csv").open(newline="") as file:
         norms = {row["step"]: float(row["grad/l2_norm/2.weight"]) for row in csv.DictReader(file)}
     assert norms["50"] > 0

@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from dataclasses import dataclass
 from email import message_from_string
 from pathlib import Path
 
@@ -19,7 +20,6 @@ import pytest
 import torch
 from abi3info import DATAS, FUNCTIONS
 from abi3info.models import PyVersion, Symbol
-from shared_library import Demands, demands_of
 
 from gradstat import _torch_version
 
@@ -35,6 +35,38 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What has to be there when a compiled library is loaded, and what it gives in return.
+
+    Attributes:
+        libraries: Names of the libraries that are loaded with it.
+        symbols: What it takes from others; the value is the symbol's version, such as GLIBC_2.14, "" if it has none.
+        exported: What others can take from it, less what every C++ library has of templates and inline functions.
+        paths: All strings in the file that look like a path.
+    """
+
+    libraries: frozenset[str]
+    symbols: dict[str, str]
+    exported: frozenset[str]
+    paths: frozenset[str]
+
+
+def demands_of(path: Path) -> Demands:
+    dynamic = run("readelf", "--dynamic", "--wide", str(path), cwd=ROOT)
+    libraries = frozenset(line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line)
+    symbols, exported = {}, set()
+    for line in run("nm", "--dynamic", str(path), cwd=ROOT).splitlines():
+        kind, name = line.split()[-2:]
+        if kind == "U":
+            name, _, version = name.partition("@")
+            symbols[name] = version.lstrip("@")
+        elif kind in "TDBR" and name not in ("__bss_start", "_edata", "_end"):
+            exported.add(name)
+    strings = run("strings", "--all", str(path), cwd=ROOT).splitlines()
+    return Demands(libraries, symbols, frozenset(exported), frozenset(s for s in strings if s.startswith("/")))
 
 
 @pytest.fixture(scope="module")
@@ -60,22 +92,17 @@ def distribution(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def source_distribution(distribution: dict[str, Path]) -> Path:
-    return distribution[".gz"]
-
-
-@pytest.fixture(scope="module")
 def wheel(distribution: dict[str, Path]) -> Path:
     return distribution[".whl"]
 
 
 @pytest.fixture(scope="module")
-def pure_wheel(source_distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a machine without a compiler makes of the source distribution."""
-    folder = tmp_path_factory.mktemp("pure")
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
-    run(*pip, str(source_distribution), cwd=folder, PATH=str(Path(sys.executable).parent), CXX="", GRADSTAT_CUDA="0")
-    return next(folder.glob("*.whl"))
+def pure(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What a machine without a compiler makes, with another folder for temporary files, in another time zone."""
+    folder, git = tmp_path_factory.mktemp("another folder"), shutil.which("git")
+    assert git is not None
+    (folder / "git").symlink_to(git)
+    return built(folder, PATH=str(folder), CXX="", TMPDIR=str(folder), TZ="Asia/Tokyo", LC_ALL="C")
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +134,22 @@ def installed(wheel: Path, folder: Path) -> Path:
     return python
 
 
-def first_use(python: Path, *, hidden: str = "", warnings: str = "error") -> dict[str, str]:
-    """Runs the program with nothing on PATH, so without a compiler, and without the module ``hidden``."""
-    code = f"import runpy, sys; sys.modules[{hidden!r}] = None; runpy.run_path({str(FIRST_USE)!r}, run_name='__main__')"
-    printed = run(str(python), "-W", warnings, "-c", code, cwd=python.parent, PATH="", PYTHONPATH="", CUDA_HOME="")
-    found: dict[str, str] = json.loads(printed.splitlines()[-1])
-    assert Path(found["file"]).is_relative_to(python.parent.parent), "it used another gradstat than the installed one"
-    return found
+def first_use(wheel: Path, folder: Path, *, hidden: str = "", warnings: str = "error") -> tuple[dict[str, str], str]:
+    """Runs the program with nothing on PATH, so without a compiler, and without the module ``hidden``; then `info`."""
+    python = installed(wheel, folder)
+    code = (
+        f"import runpy, sys; sys.modules[{hidden!r}] = None; runpy.run_path({str(FIRST_USE)!r})['main']()\n"
+        f"del sys.modules[{hidden!r}]; from gradstat.__main__ import main; main(['info'])"
+    )
+    printed = run(str(python), "-W", warnings, "-c", code, cwd=folder, PATH="", PYTHONPATH="", CUDA_HOME="")
+    found, _, info = printed.partition("\n")
+    used: dict[str, str] = json.loads(found)
+    assert Path(used["file"]).is_relative_to(folder), "it used another gradstat than the installed one"
+    return used, info
 
 
-def test_the_source_distribution_holds_all_of_the_project(sources: list[str], source_distribution: Path) -> None:
-    with tarfile.open(source_distribution) as archive:
+def test_the_source_distribution_holds_all_of_the_project(sources: list[str], distribution: dict[str, Path]) -> None:
+    with tarfile.open(distribution[".gz"]) as archive:
         held = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
     # The compiler of packages follows the symbolic link.
     kernels = {f"gradstat/{name}" for name in sources if name.startswith("kernels/")}
@@ -150,14 +182,20 @@ def test_the_platform_tag_promises_no_older_system_than_the_library_needs(wheel:
     assert max((int(m[1]), int(m[2])) for m in needed if m) <= tuple(map(int, promised[0]))
 
 
-def test_a_second_build_elsewhere_is_the_same_to_the_byte(distribution: dict[str, Path], tmp_path: Path) -> None:
-    elsewhere = tmp_path / "another folder"
-    elsewhere.mkdir()
-    second = built(tmp_path, TMPDIR=str(elsewhere), TZ="Asia/Tokyo", LC_ALL="C", MAX_JOBS="1")
-    for suffix, path in distribution.items():
-        assert second[suffix].name == path.name
-        same = second[suffix].read_bytes() == path.read_bytes()
-        assert same, f"{path.name} depends on where or when it is built, or a source was changed meanwhile"
+def test_a_second_build_elsewhere_is_the_same_to_the_byte(distribution: dict[str, Path], pure: dict[str, Path]) -> None:
+    """But for the compiled library, which the second lacks; paths in it are another test's."""
+    assert pure[".gz"].name == distribution[".gz"].name
+    same = pure[".gz"].read_bytes() == distribution[".gz"].read_bytes()
+    assert same, "the sdist depends on where or when it is built, or a source was changed meanwhile"
+    listed = []
+    for made in (distribution, pure):
+        with zipfile.ZipFile(made[".whl"]) as archive:
+            differing = ("gradstat/_C.abi3.so", "/RECORD", "/WHEEL")
+            members = [member for member in archive.infolist() if not member.filename.endswith(differing)]
+            listed.append([(m.filename, m.date_time, m.external_attr, m.CRC) for m in members])
+    assert listed[0] == listed[1]
+    code = "".join(path.read_text() for path in (ROOT / "csrc").iterdir())
+    assert not re.search("__(DATE|TIME|TIMESTAMP)__", code)
 
 
 def test_the_library_tells_nothing_about_the_machine_that_built_it(demands: Demands) -> None:
@@ -224,23 +262,17 @@ def test_make_compiles_cuda_code_for_tests_and_for_a_gpu(
     assert f'-e ".[{target}]"' in printed
 
 
-def test_first_use_of_the_wheel_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
-    assert first_use(installed(wheel, tmp_path))["cpu"] == "native"
+def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(wheel: Path, tmp_path: Path) -> None:
+    found, info = first_use(wheel, tmp_path, hidden="triton")
+    assert found["cpu"] == "native"
+    assert "cpu     native     chosen" in info
 
 
-def test_first_use_without_triton(wheel: Path, tmp_path: Path) -> None:
-    python = installed(wheel, tmp_path)
-    assert first_use(python, hidden="triton")["cpu"] == "native"
-    assert "cpu     native     chosen" in run(str(python), "-m", "gradstat", "info", cwd=tmp_path, PYTHONPATH="")
-
-
-def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(pure_wheel: Path, tmp_path: Path) -> None:
-    assert pure_wheel.name.endswith("-py3-none-any.whl")
-    python = installed(pure_wheel, tmp_path)
-    assert first_use(python, warnings="ignore:gradstat runs its slow reference")["cpu"] == "reference"
-    assert "no C++ compiler was found at installation" in run(
-        str(python), "-m", "gradstat", "info", cwd=tmp_path, PYTHONPATH=""
-    )
+def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(pure: dict[str, Path], tmp_path: Path) -> None:
+    assert pure[".whl"].name.endswith("-py3-none-any.whl")
+    found, info = first_use(pure[".whl"], tmp_path, warnings="ignore:gradstat runs its slow reference")
+    assert found["cpu"] == "reference"
+    assert "no C++ compiler was found at installation, no Python headers, or GRADSTAT_COMPILE=0 was set" in info
 
 
 def test_the_table_of_versions_is_what_was_found() -> None:
