@@ -58,21 +58,10 @@ PyMODINIT_FUNC PyInit__C() {
   static const auto instructions = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(cpu_instructions());
   };
-  static PyMethodDef methods[] = {kFingerprintMethod,
-                                  kUseExchangeMethod,
-                                  kCheckMethod<Cpu>,
-                                  kClipMethod<Cpu>,
-                                  kMeasureMethod<Cpu>,
-                                  kMeasureStepMethod<Cpu>,
-                                  kScaleMethod<Cpu>,
-                                  kScaleEachMethod<Cpu>,
-                                  kUnscaleMethod<Cpu>,
-                                  {"instructions", instructions, METH_NOARGS, nullptr},
+  static PyMethodDef methods[] = {{"instructions", instructions, METH_NOARGS, nullptr},
                                   {"make_plan", make_plan, METH_VARARGS, nullptr},
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},
                                   {"gradients_of", gradients_of, METH_O, nullptr},
-                                  kEndOfMethods};
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+                                  {nullptr, nullptr, 0, nullptr}};
+  return make_module<Cpu>("_C", methods);
 }

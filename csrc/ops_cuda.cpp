@@ -68,13 +68,7 @@ PyMODINIT_FUNC PyInit__C_cuda() {
   static const auto architectures = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
   };
-  static PyMethodDef methods[] = {kFingerprintMethod,   kUseExchangeMethod,
-                                  kCheckMethod<Cuda>,   kClipMethod<Cuda>,
-                                  kMeasureMethod<Cuda>, kMeasureStepMethod<Cuda>,
-                                  kScaleMethod<Cuda>,   kScaleEachMethod<Cuda>,
-                                  kUnscaleMethod<Cuda>, {"architectures", architectures, METH_NOARGS, nullptr},
-                                  kEndOfMethods};
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  static PyMethodDef methods[] = {{"architectures", architectures, METH_NOARGS, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
+  return make_module<Cuda>("_C_cuda", methods);
 }
