@@ -15,13 +15,9 @@ struct Cpu {
     return cpu;
   }
 
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
-    const Row total = rows_cpu(list.entries(), table);
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
+    const Row total = rows_cpu(list.entries(), table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_norm_cpu(decide(*norm, total), norm->dtype, norm->norm);
-  }
-
-  static void unscale(const TensorList& list, Row* table, const float* factor) {
-    rows_cpu(list.entries(), table, *factor);
   }
 
   static bool are_known_to_be_one(const Coefficients& coefficients) {

@@ -32,18 +32,11 @@ struct Cuda {
     return new_tensor({bytes > 0 ? bytes : 1}, aoti_torch_dtype_uint8(), type(), device);
   }
 
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
     const int32_t device = list.device_index();
     const torch::stable::accelerator::DeviceGuard guard(device);
     const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
-    launch_stats(list.entries(), table, norm, memory.data_ptr(), device, current_stream(device));
-  }
-
-  static void unscale(const TensorList& list, Row* table, const float* factor) {
-    const int32_t device = list.device_index();
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
-    launch_unscale(list.entries(), table, factor, memory.data_ptr(), device, current_stream(device));
+    launch_stats(list.entries(), table, norm, factor, memory.data_ptr(), device, current_stream(device));
   }
 
   // The kernel looks at the coefficients itself.

@@ -1,8 +1,10 @@
 // The operations on lists of tensors, written once for every kind of device and for both ways that lists come:
 // through torch's dispatcher (Ops below) and from Python (python_ops.h). A `Device` provides
 //   static int32_t type();
-//   static void measure(const TensorList&, Row* table, const NormRequest* norm);
-//   static void unscale(const TensorList&, Row* table, const float* factor);   no address may occur twice
+//   static void measure(const TensorList&, Row* table, const NormRequest* norm, const float* factor);   either
+//   may
+//                       be null; elements are multiplied by the factor first, and then no address may occur
+//                       twice
 //   static bool are_known_to_be_one(const Coefficients&);   without waiting for the device
 //   static void scale(const std::vector<Entry>&, int32_t device_index, const Coefficients&,
 //                     bool follows_measure);   whether nothing was enqueued since measure wrote the coefficient
@@ -75,17 +77,10 @@ struct Operations {
   static Memory new_table(const TensorList& list) {
     return Memory({list.size(), kFields}, DType::kFloat64, list.device_index());
   }
-  static Row* rows_of(const Memory& table) { return static_cast<Row*>(table.data()); }
 
-  static Memory check(const TensorList& list) {
+  static Memory check(const TensorList& list, const float* factor = nullptr) {
     Memory table = new_table(list);
-    Device::measure(list, rows_of(table), nullptr);
-    return table;
-  }
-
-  static Memory unscale(const TensorList& list, const float* factor) {
-    Memory table = new_table(list);
-    Device::unscale(list, rows_of(table), factor);
+    Device::measure(list, static_cast<Row*>(table.data()), nullptr, factor);
     return table;
   }
 
@@ -98,8 +93,8 @@ struct Operations {
     const int32_t device = list.device_index();
     Memory table = new_table(list), norm({}, list.norm_dtype(), device);
     Memory numbers({2}, DType::kFloat64, device), verdict({kVerdict}, DType::kFloat32, device);
-    measure_norm(list, max_norm, norm_type, norm, static_cast<double*>(numbers.data()), rows_of(table),
-                 {loss_scale, static_cast<float*>(verdict.data()), counters});
+    measure_norm(list, max_norm, norm_type, norm, static_cast<double*>(numbers.data()),
+                 static_cast<Row*>(table.data()), {loss_scale, static_cast<float*>(verdict.data()), counters});
     return {std::move(table), std::move(norm), std::move(numbers), std::move(verdict)};
   }
 
@@ -130,7 +125,7 @@ struct Operations {
                     norm_type);
     const NormRequest request = {max_norm,    norm_type == kInf, list.norm_dtype(),
                                  norm.data(), coefficient,       step};
-    Device::measure(list, rows, &request);
+    Device::measure(list, rows, &request, nullptr);
   }
 };
 
@@ -213,7 +208,7 @@ struct Ops {
   static std::tuple<Tensor, int64_t> unscale_(const Tensors& tensors, const Tensor& factor) {
     const TensorList list = tensors_of(tensors);
     const float* by = numbers_of<float>(factor, 1, list);
-    if (!has_repeated(list.entries())) return {Bodies::unscale(list, by).tensor, list.signature()};
+    if (!has_repeated(list.entries())) return {Bodies::check(list, by).tensor, list.signature()};
     const Memory wide({}, DType::kFloat64, list.device_index());
     Tensor copied = wide.tensor;
     torch::stable::copy_(copied, factor);

@@ -245,13 +245,9 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
 // A device that lets other threads run Python while it works.
 template <class Device>
 struct Unlocked : Device {
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
     const WithoutGil others_may_run;
-    Device::measure(list, table, norm);
-  }
-  static void unscale(const TensorList& list, Row* table, const float* factor) {
-    const WithoutGil others_may_run;
-    Device::unscale(list, table, factor);
+    Device::measure(list, table, norm, factor);
   }
   static void scale(const std::vector<Entry>& entries, int32_t device_index, const Coefficients& coefficients,
                     bool follows_measure) {
@@ -299,8 +295,7 @@ struct PythonOps {
     return guarded([&] {
       const Direct direct = direct_list(tensors);
       if (has_repeated(direct.list.entries())) throw NotOrdinary();
-      return with_signature(Bodies::unscale(direct.list, numbers_of<float>(factor, 1, direct.list)),
-                            direct.list);
+      return with_signature(Bodies::check(direct.list, numbers_of<float>(factor, 1, direct.list)), direct.list);
     });
   }
 

@@ -289,7 +289,7 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(table, tables[0]) for table in tables)
 
 
-@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_native_agrees_with_the_reference_on_a_large_tensor(dtype: torch.dtype, device: str) -> None:
     x = random(3_000_001, dtype, device)
     native = gradstat.stats([x], backend="native").cpu().numpy()[0]

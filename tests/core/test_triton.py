@@ -15,6 +15,7 @@ import pytest
 import torch
 from exact import COMPLEX, FLOAT8, REAL
 from test_conformance import assert_rows_match
+from test_multiply import product
 
 if not torch.cuda.is_available():
     # Read by Triton when a kernel is defined, hence before the imports below.
@@ -24,7 +25,6 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from gradstat import _fields
 from gradstat.kernels import _table
 from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
@@ -188,16 +188,6 @@ def test_worst_rounding() -> None:
     count = STEP_BYTES // 4
     for bits in (0x3F800001, 0x3FB504F3, 0x3F9837F1, 0x3FFFFFFF):
         check([torch.full((count,), bits, dtype=torch.int32, device=DEVICE).view(torch.float32)])
-
-
-def test_memory_order() -> None:
-    """Transposed and channels-last tensors are read as they lie, and indices count along memory."""
-    images = random_tensor(2 * 3 * 5 * 7, torch.float32).view(2, 3, 5, 7).to(memory_format=torch.channels_last)
-    images[1, 2, 0, 0] = math.nan
-    matrix = random_tensor(35, torch.float32).view(5, 7).t()
-    matrix[1, 0] = math.inf
-    table = check([images, matrix, torch.tensor(3.0, device=DEVICE)])
-    assert table[1, _fields.column("first_nonfinite")] == 1
 
 
 def many_tensors(count: int) -> list[torch.Tensor]:
@@ -373,17 +363,11 @@ def coefficient_of(value: float) -> torch.Tensor:
 
 
 def scaled(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """What scale_ promises: float32 arithmetic for types narrower than float64."""
-    if tensor.is_complex():
-        return torch.view_as_complex(scaled(torch.view_as_real(tensor), value))
-    if tensor.dtype == torch.float64:
-        return tensor * value
-    product = tensor.float() * torch.tensor(value, dtype=torch.float32, device=DEVICE)
     if tensor.dtype == torch.bfloat16 and DEVICE.type == "cpu":
         # Triton's interpreter drops the low half where a GPU rounds to nearest even; that the compiled
         # kernel rounds is checked by gpu_gates/check_triton.py.
-        return (product.view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16)
-    return product.to(tensor.dtype)
+        return (product(tensor.float(), value).view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return product(tensor, value)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -414,41 +398,10 @@ def test_scale_many() -> None:
     assert all(same_bits(x, scaled(old, 0.7)) for x, old in zip(tensors, before, strict=True))
 
 
-def test_scale_by_one_touches_nothing() -> None:
-    """Not even the payload of a NaN, which a multiplication could change."""
-    signalling = torch.tensor([0x7F800001, 0x3F800000], dtype=torch.int32, device=DEVICE)
-    before = signalling.clone()
-    scale_([signalling.view(torch.float32)], coefficient_of(1.0))
-    assert torch.equal(signalling, before)
-
-
-def test_scale_by_nan() -> None:
-    tensors = [random_tensor(100, dtype) for dtype in REAL]
-    scale_(tensors, coefficient_of(math.nan))
-    assert all(tensor.isnan().all() for tensor in tensors)
-
-
 def test_scale_overflows_to_infinity() -> None:
     x = torch.full((40,), 6e4, dtype=torch.float16, device=DEVICE)
     scale_([x], coefficient_of(-2.0))
     assert torch.equal(x, torch.full_like(x, -math.inf))
-
-
-def test_scale_as_often_as_listed() -> None:
-    x, y, z = (torch.ones(10, device=DEVICE) for _ in range(3))
-    scale_([x, y, x, x, z, y, x[:0]], coefficient_of(0.5))
-    assert [t[0].item() for t in (x, y, z)] == [0.125, 0.25, 0.5]
-
-
-def test_scale_of_empty_tensors() -> None:
-    scale_([torch.empty(0, device=DEVICE)], coefficient_of(0.5))
-
-
-def test_scale_each_as_often_as_listed() -> None:
-    x, y, z = (torch.ones(10, device=DEVICE) for _ in range(3))
-    coefficients = torch.tensor([2, 3, 5, 7, 11, 13, 17], dtype=torch.float64, device=DEVICE)
-    scale_each_([x, y, x, x, z, y, x[:0]], coefficients)
-    assert [t.unique().tolist() for t in (x, y, z)] == [[70.0], [39.0], [11.0]]
 
 
 @by_dtype(FLOAT8)
