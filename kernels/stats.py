@@ -49,7 +49,7 @@ LARGE_SCALE = tl.constexpr(_fields.LARGE_SCALE)
 SMALL_SCALE = tl.constexpr(_fields.SMALL_SCALE)
 
 FIELD_COUNT = tl.constexpr(len(_fields.FIELDS))
-MERGES = tl.constexpr(tuple(field.merge_code for field in _fields.FIELDS))
+MERGES = tl.constexpr(tuple({"sum": 0, "min": 1, "max": 2}[field.merge] for field in _fields.FIELDS))
 NAN_COUNT = tl.constexpr(_fields.column("nan_count"))
 INF_COUNT = tl.constexpr(_fields.column("inf_count"))
 ZERO_COUNT = tl.constexpr(_fields.column("zero_count"))
