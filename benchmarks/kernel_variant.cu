@@ -35,7 +35,8 @@ EXPORTED int32_t run(int64_t count, const uint64_t* addresses, const int64_t* nu
   try {
     const auto entries = entries_of(count, addresses, numels, dtype);
     const gradstat::NormRequest request{max_norm, false, gradstat::DType::kFloat32, norm, coefficient, {}};
-    gradstat::launch_stats(entries, reinterpret_cast<gradstat::Row*>(table), &request, workspace, 0, stream);
+    gradstat::launch_stats(entries, reinterpret_cast<gradstat::Row*>(table), &request, nullptr, workspace, 0,
+                           stream);
     if (scales) gradstat::launch_scale(entries, coefficient, true, workspace, 0, stream);
     return 0;
   } catch (const std::exception& error) {

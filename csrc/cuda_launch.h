@@ -16,14 +16,11 @@ namespace gradstat {
 int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device);
 int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device);
 
-// Writes table[i] = row of entries[i], and the norm of all if asked for. One kernel.
-void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
-                  int32_t device, void* stream);
-
-// Multiplies every element by *factor, and writes table[i] = row of the products of entries[i]. One kernel,
-// with the workspace of launch_stats and the bits of launch_scale followed by it. No two entries may overlap.
-void launch_unscale(const std::vector<Entry>& entries, Row* table, const float* factor, void* workspace,
-                    int32_t device, void* stream);
+// Writes table[i] = row of entries[i], and the norm of all unless that is null. One kernel. With a factor it
+// multiplies every element by that first, with the bits of launch_scale before; then no two entries may
+// overlap.
+void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, const float* factor,
+                  void* workspace, int32_t device, void* stream);
 
 // Multiplies every element of an entry by its coefficient. One kernel, which touches nothing whose coefficient
 // is exactly 1. No two entries may overlap. Say that it `follows_stats` only if nothing was enqueued on the

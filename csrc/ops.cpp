@@ -15,13 +15,9 @@ struct Cpu {
     return cpu;
   }
 
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
-    const Row total = rows_cpu(list.entries(), table);
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
+    const Row total = rows_cpu(list.entries(), table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_norm_cpu(decide(*norm, total), norm->dtype, norm->norm);
-  }
-
-  static void unscale(const TensorList& list, Row* table, const float* factor) {
-    rows_cpu(list.entries(), table, *factor);
   }
 
   static bool are_known_to_be_one(const Coefficients& coefficients) {
@@ -58,21 +54,10 @@ PyMODINIT_FUNC PyInit__C() {
   static const auto instructions = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(cpu_instructions());
   };
-  static PyMethodDef methods[] = {kFingerprintMethod,
-                                  kUseExchangeMethod,
-                                  kCheckMethod<Cpu>,
-                                  kClipMethod<Cpu>,
-                                  kMeasureMethod<Cpu>,
-                                  kMeasureStepMethod<Cpu>,
-                                  kScaleMethod<Cpu>,
-                                  kScaleEachMethod<Cpu>,
-                                  kUnscaleMethod<Cpu>,
-                                  {"instructions", instructions, METH_NOARGS, nullptr},
+  static PyMethodDef methods[] = {{"instructions", instructions, METH_NOARGS, nullptr},
                                   {"make_plan", make_plan, METH_VARARGS, nullptr},
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},
                                   {"gradients_of", gradients_of, METH_O, nullptr},
-                                  kEndOfMethods};
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+                                  {nullptr, nullptr, 0, nullptr}};
+  return make_module<Cpu>("_C", methods);
 }

@@ -32,18 +32,11 @@ struct Cuda {
     return new_tensor({bytes > 0 ? bytes : 1}, aoti_torch_dtype_uint8(), type(), device);
   }
 
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm) {
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
     const int32_t device = list.device_index();
     const torch::stable::accelerator::DeviceGuard guard(device);
     const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
-    launch_stats(list.entries(), table, norm, memory.data_ptr(), device, current_stream(device));
-  }
-
-  static void unscale(const TensorList& list, Row* table, const float* factor) {
-    const int32_t device = list.device_index();
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
-    launch_unscale(list.entries(), table, factor, memory.data_ptr(), device, current_stream(device));
+    launch_stats(list.entries(), table, norm, factor, memory.data_ptr(), device, current_stream(device));
   }
 
   // The kernel looks at the coefficients itself.
@@ -68,13 +61,7 @@ PyMODINIT_FUNC PyInit__C_cuda() {
   static const auto architectures = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
   };
-  static PyMethodDef methods[] = {kFingerprintMethod,   kUseExchangeMethod,
-                                  kCheckMethod<Cuda>,   kClipMethod<Cuda>,
-                                  kMeasureMethod<Cuda>, kMeasureStepMethod<Cuda>,
-                                  kScaleMethod<Cuda>,   kScaleEachMethod<Cuda>,
-                                  kUnscaleMethod<Cuda>, {"architectures", architectures, METH_NOARGS, nullptr},
-                                  kEndOfMethods};
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  static PyMethodDef methods[] = {{"architectures", architectures, METH_NOARGS, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
+  return make_module<Cuda>("_C_cuda", methods);
 }

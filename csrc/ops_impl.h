@@ -1,11 +1,15 @@
-// The operators, written once for every kind of device. A `Device` provides
+// The operations on lists of tensors, written once for every kind of device and for both ways that lists come:
+// through torch's dispatcher (Ops below) and from Python (python_ops.h). A `Device` provides
 //   static int32_t type();
-//   static void measure(const TensorList&, Row* table, const NormRequest* norm);
-//   static void unscale(const TensorList&, Row* table, const float* factor);   no address may occur twice
+//   static void measure(const TensorList&, Row* table, const NormRequest* norm, const float* factor);   either
+//   may
+//                       be null; elements are multiplied by the factor first, and then no address may occur
+//                       twice
 //   static bool are_known_to_be_one(const Coefficients&);   without waiting for the device
 //   static void scale(const std::vector<Entry>&, int32_t device_index, const Coefficients&,
 //                     bool follows_measure);   whether nothing was enqueued since measure wrote the coefficient
-// and gets the schemas of ops.cpp in return. All pointers are to the device's memory.
+// All pointers are to the device's memory. A `Memory` is new memory on a device that becomes a tensor: it is
+// made from sizes, dtype and the number of the device, and has data().
 #pragma once
 
 #include <algorithm>
@@ -50,14 +54,6 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
   return repeated;
 }
 
-// What measuring `list` for its norm is asked.
-inline NormRequest norm_request(const TensorList& list, double max_norm, double norm_type, void* norm,
-                                double* coefficient, const StepRequest& step) {
-  STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
-                  norm_type);
-  return {max_norm, norm_type == kInf, list.norm_dtype(), norm, coefficient, step};
-}
-
 // A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
 // entries of a pass at once. For `follows_measure` see above.
 template <class Device>
@@ -76,20 +72,72 @@ void scale_list(const TensorList& list, const Coefficients& coefficients, bool f
   Device::scale(pass, list.device_index(), coefficients, follows_measure);
 }
 
+template <class Device, class Memory>
+struct Operations {
+  static Memory new_table(const TensorList& list) {
+    return Memory({list.size(), kFields}, DType::kFloat64, list.device_index());
+  }
+
+  static Memory check(const TensorList& list, const float* factor = nullptr) {
+    Memory table = new_table(list);
+    Device::measure(list, static_cast<Row*>(table.data()), nullptr, factor);
+    return table;
+  }
+
+  // `numbers`: coefficient and norm as float64; the verdict is that of entry.h.
+  struct Step {
+    Memory table, norm, numbers, verdict;
+  };
+  static Step measure_step(const TensorList& list, double max_norm, double norm_type, const float* loss_scale,
+                           int64_t* counters) {
+    const int32_t device = list.device_index();
+    Memory table = new_table(list), norm({}, list.norm_dtype(), device);
+    Memory numbers({2}, DType::kFloat64, device), verdict({kVerdict}, DType::kFloat32, device);
+    measure_norm(list, max_norm, norm_type, norm, static_cast<double*>(numbers.data()),
+                 static_cast<Row*>(table.data()), {loss_scale, static_cast<float*>(verdict.data()), counters});
+    return {std::move(table), std::move(norm), std::move(numbers), std::move(verdict)};
+  }
+
+  // `memory` begins with the coefficient; behind it are the rows, which nobody will see.
+  struct Norm {
+    Memory norm, memory;
+  };
+  static Norm measure(const TensorList& list, double max_norm, double norm_type) {
+    Memory norm({}, list.norm_dtype(), list.device_index());
+    Memory memory({1 + list.size() * kFields}, DType::kFloat64, list.device_index());
+    auto* coefficient = static_cast<double*>(memory.data());
+    measure_norm(list, max_norm, norm_type, norm, coefficient, reinterpret_cast<Row*>(coefficient + 1), {});
+    return {std::move(norm), std::move(memory)};
+  }
+
+  static Memory clip(const TensorList& list, double max_norm, double norm_type) {
+    Norm measured = measure(list, max_norm, norm_type);
+    if (max_norm != kInf) {
+      scale_list<Device>(list, static_cast<const double*>(measured.memory.data()), true);
+    }
+    return std::move(measured.norm);
+  }
+
+ private:
+  static void measure_norm(const TensorList& list, double max_norm, double norm_type, const Memory& norm,
+                           double* coefficient, Row* rows, const StepRequest& step) {
+    STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
+                    norm_type);
+    const NormRequest request = {max_norm,    norm_type == kInf, list.norm_dtype(),
+                                 norm.data(), coefficient,       step};
+    Device::measure(list, rows, &request, nullptr);
+  }
+};
+
 // Where the `count` numbers lie that come along with `list`.
 template <class Number>
 Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list) {
-  constexpr bool kIsDouble = std::is_same_v<Number, double>, kIsFloat = std::is_same_v<Number, float>;
-  static_assert(kIsDouble || kIsFloat || std::is_same_v<Number, int64_t>, "a type that is asked for");
+  const auto [type, name] = std::is_same_v<Number, double>  ? std::pair{aoti_torch_dtype_float64(), "float64"}
+                            : std::is_same_v<Number, float> ? std::pair{aoti_torch_dtype_float32(), "float32"}
+                                                            : std::pair{aoti_torch_dtype_int64(), "int64"};
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(numbers.get(), &dtype));
-  STD_TORCH_CHECK(dtype == (kIsDouble  ? aoti_torch_dtype_float64()
-                            : kIsFloat ? aoti_torch_dtype_float32()
-                                       : aoti_torch_dtype_int64()),
-                  "gradstat: the numbers that come with the tensors must be ",
-                  kIsDouble  ? "float64"
-                  : kIsFloat ? "float32"
-                             : "int64");
+  STD_TORCH_CHECK(dtype == type, "gradstat: the numbers that come with the tensors must be ", name);
   STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: expected ", count,
                   " contiguous numbers to come with the tensors, got ", numbers.numel());
   STD_TORCH_CHECK(list.size() == 0 || numbers.get_device_index() == list.device_index(),
@@ -97,65 +145,59 @@ Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list)
   return static_cast<Number*>(numbers.data_ptr());
 }
 
+// The operators as torch's dispatcher calls them, with the schemas of ops.cpp.
 template <class Device>
 struct Ops {
-  static Tensor new_table(const TensorList& list) {
-    return new_tensor({list.size(), kFields}, aoti_torch_dtype_float64(), Device::type(), list.device_index());
+  struct Memory {
+    Tensor tensor;
+
+    Memory(std::initializer_list<int64_t> sizes, DType dtype, int32_t device_index)
+        : tensor(new_tensor(sizes, torch_code_of(dtype), Device::type(), device_index)) {}
+    void* data() const { return tensor.data_ptr(); }
+  };
+  using Bodies = Operations<Device, Memory>;
+  using Tensors = std::vector<Tensor>;
+
+  static TensorList tensors_of(const Tensors& tensors) { return list_of(tensors, Device::type()); }
+  static TensorList units_of(const Tensors& tensors) {
+    return list_of(tensors, Device::type(), Division::kUnits);
   }
 
-  static Tensor stats(const std::vector<Tensor>& tensors) { return std::get<0>(check(tensors)); }
+  static Tensor stats(const Tensors& tensors) { return Bodies::check(tensors_of(tensors)).tensor; }
 
-  static std::tuple<Tensor, int64_t> check(const std::vector<Tensor>& tensors) {
-    const TensorList list = list_of(tensors, Device::type());
-    Tensor table = new_table(list);
-    Device::measure(list, static_cast<Row*>(table.data_ptr()), nullptr);
-    return {table, list.signature()};
+  static std::tuple<Tensor, int64_t> check(const Tensors& tensors) {
+    const TensorList list = tensors_of(tensors);
+    return {Bodies::check(list).tensor, list.signature()};
   }
 
-  // The table, the norm, {coefficient, norm} as float64, and the verdict.
-  using Measured = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-  static Measured measure(const std::vector<Tensor>& tensors, double max_norm, double norm_type,
-                          const std::optional<Tensor>& loss_scale, const std::optional<Tensor>& counters) {
-    const TensorList list = list_of(tensors, Device::type());
-    Tensor verdict = new_tensor({kVerdict}, aoti_torch_dtype_float32(), Device::type(), list.device_index());
-    StepRequest step{nullptr, static_cast<float*>(verdict.data_ptr()), nullptr};
-    if (loss_scale) step.loss_scale = numbers_of<float>(*loss_scale, 1, list);
-    if (counters) step.counters = numbers_of<int64_t>(*counters, kCounters, list);
-    auto [table, norm, numbers] = measure_list(list, max_norm, norm_type, step);
-    return {table, norm, numbers, verdict};
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> measure(const Tensors& tensors, double max_norm,
+                                                            double norm_type,
+                                                            const std::optional<Tensor>& loss_scale,
+                                                            const std::optional<Tensor>& counters) {
+    const TensorList list = tensors_of(tensors);
+    const auto step = Bodies::measure_step(
+        list, max_norm, norm_type, loss_scale ? numbers_of<float>(*loss_scale, 1, list) : nullptr,
+        counters ? numbers_of<int64_t>(*counters, kCounters, list) : nullptr);
+    return {step.table.tensor, step.norm.tensor, step.numbers.tensor, step.verdict.tensor};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> measure_list(const TensorList& list, double max_norm,
-                                                         double norm_type, const StepRequest& step) {
-    const int32_t index = list.device_index();
-    Tensor table = new_table(list);
-    Tensor norm = new_tensor({}, torch_code_of(list.norm_dtype()), Device::type(), index);
-    Tensor numbers = new_tensor({2}, aoti_torch_dtype_float64(), Device::type(), index);
-    const NormRequest request = norm_request(list, max_norm, norm_type, norm.data_ptr(),
-                                             static_cast<double*>(numbers.data_ptr()), step);
-    Device::measure(list, static_cast<Row*>(table.data_ptr()), &request);
-    return {table, norm, numbers};
+  static Tensor clip_(const Tensors& tensors, double max_norm, double norm_type) {
+    return Bodies::clip(tensors_of(tensors), max_norm, norm_type).tensor;
   }
 
-  static void scale_(const std::vector<Tensor>& tensors, const Tensor& coefficient) {
-    const TensorList list = list_of(tensors, Device::type());
+  static void scale_(const Tensors& tensors, const Tensor& coefficient) {
+    const TensorList list = tensors_of(tensors);
     scale_list<Device>(list, numbers_of<double>(coefficient, 1, list), false);
   }
 
-  static void scale_each_(const std::vector<Tensor>& tensors, const Tensor& coefficients) {
-    scale_entries(list_of(tensors, Device::type()), coefficients);
+  static void scale_each_(const Tensors& tensors, const Tensor& coefficients) {
+    scale_entries(tensors_of(tensors), coefficients);
   }
 
-  static Tensor unit_stats(const std::vector<Tensor>& tensors) {
-    const TensorList list = list_of(tensors, Device::type(), Division::kUnits);
-    Tensor table = new_table(list);
-    Device::measure(list, static_cast<Row*>(table.data_ptr()), nullptr);
-    return table;
-  }
+  static Tensor unit_stats(const Tensors& tensors) { return Bodies::check(units_of(tensors)).tensor; }
 
-  static void scale_units_(const std::vector<Tensor>& tensors, const Tensor& coefficients) {
-    scale_entries(list_of(tensors, Device::type(), Division::kUnits), coefficients);
+  static void scale_units_(const Tensors& tensors, const Tensor& coefficients) {
+    scale_entries(units_of(tensors), coefficients);
   }
 
   static void scale_entries(const TensorList& list, const Tensor& coefficients) {
@@ -163,28 +205,15 @@ struct Ops {
   }
 
   // scale_ and check in one pass. A tensor listed twice is scaled twice before either is measured.
-  static std::tuple<Tensor, int64_t> unscale_(const std::vector<Tensor>& tensors, const Tensor& factor) {
-    const TensorList list = list_of(tensors, Device::type());
+  static std::tuple<Tensor, int64_t> unscale_(const Tensors& tensors, const Tensor& factor) {
+    const TensorList list = tensors_of(tensors);
     const float* by = numbers_of<float>(factor, 1, list);
-    Tensor table = new_table(list);
-    auto* rows = static_cast<Row*>(table.data_ptr());
-    if (has_repeated(list.entries())) {
-      Tensor wide = new_tensor({}, aoti_torch_dtype_float64(), Device::type(), list.device_index());
-      torch::stable::copy_(wide, factor);
-      scale_list<Device>(list, static_cast<const double*>(wide.data_ptr()), false);
-      Device::measure(list, rows, nullptr);
-    } else {
-      Device::unscale(list, rows, by);
-    }
-    return {table, list.signature()};
-  }
-
-  // measure and scale_ with the list unpacked once.
-  static Tensor clip_(const std::vector<Tensor>& tensors, double max_norm, double norm_type) {
-    const TensorList list = list_of(tensors, Device::type());
-    auto [table, norm, numbers] = measure_list(list, max_norm, norm_type, {});
-    if (max_norm != kInf) scale_list<Device>(list, static_cast<const double*>(numbers.data_ptr()), true);
-    return norm;
+    if (!has_repeated(list.entries())) return {Bodies::check(list, by).tensor, list.signature()};
+    const Memory wide({}, DType::kFloat64, list.device_index());
+    Tensor copied = wide.tensor;
+    torch::stable::copy_(copied, factor);
+    scale_list<Device>(list, static_cast<const double*>(wide.data()), false);
+    return {Bodies::check(list).tensor, list.signature()};
   }
 };
 

@@ -1,7 +1,7 @@
 // The operators as plain functions of a Python extension module, for lists of ordinary tensors: the way that
 // `check` and `clip_grad_norm_` take on every step. torch's dispatcher needs about 0.3 us for each tensor of a
 // list; asking the tensor itself, through DLPack's C exchange interface, takes a tenth of that. Where something
-// is not ordinary the functions here return None (or False) and have done nothing.
+// is not ordinary the functions here return None and have done nothing.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -129,59 +129,49 @@ inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
   Py_RETURN_TRUE;
 }
 
-inline bool element_of(DLDataType type, ElementType& out) {
-  if (type.lanes != 1) return false;
-  out.is_pair = type.code == kDLComplex;
-  const int32_t bits = out.is_pair ? type.bits / 2 : type.bits;
-  switch (type.code) {
-    case kDLFloat:
-    case kDLComplex:
-      out.dtype = bits == 32 ? DType::kFloat32 : bits == 64 ? DType::kFloat64 : DType::kFloat16;
-      return bits == 16 || bits == 32 || bits == 64;
-    case kDLBfloat:
-      out.dtype = DType::kBFloat16;
-      return type.bits == 16;
-    case kDLFloat8_e4m3fn:
-      out.dtype = DType::kFloat8E4M3FN;
-      return true;
-    case kDLFloat8_e5m2:
-      out.dtype = DType::kFloat8E5M2;
-      return true;
-    case kDLFloat8_e4m3fnuz:
-      out.dtype = DType::kFloat8E4M3FNUZ;
-      return true;
-    case kDLFloat8_e5m2fnuz:
-      out.dtype = DType::kFloat8E5M2FNUZ;
-      return true;
-    default:
-      return false;
+// What DLPack calls the types the kernels read.
+struct DlpackType {
+  uint8_t code, bits;
+  ElementType element;
+};
+constexpr DlpackType kDlpackTypes[] = {
+    {kDLFloat, 32, {DType::kFloat32, false}},
+    {kDLBfloat, 16, {DType::kBFloat16, false}},
+    {kDLFloat, 16, {DType::kFloat16, false}},
+    {kDLFloat, 64, {DType::kFloat64, false}},
+    {kDLComplex, 64, {DType::kFloat32, true}},
+    {kDLComplex, 128, {DType::kFloat64, true}},
+    {kDLComplex, 32, {DType::kFloat16, true}},
+    {kDLFloat8_e4m3fn, 8, {DType::kFloat8E4M3FN, false}},
+    {kDLFloat8_e5m2, 8, {DType::kFloat8E5M2, false}},
+    {kDLFloat8_e4m3fnuz, 8, {DType::kFloat8E4M3FNUZ, false}},
+    {kDLFloat8_e5m2fnuz, 8, {DType::kFloat8E5M2FNUZ, false}},
+};
+
+inline ElementType element_of(DLDataType type) {
+  for (const DlpackType& known : kDlpackTypes) {
+    if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return known.element;
   }
+  throw NotOrdinary();
 }
 
 inline DLDataType dlpack_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return {kDLFloat, 64, 1};
-    case DType::kFloat32:
-      return {kDLFloat, 32, 1};
-    case DType::kFloat16:
-      return {kDLFloat, 16, 1};
-    case DType::kBFloat16:
-      return {kDLBfloat, 16, 1};
-    default:
-      throw std::logic_error("gradstat: a norm of this dtype does not exist");
+  for (const DlpackType& known : kDlpackTypes) {
+    if (known.element.dtype == dtype && !known.element.is_pair) return {known.code, known.bits, 1};
   }
+  throw std::logic_error("gradstat: a dtype that DLPack has no name for");
 }
 
 // New memory from torch's allocator, on its way to becoming a tensor or to being given back. Throws NotOrdinary
 // if torch makes something else of new tensors now: inside of torch.func transforms and of FakeTensorMode.
+template <class Device>
 class NewTensor {
  public:
-  NewTensor(std::initializer_list<int64_t> sizes, DLDataType type, DLDevice device) {
+  NewTensor(std::initializer_list<int64_t> sizes, DType dtype, int32_t device_index) {
     DLTensor prototype{};
-    prototype.device = device;
+    prototype.device = {Device::kDLPackType, device_index};
     prototype.ndim = static_cast<int32_t>(sizes.size());
-    prototype.dtype = type;
+    prototype.dtype = dlpack_type_of(dtype);
     prototype.shape = const_cast<int64_t*>(sizes.begin());
     // If memory is short, the general way will say so.
     const auto ignore_error = [](void*, const char*, const char*) {};
@@ -193,6 +183,7 @@ class NewTensor {
       throw NotOrdinary();
     }
   }
+  NewTensor(NewTensor&& other) noexcept : tensor_(std::exchange(other.tensor_, nullptr)) {}
   NewTensor(const NewTensor&) = delete;
   NewTensor& operator=(const NewTensor&) = delete;
   ~NewTensor() {
@@ -201,22 +192,16 @@ class NewTensor {
 
   void* data() const { return static_cast<char*>(tensor_->dl_tensor.data) + tensor_->dl_tensor.byte_offset; }
 
-  PyObject* to_python() {
+  Ref to_python() {
     void* object = nullptr;
     if (exchange().api->managed_tensor_to_py_object_no_sync(std::exchange(tensor_, nullptr), &object) != 0) {
       throw PythonError();
     }
-    return static_cast<PyObject*>(object);
+    return Ref(static_cast<PyObject*>(object));
   }
 
  private:
   DLManagedTensorVersioned* tensor_ = nullptr;
-};
-
-// A list that can be read as it is, and references that keep its tensors alive while others may run.
-struct DirectList {
-  Ref held;
-  TensorList list;
 };
 
 inline bool is_true_of(PyObject* method, PyObject* tensor) {
@@ -225,21 +210,19 @@ inline bool is_true_of(PyObject* method, PyObject* tensor) {
   return result.get() == Py_True;
 }
 
-// Adds a tensor, or returns false if it is not ordinary.
-inline bool add_tensor(TensorList& list, PyObject* tensor, DLDeviceType device_type) {
+// A plain tensor or parameter with memory on such a device, and its type, which is not looked at.
+inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  if (type != exchange().tensor_type && type != exchange().parameter_type) return false;
-  if (exchange().ask_for_sparse && is_true_of(exchange().is_sparse, tensor)) return false;
+  if (type != exchange().tensor_type && type != exchange().parameter_type) throw NotOrdinary();
+  if (exchange().ask_for_sparse && is_true_of(exchange().is_sparse, tensor)) throw NotOrdinary();
   DLTensor dl;
   if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) {
     PyErr_Clear();
     exchange().ask_for_sparse = true;
-    return false;
+    throw NotOrdinary();
   }
+  if (dl.device.device_type != device_type || dl.strides == nullptr) throw NotOrdinary();
   TensorView view{};
-  if (dl.device.device_type != device_type || dl.strides == nullptr || !element_of(dl.dtype, view.element)) {
-    return false;
-  }
   view.numel = 1;
   for (int32_t d = 0; d < dl.ndim; ++d) view.numel *= dl.shape[d];
   view.data = static_cast<char*>(dl.data) + dl.byte_offset;
@@ -250,47 +233,58 @@ inline bool add_tensor(TensorList& list, PyObject* tensor, DLDeviceType device_t
   // torch's zeros that take no memory, and storage that was freed, into which a view may point with an offset.
   // No program is given memory so low.
   constexpr uintptr_t kLowest = 1 << 22;
-  if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) return false;
+  if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) throw NotOrdinary();
   // DLPack does not tell lazily conjugated and negated tensors. Real ones are negated as the imaginary part of
   // a conjugate, every other number of an array of complex ones, so only one of a single element is dense.
-  if (view.element.is_pair && is_true_of(exchange().is_conj, tensor)) return false;
-  if ((view.element.is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) return false;
-  return list.add(view) == nullptr;
+  const bool is_pair = dl.dtype.code == kDLComplex;
+  if (is_pair && is_true_of(exchange().is_conj, tensor)) throw NotOrdinary();
+  if ((is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) throw NotOrdinary();
+  return {view, dl.dtype};
 }
 
-inline std::optional<DirectList> direct_list(PyObject* tensors, DLDeviceType device_type,
-                                             int32_t torch_device_type) {
-  if (exchange().api == nullptr || !PyList_Check(tensors) || PyList_Size(tensors) == 0) return std::nullopt;
-  const Py_ssize_t size = PyList_Size(tensors);
-  DirectList direct{Ref(PyList_GetSlice(tensors, 0, size)),
-                    TensorList(static_cast<size_t>(size), torch_device_type)};
-  if (!direct.held) throw PythonError();
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    if (!add_tensor(direct.list, PyList_GetItem(direct.held.get(), i), device_type)) return std::nullopt;
+// A device that lets other threads run Python while it works.
+template <class Device>
+struct Unlocked : Device {
+  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
+    const WithoutGil others_may_run;
+    Device::measure(list, table, norm, factor);
   }
-  return direct;
-}
+  static void scale(const std::vector<Entry>& entries, int32_t device_index, const Coefficients& coefficients,
+                    bool follows_measure) {
+    const WithoutGil others_may_run;
+    Device::scale(entries, device_index, coefficients, follows_measure);
+  }
+};
 
 template <class Device>
 struct PythonOps {
-  static std::optional<DirectList> list_from(PyObject* tensors) {
-    return direct_list(tensors, Device::kDLPackType, Device::type());
-  }
+  using Bodies = Operations<Unlocked<Device>, NewTensor<Device>>;
 
-  static DLDevice device_of(const TensorList& list) { return {Device::kDLPackType, list.device_index()}; }
+  // A list that can be read as it is, and references that keep its tensors alive while others may run.
+  struct Direct {
+    Ref held;
+    TensorList list;
+  };
+
+  static Direct direct_list(PyObject* tensors) {
+    const Py_ssize_t size = exchange().api != nullptr && PyList_Check(tensors) ? PyList_Size(tensors) : 0;
+    if (size == 0) throw NotOrdinary();
+    Direct direct{Ref(PyList_GetSlice(tensors, 0, size)),
+                  TensorList(static_cast<size_t>(size), Device::type())};
+    if (!direct.held) throw PythonError();
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      auto [view, type] = ordinary_view(PyList_GetItem(direct.held.get(), i), Device::kDLPackType);
+      view.element = element_of(type);
+      if (direct.list.add(view) != nullptr) throw NotOrdinary();
+    }
+    return direct;
+  }
 
   // check(tensors) -> (table, signature) | None
   static PyObject* check(PyObject*, PyObject* tensors) {
-    return guarded([&]() -> PyObject* {
-      const std::optional<DirectList> direct = list_from(tensors);
-      if (!direct) Py_RETURN_NONE;
-      const TensorList& list = direct->list;
-      NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
-      {
-        const WithoutGil others_may_run;
-        Device::measure(list, static_cast<Row*>(table.data()), nullptr);
-      }
-      return Py_BuildValue("(NL)", table.to_python(), static_cast<long long>(list.signature()));
+    return guarded([&] {
+      const Direct direct = direct_list(tensors);
+      return with_signature(Bodies::check(direct.list), direct.list);
     });
   }
 
@@ -298,37 +292,34 @@ struct PythonOps {
   static PyObject* unscale_(PyObject*, PyObject* arguments) {
     PyObject *tensors = nullptr, *factor = nullptr;
     if (!PyArg_ParseTuple(arguments, "OO", &tensors, &factor)) return nullptr;
-    return guarded([&]() -> PyObject* {
-      const std::optional<DirectList> direct = list_from(tensors);
-      if (!direct || has_repeated(direct->list.entries())) Py_RETURN_NONE;
-      const TensorList& list = direct->list;
-      const auto* by = static_cast<const float*>(numbers(factor, DType::kFloat32, 1, list));
-      if (by == nullptr) Py_RETURN_NONE;
-      NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
-      {
-        const WithoutGil others_may_run;
-        Device::unscale(list, static_cast<Row*>(table.data()), by);
-      }
-      return Py_BuildValue("(NL)", table.to_python(), static_cast<long long>(list.signature()));
+    return guarded([&] {
+      const Direct direct = direct_list(tensors);
+      if (has_repeated(direct.list.entries())) throw NotOrdinary();
+      return with_signature(Bodies::check(direct.list, numbers_of<float>(factor, 1, direct.list)), direct.list);
     });
   }
 
   // clip_(tensors, max_norm, norm_type) -> norm | None
   static PyObject* clip_(PyObject*, PyObject* arguments) {
-    return measured(arguments, [](const TensorList& list, double max_norm, NewTensor& norm, NewTensor& memory) {
-      if (max_norm != kInf) {
-        const WithoutGil others_may_run;
-        scale_list<Device>(list, static_cast<const double*>(memory.data()), true);
-      }
-      return norm.to_python();
+    PyObject* tensors = nullptr;
+    double max_norm = 0, norm_type = 0;
+    if (!PyArg_ParseTuple(arguments, "Odd", &tensors, &max_norm, &norm_type)) return nullptr;
+    return guarded([&] {
+      const Direct direct = direct_list(tensors);
+      return Bodies::clip(direct.list, max_norm, norm_type).to_python().release();
     });
   }
 
   // measure(tensors, max_norm, norm_type) -> (norm, memory that begins with the coefficient) | None
   static PyObject* measure(PyObject*, PyObject* arguments) {
-    return measured(arguments, [](const TensorList&, double, NewTensor& norm, NewTensor& memory) {
-      Ref first(norm.to_python());
-      return Py_BuildValue("(NN)", first.release(), memory.to_python());
+    PyObject* tensors = nullptr;
+    double max_norm = 0, norm_type = 0;
+    if (!PyArg_ParseTuple(arguments, "Odd", &tensors, &max_norm, &norm_type)) return nullptr;
+    return guarded([&] {
+      const Direct direct = direct_list(tensors);
+      auto [norm, memory] = Bodies::measure(direct.list, max_norm, norm_type);
+      Ref made[] = {norm.to_python(), memory.to_python()};
+      return Py_BuildValue("(NN)", made[0].release(), made[1].release());
     });
   }
 
@@ -340,142 +331,78 @@ struct PythonOps {
     if (!PyArg_ParseTuple(arguments, "OddOO", &tensors, &max_norm, &norm_type, &loss_scale, &counters)) {
       return nullptr;
     }
-    return guarded([&]() -> PyObject* {
-      const std::optional<DirectList> direct = list_from(tensors);
-      if (!direct) Py_RETURN_NONE;
-      const TensorList& list = direct->list;
-      const DLDevice device = device_of(list);
-      NewTensor verdict({kVerdict}, dlpack_type_of(DType::kFloat32), device);
-      StepRequest step{nullptr, static_cast<float*>(verdict.data()), nullptr};
-      if (loss_scale != Py_None) {
-        step.loss_scale = static_cast<const float*>(numbers(loss_scale, DType::kFloat32, 1, list));
-        if (step.loss_scale == nullptr) Py_RETURN_NONE;
-      }
-      if (counters != Py_None) {
-        step.counters = counters_of(counters, list);
-        if (step.counters == nullptr) Py_RETURN_NONE;
-      }
-      NewTensor table({list.size(), kFields}, dlpack_type_of(DType::kFloat64), device);
-      NewTensor norm({}, dlpack_type_of(list.norm_dtype()), device);
-      NewTensor pair({2}, dlpack_type_of(DType::kFloat64), device);
-      const NormRequest request =
-          norm_request(list, max_norm, norm_type, norm.data(), static_cast<double*>(pair.data()), step);
-      {
-        const WithoutGil others_may_run;
-        Device::measure(list, static_cast<Row*>(table.data()), &request);
-      }
-      Ref made[] = {Ref(table.to_python()), Ref(norm.to_python()), Ref(pair.to_python()),
-                    Ref(verdict.to_python())};
-      return Py_BuildValue("(NLNNN)", made[0].release(), static_cast<long long>(list.signature()),
-                           made[1].release(), made[2].release(), made[3].release());
+    return guarded([&] {
+      const Direct direct = direct_list(tensors);
+      auto [table, norm, numbers, verdict] = Bodies::measure_step(
+          direct.list, max_norm, norm_type,
+          loss_scale != Py_None ? numbers_of<float>(loss_scale, 1, direct.list) : nullptr,
+          counters != Py_None ? numbers_of<int64_t>(counters, kCounters, direct.list) : nullptr);
+      Ref made[] = {table.to_python(), norm.to_python(), numbers.to_python(), verdict.to_python()};
+      return Py_BuildValue("(NLNNN)", made[0].release(), signature_of(direct.list), made[1].release(),
+                           made[2].release(), made[3].release());
     });
   }
 
-  // scale_(tensors, memory) -> bool: what measure returned for the same tensors.
-  static PyObject* scale_(PyObject*, PyObject* arguments) {
-    PyObject *tensors = nullptr, *memory = nullptr;
-    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &memory)) return nullptr;
-    return guarded([&]() -> PyObject* {
-      const std::optional<DirectList> direct = list_from(tensors);
-      TensorList factor(1, Device::type());
-      if (!direct || !add_tensor(factor, memory, Device::kDLPackType) ||
-          factor.norm_dtype() != DType::kFloat64 || factor.entries()[0].numel == 0 ||
-          factor.device_index() != direct->list.device_index()) {
-        Py_RETURN_FALSE;
-      }
-      {
-        const WithoutGil others_may_run;
-        scale_list<Device>(direct->list, static_cast<const double*>(factor.entries()[0].data), false);
-      }
-      Py_RETURN_TRUE;
-    });
-  }
+  // scale_(tensors, memory that begins with the coefficient) -> True | None
+  static PyObject* scale_(PyObject*, PyObject* arguments) { return scaled(arguments, 0); }
 
-  // scale_each_(tensors, coefficients) -> bool
-  static PyObject* scale_each_(PyObject*, PyObject* arguments) {
+  // scale_each_(tensors, coefficients) -> True | None
+  static PyObject* scale_each_(PyObject*, PyObject* arguments) { return scaled(arguments, 1); }
+
+ private:
+  static PyObject* scaled(PyObject* arguments, int64_t stride) {
     PyObject *tensors = nullptr, *coefficients = nullptr;
     if (!PyArg_ParseTuple(arguments, "OO", &tensors, &coefficients)) return nullptr;
     return guarded([&]() -> PyObject* {
-      const std::optional<DirectList> direct = list_from(tensors);
-      if (!direct) Py_RETURN_FALSE;
-      const TensorList& list = direct->list;
-      const auto* first = static_cast<const double*>(numbers(coefficients, DType::kFloat64, list.size(), list));
-      if (first == nullptr) Py_RETURN_FALSE;
-      {
-        const WithoutGil others_may_run;
-        scale_list<Device>(list, {first, 1}, false);
-      }
+      const Direct direct = direct_list(tensors);
+      const int64_t count = stride == 0 ? kAtLeastOne : direct.list.size();
+      const double* first = numbers_of<double>(coefficients, count, direct.list);
+      scale_list<Unlocked<Device>>(direct.list, {first, stride}, false);
       Py_RETURN_TRUE;
     });
   }
 
- private:
-  // The numbers of an ordinary tensor, or null if they are not `count` of `dtype` on the list's device, in
-  // order.
-  static const void* numbers(PyObject* tensor, DType dtype, int64_t count, const TensorList& list) {
-    TensorList one(1, Device::type(), Division::kUnits);  // more than one entry if it is no single row
-    if (!add_tensor(one, tensor, Device::kDLPackType) || one.size() != 1) return nullptr;
-    const Entry& entry = one.entries()[0];
-    const bool fits = entry.dtype == dtype && !entry.is_pair && entry.numel == count &&
-                      one.device_index() == list.device_index();
-    return fits ? entry.data : nullptr;
+  // Where so many numbers lie that come along with a list, in order and on its device.
+  static constexpr int64_t kAtLeastOne = -1;
+  template <class Number>
+  static Number* numbers_of(PyObject* tensor, int64_t count, const TensorList& list) {
+    const auto [view, type] = ordinary_view(tensor, Device::kDLPackType);
+    const auto code = std::is_integral_v<Number> ? kDLInt : kDLFloat;
+    const bool is_enough = count == kAtLeastOne ? view.numel > 0 : view.numel == count;
+    if (type.code != code || type.bits != 8 * sizeof(Number) || type.lanes != 1 || !is_enough ||
+        !is_row_major(view) || view.device_index != list.device_index()) {
+      throw NotOrdinary();
+    }
+    return static_cast<Number*>(view.data);
   }
 
-  // The same for a step's counters, which are integers.
-  static int64_t* counters_of(PyObject* tensor, const TensorList& list) {
-    DLTensor dl;
-    if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) throw PythonError();
-    const bool fits = dl.dtype.code == kDLInt && dl.dtype.bits == 64 && dl.ndim == 1 &&
-                      dl.shape[0] == kCounters && dl.strides[0] == 1 &&
-                      dl.device.device_type == Device::kDLPackType &&
-                      dl.device.device_id == list.device_index();
-    return fits ? reinterpret_cast<int64_t*>(static_cast<char*>(dl.data) + dl.byte_offset) : nullptr;
-  }
-
-  // Norm and coefficient of a list, and what `then(list, max_norm, norm, memory)` makes of them; the
-  // coefficient is the first number of the memory.
-  template <class Then>
-  static PyObject* measured(PyObject* arguments, const Then& then) {
-    PyObject* tensors = nullptr;
-    double max_norm = 0, norm_type = 0;
-    if (!PyArg_ParseTuple(arguments, "Odd", &tensors, &max_norm, &norm_type)) return nullptr;
-    return guarded([&]() -> PyObject* {
-      const std::optional<DirectList> direct = list_from(tensors);
-      if (!direct) Py_RETURN_NONE;
-      const TensorList& list = direct->list;
-      NewTensor norm({}, dlpack_type_of(list.norm_dtype()), device_of(list));
-      // The coefficient, and the rows, which nobody will see.
-      NewTensor memory({1 + list.size() * kFields}, dlpack_type_of(DType::kFloat64), device_of(list));
-      auto* coefficient = static_cast<double*>(memory.data());
-      const NormRequest request = norm_request(list, max_norm, norm_type, norm.data(), coefficient, {});
-      {
-        const WithoutGil others_may_run;
-        Device::measure(list, reinterpret_cast<Row*>(coefficient + 1), &request);
-      }
-      return then(list, max_norm, norm, memory);
-    });
+  static long long signature_of(const TensorList& list) { return list.signature(); }
+  static PyObject* with_signature(NewTensor<Device> table, const TensorList& list) {
+    return Py_BuildValue("(NL)", table.to_python().release(), signature_of(list));
   }
 };
 
 inline PyObject* fingerprint(PyObject*, PyObject*) { return PyUnicode_FromString(GRADSTAT_FINGERPRINT); }
 
+// The extension module of a device: the functions that both have, and its `own`.
 template <class Device>
-constexpr PyMethodDef kCheckMethod = {"check", PythonOps<Device>::check, METH_O, nullptr};
-template <class Device>
-constexpr PyMethodDef kClipMethod = {"clip_", PythonOps<Device>::clip_, METH_VARARGS, nullptr};
-template <class Device>
-constexpr PyMethodDef kMeasureMethod = {"measure", PythonOps<Device>::measure, METH_VARARGS, nullptr};
-template <class Device>
-constexpr PyMethodDef kMeasureStepMethod = {"measure_step", PythonOps<Device>::measure_step, METH_VARARGS,
-                                            nullptr};
-template <class Device>
-constexpr PyMethodDef kScaleMethod = {"scale_", PythonOps<Device>::scale_, METH_VARARGS, nullptr};
-template <class Device>
-constexpr PyMethodDef kScaleEachMethod = {"scale_each_", PythonOps<Device>::scale_each_, METH_VARARGS, nullptr};
-template <class Device>
-constexpr PyMethodDef kUnscaleMethod = {"unscale_", PythonOps<Device>::unscale_, METH_VARARGS, nullptr};
-constexpr PyMethodDef kUseExchangeMethod = {"use_exchange", use_exchange, METH_VARARGS, nullptr};
-constexpr PyMethodDef kFingerprintMethod = {"fingerprint", fingerprint, METH_NOARGS, nullptr};
-constexpr PyMethodDef kEndOfMethods = {nullptr, nullptr, 0, nullptr};
+PyObject* make_module(const char* name, PyMethodDef* own) {
+  using Methods = PythonOps<Device>;
+  static PyMethodDef methods[] = {{"fingerprint", fingerprint, METH_NOARGS, nullptr},
+                                  {"use_exchange", use_exchange, METH_VARARGS, nullptr},
+                                  {"check", Methods::check, METH_O, nullptr},
+                                  {"clip_", Methods::clip_, METH_VARARGS, nullptr},
+                                  {"measure", Methods::measure, METH_VARARGS, nullptr},
+                                  {"measure_step", Methods::measure_step, METH_VARARGS, nullptr},
+                                  {"scale_", Methods::scale_, METH_VARARGS, nullptr},
+                                  {"scale_each_", Methods::scale_each_, METH_VARARGS, nullptr},
+                                  {"unscale_", Methods::unscale_, METH_VARARGS, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+  Ref module(PyModule_Create(&definition));
+  if (!module || PyModule_AddFunctions(module.get(), own) != 0) return nullptr;
+  return module.release();
+}
 
 }  // namespace gradstat

@@ -166,25 +166,16 @@ GRADSTAT_HD double clip_coefficient(double norm, double max_norm) {
 
 // Element conversions -----------------------------------------------------------------------------------
 
-GRADSTAT_HD float bits_to_float(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
+template <class To, class From>
+GRADSTAT_HD To bitcast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
-GRADSTAT_HD uint32_t float_to_bits(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
-}
+GRADSTAT_HD float bits_to_float(uint32_t bits) { return bitcast<float>(bits); }
+GRADSTAT_HD uint32_t float_to_bits(float value) { return bitcast<uint32_t>(value); }
 
 GRADSTAT_HD float bfloat16_to_float(uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
 

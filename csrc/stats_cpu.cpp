@@ -129,9 +129,6 @@ void scale_float8(const Entry& entry, int64_t first, int64_t count, float coeffi
 #define GRADSTAT_VECTOR_BYTES 16
 #define GRADSTAT_X86_LEVEL 0
 #include "stats_cpu_kernel.h"
-#undef GRADSTAT_NAMESPACE
-#undef GRADSTAT_VECTOR_BYTES
-#undef GRADSTAT_X86_LEVEL
 
 #if defined(__x86_64__)
 
@@ -145,9 +142,6 @@ void scale_float8(const Entry& entry, int64_t first, int64_t count, float coeffi
 #define GRADSTAT_VECTOR_BYTES 32
 #define GRADSTAT_X86_LEVEL 2
 #include "stats_cpu_kernel.h"
-#undef GRADSTAT_NAMESPACE
-#undef GRADSTAT_VECTOR_BYTES
-#undef GRADSTAT_X86_LEVEL
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push( \
@@ -162,9 +156,6 @@ void scale_float8(const Entry& entry, int64_t first, int64_t count, float coeffi
 #define GRADSTAT_VECTOR_BYTES 32
 #define GRADSTAT_X86_LEVEL 4
 #include "stats_cpu_kernel.h"
-#undef GRADSTAT_NAMESPACE
-#undef GRADSTAT_VECTOR_BYTES
-#undef GRADSTAT_X86_LEVEL
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

@@ -2,7 +2,7 @@
 //   GRADSTAT_NAMESPACE       a namespace of its own for each set
 //   GRADSTAT_VECTOR_BYTES    16 or 32
 //   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 the same with AVX-512 F/BW/VL/DQ
-// under the matching target pragma. Hence no include guard and no #include here.
+// under the matching target pragma; undefined again at its end. Hence no include guard and no #include here.
 //
 // Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums
 // of squares and of values are formed in float32 over groups, as balanced trees, and each group is promoted
@@ -679,3 +679,7 @@ void scale(const Entry& entry, int64_t first, int64_t count, double coefficient)
 }
 
 }  // namespace GRADSTAT_NAMESPACE
+
+#undef GRADSTAT_NAMESPACE
+#undef GRADSTAT_VECTOR_BYTES
+#undef GRADSTAT_X86_LEVEL

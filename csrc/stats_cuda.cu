@@ -17,9 +17,18 @@ struct Layout {
         end(table + table_bytes(tensors, partition)) {}
 };
 
-// With a factor the kernel that multiplies, else the one that only reads.
-void launch_either(const std::vector<Entry>& entries, Row* table, const float* factor, const NormRequest* norm,
-                   void* workspace, int32_t device, void* stream_pointer) {
+}  // namespace
+
+LoadedKernels load_stats_kernels() {
+  return load_kernels({GRADSTAT_FOR_EVERY_TABLE(stats_kernel), GRADSTAT_FOR_LARGE_TABLES(unscale_kernel)});
+}
+
+int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
+  return static_cast<int64_t>(Layout(entries.size(), partition_for(entries, device)).end);
+}
+
+void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, const float* factor,
+                  void* workspace, int32_t device, void* stream_pointer) {
   if (entries.empty() && norm == nullptr) return;
   const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
@@ -48,26 +57,6 @@ void launch_either(const std::vector<Entry>& entries, Row* table, const float* f
       start(stats_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
     });
   }
-}
-
-}  // namespace
-
-LoadedKernels load_stats_kernels() {
-  return load_kernels({GRADSTAT_FOR_EVERY_TABLE(stats_kernel), GRADSTAT_FOR_LARGE_TABLES(unscale_kernel)});
-}
-
-int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
-  return static_cast<int64_t>(Layout(entries.size(), partition_for(entries, device)).end);
-}
-
-void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, void* workspace,
-                  int32_t device, void* stream) {
-  launch_either(entries, table, nullptr, norm, workspace, device, stream);
-}
-
-void launch_unscale(const std::vector<Entry>& entries, Row* table, const float* factor, void* workspace,
-                    int32_t device, void* stream) {
-  launch_either(entries, table, factor, nullptr, workspace, device, stream);
 }
 
 }  // namespace gradstat

@@ -30,7 +30,6 @@ from typing import Any, Literal
 Merge = Literal["sum", "min", "max"]
 
 _IDENTITY: dict[str, float] = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
-_MERGE_CODE: dict[str, int] = {"sum": 0, "min": 1, "max": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,6 @@ class Field:
     def identity(self) -> float:
         """The value that leaves every other value unchanged under this field's merge."""
         return _IDENTITY[self.merge]
-
-    @property
-    def merge_code(self) -> int:
-        """The merge as the integer used by the compiled kernels: 0 sum, 1 min, 2 max."""
-        return _MERGE_CODE[self.merge]
 
 
 FIELDS: tuple[Field, ...] = (

@@ -49,17 +49,22 @@ LARGE_SCALE = tl.constexpr(_fields.LARGE_SCALE)
 SMALL_SCALE = tl.constexpr(_fields.SMALL_SCALE)
 
 FIELD_COUNT = tl.constexpr(len(_fields.FIELDS))
-MERGES = tl.constexpr(tuple(field.merge_code for field in _fields.FIELDS))
+MERGES = tl.constexpr(tuple({"sum": 0, "min": 1, "max": 2}[field.merge] for field in _fields.FIELDS))
 NAN_COUNT = tl.constexpr(_fields.column("nan_count"))
 INF_COUNT = tl.constexpr(_fields.column("inf_count"))
 ZERO_COUNT = tl.constexpr(_fields.column("zero_count"))
-SUM = tl.constexpr(_fields.column("sum"))
-SQ_SUM = tl.constexpr(_fields.column("sq_sum"))
 SQ_SUM_LARGE = tl.constexpr(_fields.column("sq_sum_large"))
 SQ_SUM_SMALL = tl.constexpr(_fields.column("sq_sum_small"))
 MIN = tl.constexpr(_fields.column("min"))
 MAX = tl.constexpr(_fields.column("max"))
 FIRST_NONFINITE = tl.constexpr(_fields.column("first_nonfinite"))
+
+# What lanes add up, besides minimum and maximum: a further sum has its name here and its lift in _lift.
+_SUMMED = ("sq_sum", "sum")
+SUMMED = tl.constexpr(len(_SUMMED))
+SUM_COLUMNS = tl.constexpr(tuple(map(_fields.column, _SUMMED)))
+SQUARES = tl.constexpr(_SUMMED.index("sq_sum"))
+SUM_DEGREES = tl.constexpr(tuple(_fields.DEGREES[_fields.column(name)] for name in _SUMMED))
 
 # Chunks in a group. All rows of a group are loaded at once, and so are those of all groups: two waits for
 # memory, however many chunks there are.
@@ -123,64 +128,78 @@ def _neighbours(x):
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
-# What lanes add up, in tuples: squares, values, minima, maxima. A further field has its place at the end of each tuple
-# below, and its lift in _add_step and _lift_finite.
+# A lane's sums are a tuple: those of SUM_COLUMNS, minimum, maximum.
+
+
+@triton.jit
+def _lift(x, ordinary):
+    """What finite elements add to the sums; `ordinary` are those of ordinary magnitude, zeros in place of others."""
+    return ordinary * ordinary, x
 
 
 @triton.jit
 def _no_sums(REAL: tl.constexpr):
     """Of no elements, lane by lane."""
-    zero = tl.zeros((LANES,), tl.float64)
-    return zero, zero, tl.full((LANES,), INF, REAL), tl.full((LANES,), -INF, REAL)
+    sums = ()
+    for _ in tl.static_range(SUMMED):
+        sums = sums + (tl.zeros((LANES,), tl.float64),)
+    return sums + (tl.full((LANES,), INF, REAL), tl.full((LANES,), -INF, REAL))
 
 
 @triton.jit
 def _merge_sums(a, b):
-    return a[0] + b[0], a[1] + b[1], tl.minimum(a[2], b[2]), tl.maximum(a[3], b[3])
+    sums = ()
+    for i in tl.static_range(SUMMED):
+        sums = sums + (a[i] + b[i],)
+    return sums + (tl.minimum(a[SUMMED], b[SUMMED]), tl.maximum(a[SUMMED + 1], b[SUMMED + 1]))
 
 
 @triton.jit
 def _store_sums(row, row_stride, sums):
-    tl.store(row + SQ_SUM * row_stride, tl.sum(sums[0]))
-    tl.store(row + SUM * row_stride, tl.sum(sums[1]))
-    tl.store(row + MIN * row_stride, tl.min(sums[2]).to(tl.float64))
-    tl.store(row + MAX * row_stride, tl.max(sums[3]).to(tl.float64))
+    for i in tl.static_range(SUMMED):
+        tl.store(row + SUM_COLUMNS[i] * row_stride, tl.sum(sums[i]))
+    tl.store(row + MIN * row_stride, tl.min(sums[SUMMED]).to(tl.float64))
+    tl.store(row + MAX * row_stride, tl.max(sums[SUMMED + 1]).to(tl.float64))
 
 
 @triton.jit
 def _scale_sums(sums, scale):
     """Of elements that are so many times as large."""
-    return sums[0] * (scale * scale), sums[1] * scale, sums[2] * scale, sums[3] * scale
+    scaled = ()
+    for i in tl.static_range(SUMMED):
+        value = sums[i]
+        for degree in tl.static_range(1, 3):
+            if degree <= SUM_DEGREES[i]:
+                value = value * scale
+        scaled = scaled + (value,)
+    return scaled + (sums[SUMMED] * scale, sums[SUMMED + 1] * scale)
 
 
 @triton.jit
 def _add_step(even, odd, sums):
     """Adds vectors, one in each row, given by their elements at even and odd positions, to the lanes' sums."""
-    sq_sum, total, low, high = sums
-    squares = even * even + odd * odd
-    values = even + odd
-    minima = tl.minimum(even, odd)
-    maxima = tl.maximum(even, odd)
+    LANE_ROWS: tl.constexpr = even.shape[0] // LANES
+    step = _merge_sums(_lift(even, even) + (even, even), _lift(odd, odd) + (odd, odd))
     # Float32 sums at most three levels deep: the squares of 1- and 2-byte types are exact in float32, so that
     # three roundings remain for their eight, and for the four of float32, whose squares are rounded.
     for level in tl.static_range(1, 4):
         if 2**level <= even.shape[1]:
-            if level == 3:
-                squares = squares.to(tl.float64)
-                values = values.to(tl.float64)
-            a, b = _neighbours(squares)
-            squares = a + b
-            a, b = _neighbours(values)
-            values = a + b
-            a, b = _neighbours(minima)
-            minima = tl.minimum(a, b)
-            a, b = _neighbours(maxima)
-            maxima = tl.maximum(a, b)
-    sq_sum += tl.sum(tl.reshape(squares.to(tl.float64), (even.shape[0] // LANES, LANES)), axis=0)
-    total += tl.sum(tl.reshape(values.to(tl.float64), (even.shape[0] // LANES, LANES)), axis=0)
-    low = tl.minimum(low, tl.min(tl.reshape(minima, (even.shape[0] // LANES, LANES)), axis=0))
-    high = tl.maximum(high, tl.max(tl.reshape(maxima, (even.shape[0] // LANES, LANES)), axis=0))
-    return sq_sum, total, low, high
+            evens = ()
+            odds = ()
+            for i in tl.static_range(SUMMED + 2):
+                part = step[i]
+                if level == 3 and i < SUMMED:
+                    part = part.to(tl.float64)
+                a, b = _neighbours(part)
+                evens = evens + (a,)
+                odds = odds + (b,)
+            step = _merge_sums(evens, odds)
+    lanes = ()
+    for i in tl.static_range(SUMMED):
+        lanes = lanes + (tl.sum(tl.reshape(step[i].to(tl.float64), (LANE_ROWS, LANES)), axis=0),)
+    low = tl.min(tl.reshape(step[SUMMED], (LANE_ROWS, LANES)), axis=0)
+    high = tl.max(tl.reshape(step[SUMMED + 1], (LANE_ROWS, LANES)), axis=0)
+    return _merge_sums(sums, lanes + (low, high))
 
 
 @triton.jit
@@ -254,7 +273,7 @@ def _read_float8_tile(address, steps, kind):
     limit = tl.where(kind == FLOAT8_E4M3FN, 1.75, INF)
     sign = tl.where(ordinary, 0, 0x80808080)
     marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
-    hidden = (sums[3] > limit) | (sums[2] < -limit) | (marked != 0)
+    hidden = (sums[SUMMED + 1] > limit) | (sums[SUMMED] < -limit) | (marked != 0)
     return _scale_sums(sums, tl.where(hidden, float("nan"), scale)), zeros
 
 
@@ -273,13 +292,13 @@ def _lift_finite(x, good, sums, scaled_sums):
         scaled = tl.where(is_small, wide * SMALL_SCALE, 0.0)
         sq_sum_small += tl.sum(scaled * scaled, axis=1)
         ordinary = tl.where(is_large | is_small, 0.0, wide)
-    lifted = (
-        tl.sum(ordinary * ordinary, axis=1),
-        tl.sum(wide, axis=1),
-        tl.min(tl.where(good, x, INF), axis=1),
-        tl.max(tl.where(good, x, -INF), axis=1),
-    )
-    return _merge_sums(sums, lifted), (sq_sum_large, sq_sum_small)
+    each = _lift(wide, ordinary)
+    lifted = ()
+    for i in tl.static_range(SUMMED):
+        lifted = lifted + (tl.sum(each[i], axis=1),)
+    low = tl.min(tl.where(good, x, INF), axis=1)
+    high = tl.max(tl.where(good, x, -INF), axis=1)
+    return _merge_sums(sums, lifted + (low, high)), (sq_sum_large, sq_sum_small)
 
 
 @triton.jit
@@ -344,7 +363,7 @@ def _read_exact(
             sums, scaled_sums = _lift_finite(x, good, sums, scaled_sums)
     nans += tl.sum(lane_nans)
     infs += tl.sum(lane_infs)
-    if sums[2].dtype == tl.float64:
+    if sums[SUMMED].dtype == tl.float64:
         sq_sum_large += tl.sum(scaled_sums[0])
         sq_sum_small += tl.sum(scaled_sums[1])
     local = tl.min(lane_first)
@@ -394,7 +413,7 @@ def _read_chunk(
         else:
             tile_sums, tile_zeros = _read_tile(pointer, steps, VECTOR, PAIR, REAL)
         if is_trusted:
-            squares = tl.sum(tile_sums[0])
+            squares = tl.sum(tile_sums[SQUARES])
             if tl.float64 == REAL:
                 is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
             else:

@@ -1,12 +1,26 @@
-"""An exact account of tensors, from Python's arbitrary precision: the judge of every backend."""
+"""An exact account of tensors, and tables held against it: the judge of every backend."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gradstat import _fields
+
+Floats = npt.NDArray[np.float64]
+
+assert np.finfo(np.longdouble).nmant >= 63, "the account needs an extended precision that this platform does not have"
+
+NARROW_TOLERANCE = 1e-7  # of norms: the contract, for every input
+# Of a sum, relative to the magnitudes that were added: three roundings in float32.
+SUM_TOLERANCE = 2.5e-7
+# Of float64: as many roundings as a chunk of work has elements, one after the other at worst.
+WIDE_TOLERANCE = 2.0**16 * 2.0**-53
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 REAL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -14,31 +28,6 @@ COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 EXACT = tuple(name for name in _fields.NAMES if name not in ("sum", "sq_sum", "sq_sum_large", "sq_sum_small"))
 """The fields that nothing rounds."""
-
-
-def memory_order(tensor: Tensor) -> Tensor:
-    """The elements as they lie in memory, for a dense tensor; in row-major order for any other."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return tensor.numel() <= 1
-            expected *= size
-    return True
-
-
-def parts_of(tensor: Tensor) -> list[tuple[float, ...]]:
-    """Each element as the tuple of its real parts, as Python floats."""
-    flat = memory_order(tensor).cpu()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    if flat.dtype in FLOAT8:
-        flat = flat.float()
-    return [tuple(p) if isinstance(p, list) else (p,) for p in flat.to(torch.float64).tolist()]
 
 
 def square_root(total: Fraction) -> float:
@@ -53,43 +42,98 @@ def square_root(total: Fraction) -> float:
         return math.inf
 
 
-def rounded_sum(values: list[float]) -> float:
-    """The exact sum, rounded once; infinite where float64 has no number for it."""
-    try:
-        return math.fsum(values)
-    except OverflowError:  # on the way at least
-        total = sum(map(Fraction, values), Fraction(0))
-    try:
-        return float(total)
-    except OverflowError:
-        return math.inf if total > 0 else -math.inf
+class Account:
+    """What must be said of a tensor, from its ``[elements, parts]`` in the order in which they are counted.
 
+    Squares and sums are formed in extended precision, whose range none of them leaves: 64 bits of significand or more,
+    rounded some twenty times at most, as numpy adds in pairs.
+    """
 
-class Exact:
-    """What a report must say about one tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        elements = parts_of(tensor)
-        bad = [any(not math.isfinite(p) for p in e) for e in elements]
-        self.numel = len(elements)
-        self.nan_count = sum(any(math.isnan(p) for p in e) for e in elements)
-        self.inf_count = sum(bad) - self.nan_count
-        self.zero_count = sum(all(p == 0 for p in e) for e in elements)
-        self.first_nonfinite = bad.index(True) if any(bad) else math.inf
-        finite = [p for e, b in zip(elements, bad, strict=True) if not b for p in e]
-        self.values = len(finite)
-        self.min = min(finite, default=math.inf)
-        self.max = max(finite, default=-math.inf)
-        self.sum = rounded_sum(finite)
-        self.magnitudes = rounded_sum([abs(value) for value in finite])
-        if tensor.dtype in (torch.float64, torch.complex128):
-            self.squares = sum((Fraction(p) ** 2 for p in finite if p), Fraction(0))
-        else:  # squares of narrower types are exact in float64, and their sum is rounded once
-            self.squares = Fraction(math.fsum(p * p for p in finite))
+    def __init__(self, elements: Floats) -> None:
+        nan, zero = np.isnan(elements), elements == 0
+        bad = ~np.isfinite(elements)
+        if elements.shape[1] > 1:
+            nan, zero, bad = nan.any(1), zero.all(1), bad.any(1)
+        self.nan_count = int(np.count_nonzero(nan))
+        number = int(np.count_nonzero(bad))
+        self.inf_count = number - self.nan_count
+        self.zero_count = int(np.count_nonzero(zero))
+        self.first_nonfinite = float(bad.argmax()) if number else math.inf
+        finite = elements[~bad.reshape(-1)] if number else elements
+        self.min = float(finite.min(initial=math.inf))
+        self.max = float(finite.max(initial=-math.inf))
+        wide = finite.astype(np.longdouble)
+        self.squares = np.square(wide).sum()
+        self.sum = wide.sum()
+        self.magnitudes = np.abs(wide).sum()
 
     @property
-    def l2_norm(self) -> float:
-        return square_root(self.squares)
+    def is_finite(self) -> bool:
+        return self.nan_count == self.inf_count == 0
+
+    @property
+    def norm(self) -> np.longdouble:
+        """Of the finite elements."""
+        return np.sqrt(self.squares)
+
+
+def account_of(tensor: Tensor) -> Account:
+    """In the order of memory if the tensor is dense, else in row-major order."""
+    by_stride = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    flat = (by_stride if by_stride.is_contiguous() else tensor).reshape(-1).cpu()
+    parts = torch.view_as_real(flat.to(torch.complex128)) if flat.is_complex() else flat.double()[:, None]
+    return Account(parts.numpy())
+
+
+class WrongError(AssertionError):
+    """Something was computed or changed that is not so."""
+
+
+def expect(holds: bool, what: str, where: object, got: object, expected: object) -> None:
+    if not holds:
+        raise WrongError(f"{what} of {where}: got {got!r}, expected {expected!r}")
+
+
+def assert_rows(
+    table: Tensor,
+    accounts: Sequence[Account],
+    dtypes: Sequence[torch.dtype],
+    where: Sequence[Any],
+    wide_tolerance: float = WIDE_TOLERANCE,
+) -> None:
+    """Every field of every row; ``where`` says what the rows are of."""
+    expect(table.dtype == torch.float64, "dtype", "the table", table.dtype, torch.float64)
+    expect(tuple(table.shape) == (len(accounts), len(_fields.NAMES)), "shape", "the table", table.shape, len(accounts))
+    rows = table.cpu().numpy()
+    column = {name: rows[:, i] for name, i in _fields.INDEX.items()}
+
+    def hold(name: str, got: Floats, expected: Floats, slack: Floats | float = 0.0) -> None:
+        with np.errstate(invalid="ignore"):
+            right = (got == expected) | (np.abs(got - expected) <= slack)
+        for i in np.flatnonzero(~right)[:1]:
+            expect(False, name, where[i], got[i], expected[i])
+
+    def true(attribute: str) -> Floats:
+        with np.errstate(over="ignore"):
+            return np.array([getattr(account, attribute) for account in accounts]).astype(np.float64)
+
+    for name in EXACT:
+        hold(name, column[name], true(name))
+    is_wide = np.array([is_float64(dtype) for dtype in dtypes], dtype=np.bool_)
+    for name in ("sq_sum_large", "sq_sum_small"):
+        hold(name, column[name], np.where(is_wide, column[name], 0.0))
+    with np.errstate(over="ignore", invalid="ignore"):
+        norms = _fields.l2_norm(np, rows)
+        expected, magnitudes = true("norm"), true("magnitudes")
+        hold("norm", norms, expected, np.where(is_wide, wide_tolerance, NARROW_TOLERANCE) * expected)
+        # Where magnitudes add up to more than float64 holds, sums are infinite on the way, of either sign.
+        holds = magnitudes < 1e300
+        slack = np.where(is_wide, wide_tolerance, SUM_TOLERANCE) * magnitudes
+        hold("sum", column["sum"][holds], true("sum")[holds], slack[holds])
+
+
+def is_float64(dtype: torch.dtype) -> bool:
+    return dtype.to_real() == torch.float64
 
 
 def rounded_product(values: Tensor, coefficients: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,11 @@
-"""Tensors of random bits in random layouts, and an exact account of each; judging.py holds operations against it.
+"""Tensors of random bits in random layouts; judging.py holds operations against the account (exact.py) of each.
 
 A `Recipe` says what one tensor is: element type, sizes, strides, where it begins, and what bits fill it. A `Batch` is
 made of recipes: tensors over memory that it owns, one stretch for each element type, so that it also sees what is
 written beside them. Recipes are drawn by hypothesis (`recipes`), which shrinks what fails, or quickly from a seed
 (`Batch.drawn`).
 
-The account is taken from the bits with numpy alone. Squares and their sums are formed in extended precision, whose
-range none of them leaves: 64 bits of significand or more, rounded some twenty times at most, as numpy adds in pairs.
+Elements are decoded from the bits with numpy alone.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from exact import Account, Floats
 from hypothesis import strategies as st
 from torch import Tensor
 
-Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.unsignedinteger]
-
-assert np.finfo(np.longdouble).nmant >= 63, "the account needs an extended precision that this platform does not have"
 
 
 class Format(NamedTuple):
@@ -416,37 +413,3 @@ def batches(most: int = 8, largest: int = 20_000, dtypes: Sequence[torch.dtype] 
     """Batches of at most ``most`` tensors."""
     some = st.lists(recipes(dtypes, largest), max_size=most)
     return st.builds(Batch, some, st.integers(0, 2**32 - 1), apart=st.booleans())
-
-
-# What is true ----------------------------------------------------------------------------------------------------
-
-
-class Account:
-    """What must be said of a tensor, from its ``[elements, parts]`` in the order in which they are counted."""
-
-    def __init__(self, elements: Floats) -> None:
-        nan, zero = np.isnan(elements), elements == 0
-        bad = ~np.isfinite(elements)
-        if elements.shape[1] > 1:
-            nan, zero, bad = nan.any(1), zero.all(1), bad.any(1)
-        self.nan_count = int(np.count_nonzero(nan))
-        number = int(np.count_nonzero(bad))
-        self.inf_count = number - self.nan_count
-        self.zero_count = int(np.count_nonzero(zero))
-        self.first_nonfinite = float(bad.argmax()) if number else math.inf
-        finite = elements[~bad.reshape(-1)] if number else elements
-        self.min = float(finite.min(initial=math.inf))
-        self.max = float(finite.max(initial=-math.inf))
-        wide = finite.astype(np.longdouble)
-        self.squares = np.square(wide).sum()
-        self.sum = wide.sum()
-        self.magnitudes = np.abs(wide).sum()
-
-    @property
-    def is_finite(self) -> bool:
-        return self.nan_count == self.inf_count == 0
-
-    @property
-    def norm(self) -> np.longdouble:
-        """Of the finite elements."""
-        return np.sqrt(self.squares)

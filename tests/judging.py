@@ -1,8 +1,8 @@
 """Operations of gradstat on batches of fuzzing.py, each held against the exact account.
 
 An operation is a function of a batch, a source of chance for its arguments, and a backend. What is wrong raises
-`WrongError`, which names the tensor; what must not be changed is compared byte by byte, and so is the memory around
-tensors.
+`exact.WrongError`, which names the tensor; what must not be changed is compared byte by byte, and so is the memory
+around tensors.
 """
 
 from __future__ import annotations
@@ -10,33 +10,27 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from exact import EXACT, rounded_product
-from fuzzing import FLOAT8, KIND_OF, Account, Batch, Floats, Memory, decoded_from, view_of
+from exact import (
+    NARROW_TOLERANCE,
+    WIDE_TOLERANCE,
+    Account,
+    Floats,
+    assert_rows,
+    expect,
+    is_float64,
+    rounded_product,
+)
+from fuzzing import FLOAT8, KIND_OF, Batch, Memory, decoded_from, view_of
 from torch import Tensor, nn
 
 import gradstat
-from gradstat import _fields
 from gradstat._core import backends
 from gradstat.report import Report
 
-NARROW_TOLERANCE = 1e-7  # the contract, for every input
-# Of float64: as many roundings as a chunk of work has elements, one after the other at worst.
-WIDE_TOLERANCE = 2.0**16 * 2.0**-53
-
 Operation = Callable[[Batch, random.Random, str], None]
-
-
-class WrongError(AssertionError):
-    """Something was computed or changed that is not so."""
-
-
-def expect(holds: bool, what: str, where: object, got: object, expected: object) -> None:
-    if not holds:
-        raise WrongError(f"{what} of {where}: got {got!r}, expected {expected!r}")
 
 
 def assert_unchanged(batch: Batch, before: Memory) -> None:
@@ -47,42 +41,6 @@ def assert_unchanged(batch: Batch, before: Memory) -> None:
 
 
 # Tables and reports ----------------------------------------------------------------------------------------------
-
-
-def assert_rows(
-    table: Tensor, accounts: Sequence[Account], dtypes: Sequence[torch.dtype], where: Sequence[Any]
-) -> None:
-    """Every field of every row; ``where`` says what the rows are of."""
-    expect(table.dtype == torch.float64, "dtype", "the table", table.dtype, torch.float64)
-    expect(tuple(table.shape) == (len(accounts), len(_fields.NAMES)), "shape", "the table", table.shape, len(accounts))
-    rows = table.cpu().numpy()
-    column = {name: rows[:, i] for name, i in _fields.INDEX.items()}
-
-    def hold(name: str, got: Floats, expected: Floats, slack: Floats | float = 0.0) -> None:
-        with np.errstate(invalid="ignore"):
-            right = (got == expected) | (np.abs(got - expected) <= slack)
-        for i in np.flatnonzero(~right)[:1]:
-            expect(False, name, where[i], got[i], expected[i])
-
-    def true(attribute: str) -> Floats:
-        with np.errstate(over="ignore"):
-            return np.array([getattr(account, attribute) for account in accounts]).astype(np.float64)
-
-    for name in EXACT:
-        hold(name, column[name], true(name))
-    is_wide = np.array([is_float64(dtype) for dtype in dtypes], dtype=np.bool_)
-    with np.errstate(over="ignore", invalid="ignore"):
-        norms = _fields.l2_norm(np, rows)
-        expected, magnitudes = true("norm"), true("magnitudes")
-        hold("norm", norms, expected, np.where(is_wide, WIDE_TOLERANCE, NARROW_TOLERANCE) * expected)
-        # Where magnitudes add up to more than float64 holds, sums are infinite on the way, of either sign.
-        holds = magnitudes < math.inf
-        slack = np.where(is_wide, WIDE_TOLERANCE, 1e-6) * magnitudes
-        hold("sum", column["sum"][holds], true("sum")[holds], slack[holds])
-
-
-def is_float64(dtype: torch.dtype) -> bool:
-    return KIND_OF[dtype].format.bits == 64
 
 
 def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:

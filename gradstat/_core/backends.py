@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,84 +25,15 @@ from gradstat._fields import NAMES
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
 
-class Kernels(Protocol):
+class Kernels:
     """What a backend does on one type of device, with tensors as `gradstat._core.tensors.readable` returns them.
+
+    It is made of three functions: one fills a table, one scales by one number, one scales by one for each. Everything
+    else is composed of them here, in more passes than a kernel of its own would take; units are a view each, which
+    takes the host microseconds for every one.
 
     Attributes:
         direct: A shorter way for lists of ordinary tensors, which need no `readable`; None if there is none.
-    """
-
-    direct: DeviceModule | None
-
-    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
-        """The table, and a number that is equal for equal sizes, strides, dtypes and devices, or None."""
-
-    def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
-        """Multiplies all tensors in place by the 0-d float64 ``coefficient`` on their device."""
-
-    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device.
-
-        A tensor whose coefficient is exactly 1 keeps its values; one listed twice is multiplied by both of its
-        coefficients.
-
-        Raises:
-            RuntimeError: The coefficients are of another dtype, number or device. Nothing has been changed.
-        """
-
-    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        """Multiplies all tensors in place by the 0-d float32 ``factor`` on their device; the table of the results.
-
-        The same bits as `scale_` followed by `check`, but where the backend can, in one pass over the memory.
-
-        Raises:
-            RuntimeError: The factor is of another dtype, number or device. Nothing has been changed.
-        """
-
-    def unit_stats(self, tensors: list[Tensor]) -> Tensor:
-        """The table of all units in order. A unit is a slice of a tensor along its dimension 0.
-
-        Tensors of fewer than two dimensions are one unit each. What is not row-major is copied first.
-        """
-
-    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        """Multiplies the units, as `unit_stats` counts them, by one of ``coefficients`` each, as `scale_each_` does."""
-
-
-class NativeKernels:
-    """The compiled kernels, through torch's dispatcher and, for ordinary tensors, directly."""
-
-    def __init__(self, direct: DeviceModule) -> None:
-        self.direct: DeviceModule | None = direct
-
-    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
-        table, signature = torch.ops.gradstat.check.default(tensors)
-        return table, signature
-
-    def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
-        torch.ops.gradstat.scale_.default(tensors, coefficient)
-
-    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        torch.ops.gradstat.scale_each_.default(tensors, coefficients)
-
-    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        table: Tensor = torch.ops.gradstat.unscale_.default(tensors, factor)[0]
-        return table
-
-    def unit_stats(self, tensors: list[Tensor]) -> Tensor:
-        table: Tensor = torch.ops.gradstat.unit_stats.default([tensor.contiguous() for tensor in tensors])
-        return table
-
-    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        with changeable(tensors, Tensor.is_contiguous) as targets:
-            torch.ops.gradstat.scale_units_.default(targets, coefficients)
-
-
-class TableKernels:
-    """A backend made of three functions: one fills a table, one scales by one number, one scales by one for each.
-
-    Everything else is composed of them, in more passes than a kernel of its own would take; units are a view each,
-    which takes the host microseconds for every one.
     """
 
     direct: DeviceModule | None = None
@@ -118,29 +49,76 @@ class TableKernels:
         self._scale_each = scale_each_
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
+        """The table, and a number that is equal for equal sizes, strides, dtypes and devices, or None."""
         return self._stats(tensors), None
 
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
+        """Multiplies all tensors in place by the 0-d float64 ``coefficient`` on their device."""
         self._scale(tensors, coefficient)
 
     def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device.
+
+        A tensor whose coefficient is exactly 1 keeps its values; one listed twice is multiplied by both of its
+        coefficients.
+
+        Raises:
+            RuntimeError: The coefficients are of another dtype, number or device. Nothing has been changed.
+        """
         _require_numbers(coefficients, torch.float64, len(tensors), tensors[0].device)
         self._scale_each(tensors, coefficients)
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
+        """Multiplies all tensors in place by the 0-d float32 ``factor`` on their device; the table of the results.
+
+        The same bits as `scale_` followed by `check`, but where the backend can, in one pass over the memory.
+
+        Raises:
+            RuntimeError: The factor is of another dtype, number or device. Nothing has been changed.
+        """
         _require_numbers(factor, torch.float32, 1, tensors[0].device)
         self._scale(tensors, factor.to(torch.float64))
         return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
+        """The table of all units in order. A unit is a slice of a tensor along its dimension 0.
+
+        Tensors of fewer than two dimensions are one unit each. What is not row-major is copied first.
+        """
         units = [unit for tensor in tensors for unit in units_of(tensor.contiguous())]
         return self._stats(units) if units else tensors[0].new_empty((0, len(NAMES)), dtype=torch.float64)
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        """Multiplies the units, as `unit_stats` counts them, by one of ``coefficients`` each, as `scale_each_` does."""
         with changeable(tensors, Tensor.is_contiguous) as targets:
             units = [unit for tensor in targets for unit in units_of(tensor)]
             if units:
                 self.scale_each_(units, coefficients)
+
+
+class NativeKernels(Kernels):
+    """The compiled kernels, through torch's dispatcher and, for ordinary tensors, directly."""
+
+    def __init__(self, direct: DeviceModule) -> None:
+        operators = torch.ops.gradstat
+        super().__init__(operators.stats.default, operators.scale_.default, operators.scale_each_.default)
+        self.direct = direct
+
+    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
+        table, signature = torch.ops.gradstat.check.default(tensors)
+        return table, signature
+
+    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
+        table: Tensor = torch.ops.gradstat.unscale_.default(tensors, factor)[0]
+        return table
+
+    def unit_stats(self, tensors: list[Tensor]) -> Tensor:
+        table: Tensor = torch.ops.gradstat.unit_stats.default([tensor.contiguous() for tensor in tensors])
+        return table
+
+    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+        with changeable(tensors, Tensor.is_contiguous) as targets:
+            torch.ops.gradstat.scale_units_.default(targets, coefficients)
 
 
 def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
@@ -174,7 +152,7 @@ def _load_triton(device_type: str) -> Kernels:
         import gradstat.kernels.stats as stats_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    return TableKernels(stats_module.stats, scale_module.scale_, scale_module.scale_each_)
+    return Kernels(stats_module.stats, scale_module.scale_, scale_module.scale_each_)
 
 
 def _load_reference(device_type: str) -> Kernels:
@@ -183,32 +161,26 @@ def _load_reference(device_type: str) -> Kernels:
     _require_device(device_type)
     from gradstat._core import reference
 
-    return TableKernels(reference.stats, reference.scale_, reference.scale_each_)
+    return Kernels(reference.stats, reference.scale_, reference.scale_each_)
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """One entry of the registry.
+class Backend(NamedTuple):
+    """An entry of the registry. None instead of types of device means every type."""
 
-    Attributes:
-        name: What ``backend=`` and GRADSTAT_BACKEND call it.
-        automatic: Types of device it is chosen for when nothing is asked for; the first entry that loads
-            wins. None means every type.
-        forceable: Types of device it can be asked for. None means every type.
-        load: Returns the kernels for a type of device, or raises `BackendUnavailableError` with the reason.
-    """
-
-    name: str
+    # The first entry that loads serves these when nothing is asked for.
     automatic: frozenset[str] | None
+    # What it can be asked for.
     forceable: frozenset[str] | None
+    # The kernels for a type of device, or `BackendUnavailableError` with the reason.
     load: Callable[[str], Kernels]
 
 
-REGISTRY: tuple[Backend, ...] = (
-    Backend("native", frozenset({"cpu", "cuda"}), frozenset({"cpu", "cuda"}), _load_native),
-    Backend("triton", frozenset({"cuda", "xpu"}), frozenset({"cpu", "cuda", "xpu"}), _load_triton),
-    Backend("reference", None, None, _load_reference),
-)
+REGISTRY: dict[str, Backend] = {
+    "native": Backend(frozenset({"cpu", "cuda"}), frozenset({"cpu", "cuda"}), _load_native),
+    "triton": Backend(frozenset({"cuda", "xpu"}), frozenset({"cpu", "cuda", "xpu"}), _load_triton),
+    "reference": Backend(None, None, _load_reference),
+}
+"""What ``backend=`` and GRADSTAT_BACKEND call them, the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +202,14 @@ class BackendStatus:
     detail: str
 
 
-def known_names() -> tuple[str, ...]:
-    return tuple(backend.name for backend in REGISTRY)
-
-
 @functools.cache
 def _load(name: str, device_type: str) -> Kernels:
-    backend = next(backend for backend in REGISTRY if backend.name == name)
-    if backend.forceable is not None and device_type not in backend.forceable:
+    forceable = REGISTRY[name].forceable
+    if forceable is not None and device_type not in forceable:
         raise BackendUnavailableError(
-            f"it has no kernels for devices of type {device_type!r}, only for {', '.join(sorted(backend.forceable))}"
+            f"it has no kernels for devices of type {device_type!r}, only for {', '.join(sorted(forceable))}"
         )
-    return backend.load(device_type)
+    return REGISTRY[name].load(device_type)
 
 
 @functools.cache
@@ -250,8 +218,8 @@ def requested_by_environment() -> str | None:
     name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
     if name in ("", "auto"):
         return None
-    if name not in known_names():
-        raise ValueError(f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(known_names())}")
+    if name not in REGISTRY:
+        raise ValueError(f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(REGISTRY)}")
     return name
 
 
@@ -273,8 +241,8 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
     """
     name = requested if requested is not None else requested_by_environment()
     if name is not None:
-        if name not in known_names():
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join(known_names())}")
+        if name not in REGISTRY:
+            raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
         try:
             return _load(name, device_type)
         except native.StaleExtensionError:
@@ -282,16 +250,16 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
         except BackendUnavailableError as error:
             raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
     reasons = []
-    for backend in REGISTRY:
+    for name, backend in REGISTRY.items():
         if backend.automatic is None or device_type in backend.automatic:
             try:
-                kernels = _load(backend.name, device_type)
+                kernels = _load(name, device_type)
             except native.StaleExtensionError:
                 raise
             except BackendUnavailableError as error:
-                reasons.append(f"{backend.name}: {error}")
+                reasons.append(f"{name}: {error}")
                 continue
-            if backend.name == "reference" and reasons:
+            if name == "reference" and reasons:
                 warnings.warn(
                     f"gradstat runs its slow reference on {device_type} tensors. {' '.join(reasons)}", stacklevel=2
                 )
@@ -304,24 +272,24 @@ def backends() -> list[BackendStatus]:
 
     ``python -m gradstat info`` prints this. Nothing is launched; libraries are loaded.
     """
-    statuses = []
-    for device_type in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else [])):
-        for backend in REGISTRY:
-            if backend.forceable is None or device_type in backend.forceable:
-                statuses.append(_status(backend, device_type))
-    return statuses
+    return [
+        _status(name, device_type)
+        for device_type in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else []))
+        for name, backend in REGISTRY.items()
+        if backend.forceable is None or device_type in backend.forceable
+    ]
 
 
-def _status(backend: Backend, device_type: str) -> BackendStatus:
+def _status(name: str, device_type: str) -> BackendStatus:
     try:
-        kernels = _load(backend.name, device_type)
+        kernels = _load(name, device_type)
     except BackendUnavailableError as error:
-        return BackendStatus(backend.name, device_type, False, False, str(error))
+        return BackendStatus(name, device_type, False, False, str(error))
     try:
         chosen = resolve(None, device_type) is kernels
     except (BackendUnavailableError, ValueError):
         chosen = False
-    return BackendStatus(backend.name, device_type, True, chosen, _how(backend.name, device_type))
+    return BackendStatus(name, device_type, True, chosen, _how(name, device_type))
 
 
 def _how(name: str, device_type: str) -> str:

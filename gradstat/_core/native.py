@@ -62,11 +62,11 @@ class DeviceModule(Protocol):
     ) -> tuple[Tensor, int, Tensor, Tensor, Tensor] | None:
         """Table, signature, norm, coefficient and norm as two float64, verdict (csrc/entry.h); None as in `check`."""
 
-    def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool:
-        """Multiplies by the first number of ``coefficient``, as `measure` returned it for the same tensors."""
+    def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool | None:
+        """Multiplies by the first number of the float64 ``coefficient``; None, and nothing done, as in `check`."""
 
-    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool:
-        """Multiplies each tensor by its own of the float64 ``coefficients``; False, and nothing done, as in `check`."""
+    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool | None:
+        """Multiplies each tensor by its own of the float64 ``coefficients``; None, and nothing done, as in `check`."""
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None:
         """Multiplies by the float32 ``factor``: table and signature of the results.

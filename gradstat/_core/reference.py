@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields
+from gradstat._core.tensors import memory_order
 
 
 def stats(tensors: list[Tensor]) -> Tensor:
@@ -30,7 +31,7 @@ def row(tensor: Tensor) -> Tensor:
     An element of a complex tensor is NaN if either part is, else Inf if either part is, and zero if both
     parts are; the other fields run over both parts of its finite elements.
     """
-    elements = in_memory_order(tensor)
+    elements = tensor.permute(memory_order(tensor)).reshape(-1)
     parts = torch.view_as_real(elements) if tensor.is_complex() else elements.unsqueeze(-1)
     parts = parts.to(torch.float64)  # [elements, parts]
 
@@ -77,12 +78,6 @@ def scale_each_(tensors: list[Tensor], coefficients: Tensor) -> None:
     """Multiplies every tensor in place by its own element of ``coefficients``, float64, as `scale_` does."""
     for tensor, coefficient in zip(tensors, coefficients.unbind(), strict=True):
         scale_([tensor], coefficient)
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements as one dimension, in the order they lie in memory (dimensions by falling stride)."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1)
 
 
 def _smallest(values: Tensor) -> Tensor:

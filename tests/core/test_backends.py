@@ -182,8 +182,8 @@ LAYERS = [
 ]
 
 CORE_LAYERS = [
-    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy", "reference"},
-    {"native"},
+    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy"},
+    {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},
     {"sharded"},

@@ -1,19 +1,18 @@
 """One suite for every backend: a table of cases, each held against an exact account of the same tensors."""
 
 import math
-from collections.abc import Callable
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from exact import COMPLEX, EXACT, FLOAT8, REAL, Exact, square_root
+from exact import COMPLEX, FLOAT8, NARROW_TOLERANCE, REAL, account_of, assert_rows
 from torch import Tensor
 
 import gradstat
 from gradstat import _fields
 
-NORM_TOLERANCE = 1e-7  # the contract: per tensor and in total, for every input
 Case = Callable[[torch.dtype, str], list[Tensor]]
 
 
@@ -112,21 +111,14 @@ CASES: dict[str, Case] = {
 
 
 def assert_rows_match(table: Tensor, tensors: list[Tensor]) -> None:
-    assert table.shape == (len(tensors), len(gradstat.FIELDS))
-    assert table.dtype == torch.float64
-    rows = table.cpu().numpy()
-    assert not np.isnan(rows).any(), "a field was left unwritten"
-    every = [Exact(tensor) for tensor in tensors]
-    for i, (row, exact) in enumerate(zip(rows, every, strict=True)):
-        got = dict(zip(gradstat.FIELDS, row, strict=True))
-        label = f"tensor {i} of shape {tuple(tensors[i].shape)}"
-        for name in EXACT:
-            assert got[name] == getattr(exact, name), (name, label)
-        assert got["sum"] == pytest.approx(exact.sum, rel=0, abs=1e-6 * exact.magnitudes), label
-        assert norm_of(row) == pytest.approx(exact.l2_norm, rel=NORM_TOLERANCE, abs=0.0), label
-    merged = _fields.merge(np, rows)
-    total = square_root(sum((exact.squares for exact in every), Fraction(0)))
-    assert norm_of(merged) == pytest.approx(total, rel=NORM_TOLERANCE, abs=0.0)
+    """Each row, and the merge of all."""
+    accounts = [account_of(tensor) for tensor in tensors]
+    labels = [f"tensor {i} of shape {tuple(tensor.shape)}" for i, tensor in enumerate(tensors)]
+    assert_rows(table, accounts, [tensor.dtype for tensor in tensors], labels)
+    merged = _fields.merge(np, table.cpu().numpy())
+    with np.errstate(over="ignore"):
+        total = float(np.sqrt(np.sum([account.squares for account in accounts])))
+    assert norm_of(merged) == pytest.approx(total, rel=NARROW_TOLERANCE, abs=0.0)
 
 
 def norm_of(row: np.ndarray) -> float:
@@ -134,13 +126,19 @@ def norm_of(row: np.ndarray) -> float:
         return float(_fields.l2_norm(np, row))
 
 
+def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:
+    """All of them, but about ``most`` for Triton's interpreter, which takes 30 ms for each tensor."""
+    return items[:: max(len(items) // most, 1)] if where == ("triton", "cpu") else items
+
+
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("dtype", REAL, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_every_field_is_exact(case: str, dtype: torch.dtype, where: tuple[str, str]) -> None:
+def test_every_field_is_exact(case: str, where: tuple[str, str]) -> None:
     backend, device = where
-    tensors = CASES[case](dtype, device)
-    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+    turn = list(CASES).index(case) % len(REAL)
+    for dtype in thinned(REAL[turn:] + REAL[:turn], where, 1):  # test_triton.py has more of each
+        tensors = thinned(CASES[case](dtype, device), where, 17)
+        assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -168,7 +166,8 @@ def test_complex_elements_are_bad_if_either_part_is(dtype: torch.dtype, size: in
 def test_float8_every_code(dtype: torch.dtype, where: tuple[str, str]) -> None:
     backend, device = where
     codes = torch.arange(256, dtype=torch.uint8).repeat(9)[3:].to(device)
-    tensors = [codes.view(dtype), torch.full((40,), 0x35, dtype=torch.uint8, device=device).view(dtype)]
+    same = [torch.full((n,), code, dtype=torch.uint8, device=device) for n, code in ((40, 0x35), (70_000, 0))]
+    tensors = [x.view(dtype) for x in (codes, *same)]
     assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
 
 
@@ -177,9 +176,8 @@ def test_float8_every_code(dtype: torch.dtype, where: tuple[str, str]) -> None:
 def test_every_length(dtype: torch.dtype, where: tuple[str, str]) -> None:
     """Every remainder of a step, with plain values, and with a NaN first, last, or nowhere near."""
     backend, device = where
-    step = 37 if backend == "triton" and device == "cpu" else 1  # the interpreter is slow
     tensors = []
-    for size in range(0, 301, step):
+    for size in thinned(range(301), where, 4):
         x = torch.randn(size, dtype=torch.complex64 if dtype.is_complex else torch.float32)
         bad = x.clone()
         if size:
@@ -223,22 +221,21 @@ def test_norms_beyond_the_range_of_squares(dtype: torch.dtype, magnitude: float,
     mixed = torch.cat([x[:50], random(100, dtype, device)])
     tensors = [x, mixed, full(magnitude, dtype, device, 7)]
     for tensor, row in zip(tensors, gradstat.stats(tensors, backend=backend).cpu().numpy(), strict=True):
-        assert norm_of(row) == pytest.approx(Exact(tensor).l2_norm, rel=NORM_TOLERANCE, abs=0.0)
+        assert norm_of(row) == pytest.approx(float(account_of(tensor).norm), rel=NARROW_TOLERANCE, abs=0.0)
         assert row[_fields.INDEX["inf_count"]] == 0
 
 
 def test_mixed_dtypes_and_sizes_in_one_call(where: tuple[str, str]) -> None:
     backend, device = where
     dtypes = [*REAL, *COMPLEX]
-    tensors = [random(17 * i % 701, dtypes[i % len(dtypes)], device) for i in range(120)]
+    tensors = [random(17 * i % 701, dtypes[i % len(dtypes)], device) for i in thinned(range(120), where, 30)]
     assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
 
 
 def test_many_tensors(where: tuple[str, str]) -> None:
     backend, device = where
-    count = 120 if backend == "triton" and device == "cpu" else 3000  # the interpreter is slow
-    tensors = [random(1 + i % 40, torch.float32, device) for i in range(count)]
-    tensors[count - 2][0] = math.nan
+    tensors = [random(1 + i % 40, torch.float32, device) for i in thinned(range(3000), where, 40)]
+    tensors[-2][0] = math.nan
     assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
 
 
@@ -292,12 +289,12 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(table, tables[0]) for table in tables)
 
 
-@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_native_agrees_with_the_reference_on_a_large_tensor(dtype: torch.dtype, device: str) -> None:
     x = random(3_000_001, dtype, device)
     native = gradstat.stats([x], backend="native").cpu().numpy()[0]
     reference = gradstat.stats([x], backend="reference").cpu().numpy()[0]
-    assert norm_of(native) == pytest.approx(norm_of(reference), rel=NORM_TOLERANCE, abs=0.0)
+    assert norm_of(native) == pytest.approx(norm_of(reference), rel=NARROW_TOLERANCE, abs=0.0)
     exactly = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "zero_count", "min", "max")]
     assert (native[exactly] == reference[exactly]).all()
 

@@ -75,10 +75,6 @@ def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
     assert norm(merged) == pytest.approx(norm(whole), rel=1e-14, abs=0.0)
 
 
-def test_merges_have_the_codes_that_the_triton_kernels_branch_on() -> None:
-    assert {field.merge: field.merge_code for field in _fields.FIELDS} == {"sum": 0, "min": 1, "max": 2}
-
-
 def test_a_field_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         _fields.FIELDS[0].degree = 2  # type: ignore[misc]

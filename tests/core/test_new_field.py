@@ -67,11 +67,13 @@ def rank(number, store, world):
         torch.testing.assert_close(table[:, column], torch.stack([value(g).double() for g in whole]))
         torch.testing.assert_close(total[0, column], value(torch.cat([g.flatten() for g in whole])).double())
     assert gradstat.stats([p.grad for p in sharded.parameters()]).shape == (4, len(_fields.FIELDS))
-    dist.barrier()
+    dist.barrier()  # whoever leaves first would end the others' connections
     os._exit(0)  # gloo's threads may abort a process that is ending
 
 
 if __name__ == "__main__":
+    # Forked before anything starts a thread: importing torch once more takes seconds for each.
+    mp.start_processes(rank, (sys.argv[1], 2), nprocs=2, start_method="fork")
     tensors = [torch.randn(50), torch.randn(3, 4)]
     table = gradstat.stats(tensors)
     expect(table, tensors)
@@ -95,7 +97,6 @@ if __name__ == "__main__":
     monitor.step()
     monitor.flush()
     expect(seen[0].raw[0], [p.grad for p in plain.parameters()])
-    mp.spawn(rank, (sys.argv[1], 2), nprocs=2)
     print("done")
 """
 

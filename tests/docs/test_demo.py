@@ -7,7 +7,7 @@ import torch
 
 import gradstat
 from gradstat.__main__ import main
-from gradstat.demo import corpus, costs, run, train
+from gradstat.demo import corpus, run, train
 from gradstat.demo.model import GPT, TINY
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

@@ -16,13 +16,6 @@ std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const in
   return entries;
 }
 
-// As torch's allocator does: memory full of whatever was there, free for others once the stream has passed.
-void* workspace(int64_t bytes, FakeStream* stream, bool& owned) {
-  void* memory = std::memset(std::malloc(bytes > 0 ? bytes : 1), 0xff, bytes);
-  owned = !stream->capturing;  // a graph keeps its own
-  return memory;
-}
-
 std::string last_error;
 
 template <class Call>
@@ -34,6 +27,20 @@ int32_t guarded(const Call& call) {
     last_error = error.what();
     return 1;
   }
+}
+
+// Calls launch(entries, memory). As torch's allocator does: memory full of whatever was there, free for others
+// once the stream has passed; a graph keeps its own.
+template <class Bytes, class Launch>
+int32_t start(FakeStream* stream, const std::vector<Entry>& entries, const Bytes& bytes_for,
+              const Launch& launch) {
+  return guarded([&] {
+    const int64_t bytes = bytes_for(entries, 0);
+    void* memory = std::memset(std::malloc(bytes > 0 ? bytes : 1), 0xff, bytes);
+    const bool owned = !stream->capturing;
+    launch(memory);
+    if (owned) stream->add([=] { std::free(memory); });
+  });
 }
 
 }  // namespace
@@ -82,53 +89,33 @@ void counters(int64_t* out) {
   std::copy(std::begin(now), std::end(now), out);
 }
 
-int32_t start_stats(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
-                    Row* table, float* norm, double max_norm, double* coefficient) {
-  return guarded([&] {
-    const std::vector<Entry> entries = entries_of(count, addresses, numels);
-    bool owned = false;
-    void* memory = workspace(stats_workspace_bytes(entries, 0), stream, owned);
-    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient, {}};
-    launch_stats(entries, table, norm != nullptr ? &request : nullptr, memory, 0, stream);
-    if (owned) stream->add([=] { std::free(memory); });
-  });
-}
-
 int32_t start_unscale(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
                       Row* table, const float* factor) {
-  return guarded([&] {
-    const std::vector<Entry> entries = entries_of(count, addresses, numels);
-    bool owned = false;
-    void* memory = workspace(stats_workspace_bytes(entries, 0), stream, owned);
-    launch_unscale(entries, table, factor, memory, 0, stream);
-    if (owned) stream->add([=] { std::free(memory); });
-  });
+  const std::vector<Entry> entries = entries_of(count, addresses, numels);
+  return start(stream, entries, stats_workspace_bytes,
+               [&](void* memory) { launch_stats(entries, table, nullptr, factor, memory, 0, stream); });
 }
 
 int32_t start_scale(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
                     const double* coefficients, int64_t stride) {
-  return guarded([&] {
-    const std::vector<Entry> entries = entries_of(count, addresses, numels);
-    bool owned = false;
-    void* memory = workspace(scale_workspace_bytes(entries, 0), stream, owned);
-    launch_scale(entries, {coefficients, stride}, false, memory, 0, stream);
-    if (owned) stream->add([=] { std::free(memory); });
-  });
+  const std::vector<Entry> entries = entries_of(count, addresses, numels);
+  return start(stream, entries, scale_workspace_bytes,
+               [&](void* memory) { launch_scale(entries, {coefficients, stride}, false, memory, 0, stream); });
 }
 
-// The scale kernel, `times` of it, right behind the statistics kernel, as clipping launches them: all in one
+// With `times` scale kernels right behind the statistics kernel, as clipping launches them: all in one
 // workspace, since the allocator gives the second kernel the memory of the first.
-int32_t start_clip(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
-                   Row* table, float* norm, double max_norm, double* coefficient, int32_t times) {
-  return guarded([&] {
-    const std::vector<Entry> entries = entries_of(count, addresses, numels);
-    bool owned = false;
-    const int64_t bytes = std::max(stats_workspace_bytes(entries, 0), scale_workspace_bytes(entries, 0));
-    void* memory = workspace(bytes, stream, owned);
+int32_t start_stats(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
+                    Row* table, float* norm, double max_norm, double* coefficient, int32_t times) {
+  const std::vector<Entry> entries = entries_of(count, addresses, numels);
+  const auto bytes_for = [&](const std::vector<Entry>& all, int32_t device) {
+    const int64_t bytes = stats_workspace_bytes(all, device);
+    return times == 0 ? bytes : std::max(bytes, scale_workspace_bytes(all, device));
+  };
+  return start(stream, entries, bytes_for, [&](void* memory) {
     const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient, {}};
-    launch_stats(entries, table, &request, memory, 0, stream);
+    launch_stats(entries, table, &request, nullptr, memory, 0, stream);
     for (int32_t i = 0; i < times; ++i) launch_scale(entries, coefficient, true, memory, 0, stream);
-    if (owned) stream->add([=] { std::free(memory); });
   });
 }
 

@@ -64,15 +64,9 @@ class Stream:
     def stats(self, tensors: list[np.ndarray], max_norm: float = 1.0) -> Result:
         return Result(self, tensors, max_norm)
 
-    def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray) -> None:
-        self.start_scale(tensors, coefficient, 0)
-
-    def scale_each(self, tensors: list[np.ndarray], coefficients: np.ndarray) -> None:
-        self.start_scale(tensors, coefficients, 1)
-
-    def start_scale(self, tensors: list[np.ndarray], coefficients: np.ndarray, stride: int) -> None:
-        self.under_way.append((tensors, coefficients))
-        numbers = pointer(coefficients), ctypes.c_int64(stride)
+    def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray, stride: int = 0) -> None:
+        self.under_way.append((tensors, coefficient))
+        numbers = pointer(coefficient), ctypes.c_int64(stride)
         self.check(self.library.start_scale(self.handle, *arguments(tensors), *numbers))
 
     def unscale(self, tensors: list[np.ndarray], factor: np.ndarray) -> np.ndarray:
@@ -100,9 +94,8 @@ class Result:
         self.norm = np.full(1, 77, dtype=np.float32)
         self.coefficient = np.full(1, 77.0)
         stream.under_way.append(self)
-        start = stream.library.start_clip if scalings else stream.library.start_stats
         outputs = pointer(self.table), pointer(self.norm), ctypes.c_double(max_norm), pointer(self.coefficient)
-        stream.check(start(stream.handle, *arguments(tensors), *outputs, *([scalings] if scalings else [])))
+        stream.check(stream.library.start_stats(stream.handle, *arguments(tensors), *outputs, scalings))
 
     def assert_right(self, tensors: list[np.ndarray] | None = None) -> None:
         """Holds it against ``tensors``: what the tensors of the launch held when it ran."""
@@ -291,7 +284,7 @@ def test_each_tensor_has_its_coefficient(library: ctypes.CDLL, count: int) -> No
     stream, some = Stream(library), tensors(count, 30_000 if count == 3 else 20)
     coefficients = np.arange(count) % 4 / 2.0  # every fourth is 1
     expected = [tensor * np.float32(c) for tensor, c in zip(some, coefficients, strict=True)]
-    stream.scale_each(some, coefficients)
+    stream.scale(some, coefficients, stride=1)
     stream.synchronize()
     assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
 
