@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -67,8 +68,9 @@ def patch_torch() -> TorchPatch:
 
     ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in
     ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. What was there
-    before still serves two cases: gradients of other subclasses of Tensor than DTensor, and functions under
-    ``torch.compile``, which compiles torch's own into its graph. Norms of DTensors are DTensors, as torch's are. ::
+    before still serves three cases: gradients of other subclasses of Tensor than DTensor, DTensors' norms of other
+    orders than 2 and infinity, and functions under ``torch.compile``, which compiles torch's own into its graph.
+    Norms of DTensors are DTensors, as torch's are. ::
 
         patch = gradstat.patch_torch()
         train()  # its torch.nn.utils.clip_grad_norm_(...) is gradstat's
@@ -121,10 +123,11 @@ class Layer:
             return False
         return True
 
-    def choose(self, ours: _Function, tensors: Iterable[object]) -> _Function:
+    def choose(self, ours: _Function, tensors: Iterable[object], norm_type: object = 2.0) -> _Function:
         """What is to be called for ``tensors``."""
         kinds = {type(tensor): tensor for tensor in tensors}
-        known = all(kind in PLAIN_TYPES or is_distributed([tensor]) for kind, tensor in kinds.items())
+        over_ranks = norm_type in (2.0, math.inf, "inf")
+        known = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
         return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
 
 
@@ -143,10 +146,13 @@ def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def _norm_clip(layer: Layer) -> _Function:
-    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def replacement(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    ) -> Any:
         given = listed_parameters(parameters, stacklevel=3)
         gradients = gradients_to_clip(given)[0]
-        return _as_torchs(layer.choose(clip_grad_norm_, gradients)(given, *args, **kwargs), gradients)
+        function = layer.choose(clip_grad_norm_, gradients, norm_type)
+        return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
     return replacement
 
@@ -162,9 +168,10 @@ def _value_clip(layer: Layer) -> _Function:
 
 
 def _total_norm(layer: Layer) -> _Function:
-    def replacement(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def replacement(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         given = listed(tensors, "tensors")
-        return _as_torchs(layer.choose(get_total_norm, given)(given, *args, **kwargs), given)
+        function = layer.choose(get_total_norm, given, norm_type)
+        return _as_torchs(function(given, norm_type, *args, **kwargs), given)
 
     return replacement
 

@@ -283,6 +283,8 @@ def test_distributed_gradients_are_clipped_as_by_torch(tmp_path: object) -> None
             found = []
             for clip in (
                 lambda p: utils.clip_grad_norm_([p], 1.0),
+                lambda p: utils.clip_grad_norm_([p], 1.0, norm_type=3),
+                lambda p: utils.clip_grads_with_norm_([p], 1.0, utils.get_total_norm([p.grad], 1.5)),
                 lambda p: utils.clip_grads_with_norm_([p], 1.0, utils.get_total_norm([p.grad])),
                 lambda p: utils.clip_grad_value_([p], 1.0),
             ):
