@@ -1,21 +1,36 @@
-"""`auto`: a monitor in the step of an optimizer that a program has already, without an edit of its loop."""
+"""`auto`: a monitor in the step of an optimizer that a program has already, without an edit of its loop.
+
+A clip and a loss scaler change gradients before the step, and a scaler may leave the step out. So while anything is
+watched, torch's clips and the methods of its scalers say so before they do their work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gradstat._core.parameters import source_of
+from gradstat._core.parameters import listed_parameters, source_of
+from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
-from gradstat.monitor import Monitor
+from gradstat.monitor import AnomalyWarning, Monitor
+from gradstat.monitor.policies import find_stack_level
+from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MARK = "_gradstat_auto"  # the attribute of an optimizer that is watched
+_handles: weakref.WeakSet[AutoHandle] = weakref.WeakSet()
+# What scalers have scaled since an optimizer asked for it.
+_losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
 
 
 class AutoHandle:
@@ -29,8 +44,18 @@ class AutoHandle:
         self.monitor = monitor
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._handle = optimizer.register_step_pre_hook(self._before)
+        # A gradient of those that were measured, and its version since: another backward pass makes others.
+        self._measured: tuple[weakref.ref[Tensor], int] | None = None
+        self._has_warned = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
         setattr(optimizer, _MARK, self)
+        _handles.add(self)
+
+    def _after(self, *_: object) -> None:
+        self._measured = None
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -38,7 +63,9 @@ class AutoHandle:
         # torch gives the optimizer itself as the first argument.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._look(None)
+            if self._measured is None:
+                self.monitor.step()
+            self._clip()
             return None
         # Gradients are made inside of the step, when the closure is called; that of its first call are the step's.
         wrapped = self._wrapped(closure)
@@ -53,21 +80,72 @@ class AutoHandle:
             nonlocal is_first
             loss = closure()
             if is_first:
-                self._look(loss)
+                self.monitor.step(loss)
+                self._clip()
             is_first = False
             return loss
 
         return evaluated
 
-    def _look(self, loss: Any) -> None:
-        self.monitor.step(loss)
+    def _clip(self) -> None:
         if self._max_norm is not None:
-            clip_grad_norm_([p for group in self._optimizer.param_groups for p in group["params"]], self._max_norm)
+            clip_grad_norm_(self._optimizer_parameters(), self._max_norm)
+
+    def holds(self, parameters: Iterable[object]) -> bool:
+        """Whether one of them is the optimizer's."""
+        return not {id(parameter) for parameter in parameters}.isdisjoint(map(id, self._optimizer_parameters()))
+
+    def before_change(self, scaler: GradScaler | None) -> None:
+        """Measures complete gradients, unless this has been done since they were made.
+
+        Args:
+            scaler: Who is about to change them; None for a clip.
+        """
+        if self.monitor.scaler is None:
+            # Behind backward() it can only be the one that has scaled something, if there is no other.
+            pending = [scaler] if scaler is not None else list(_losses) if len(_handles) == 1 else []
+            self.monitor.scaler = pending[0] if len(pending) == 1 else None
+        if self._measured is not None:
+            known, version = self._measured
+            gradient = known()
+            if gradient is not None and gradient._version == version:
+                return
+        losses = () if self.monitor.scaler is None else _losses.pop(self.monitor.scaler, ())
+        self.monitor.step(torch.stack([loss.float() for loss in losses]).sum() if losses else None)
+        self.note_gradients()
+
+    def note_gradients(self) -> None:
+        """Remembers the gradients as they are now: measured, or changed since by what told of it."""
+        gradients = (parameter.grad for parameter in self._optimizer_parameters())
+        gradient = next((gradient for gradient in gradients if gradient is not None), None)
+        self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def before_clip(self) -> None:
+        """Measures, and warns of a clip that meets the loss scale."""
+        self.before_change(None)
+        scaler = self.monitor.scaler
+        if (
+            scaler is None
+            or self._has_warned
+            or not scaler.is_enabled()
+            or not is_still_scaled(scaler, self._optimizer)
+        ):
+            return
+        self._has_warned = True
+        text = "gradstat: gradients are clipped that still carry the loss scale, so to a norm that is the scale times "
+        text += "too small; call scaler.unscale_(optimizer) before the clip"
+        warnings.warn(text, AnomalyWarning, stacklevel=find_stack_level())
+
+    def _optimizer_parameters(self) -> list[Any]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def remove(self) -> None:
         """Takes the monitor out of the optimizer and ends it; its findings stay."""
-        self._handle.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._optimizer.__dict__.pop(_MARK, None)
+        _handles.discard(self)
+        _take_off()
         self.monitor.detach()
 
     def __enter__(self) -> Self:
@@ -75,6 +153,89 @@ class AutoHandle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+_layers: list[Layer] = []
+
+
+def _clip(layer: Layer) -> Callable[..., Any]:
+    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return layer.below(parameters, *args, **kwargs)
+        given = listed_parameters(parameters, stacklevel=3)
+        concerned = [handle for handle in list(_handles) if handle.holds(given)]
+        for handle in concerned:
+            handle.before_clip()
+        try:
+            return layer.below(given, *args, **kwargs)
+        finally:
+            for handle in concerned:
+                handle.note_gradients()
+
+    return replacement
+
+
+def _unscale(layer: Layer) -> Callable[..., Any]:
+    def replacement(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        handle = getattr(optimizer, _MARK, None)
+        if handle is None or not scaler.is_enabled():
+            return layer.below(scaler, optimizer, *args, **kwargs)
+        handle.before_change(scaler)
+        try:
+            return layer.below(scaler, optimizer, *args, **kwargs)
+        finally:
+            handle.note_gradients()
+
+    return replacement
+
+
+def _step(layer: Layer) -> Callable[..., Any]:
+    unscale = _unscale(layer)
+
+    def replacement(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = unscale(scaler, optimizer, *args, **kwargs)
+        handle = getattr(optimizer, _MARK, None)
+        if handle is not None:  # also if the scaler has left the optimizer's step out
+            handle._after()
+        return result
+
+    return replacement
+
+
+def _scale(layer: Layer) -> Callable[..., Any]:
+    def replacement(scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(outputs, Tensor) and outputs.numel() == 1 and not torch.compiler.is_compiling():
+            _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
+        return layer.below(scaler, outputs, *args, **kwargs)
+
+    return replacement
+
+
+def _scalers(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _scalers(derived)
+
+
+def _lay_on() -> None:
+    """Lets torch's clips and scalers tell what they are about to do."""
+    with lock:
+        if _layers:
+            return
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            _layers.extend(Layer(module, name, _clip) for name in ("clip_grad_norm_", "clip_grad_value_"))
+        for kind in _scalers(GradScaler):
+            methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
+            _layers.extend(Layer(kind, name, make) for name, make in methods.items() if name in kind.__dict__)
+
+
+def _take_off() -> None:
+    """Puts torch's own back if nothing is watched any more."""
+    with lock:
+        if not _handles:
+            for layer in _layers:
+                layer.take_off()
+            _layers.clear()
 
 
 class Parameters(nn.Module):
@@ -97,16 +258,17 @@ def auto(
 
         gradstat.auto(optimizer)  # that is all; warns when something is wrong
 
-    Each ``optimizer.step()`` first measures the gradients, as `gradstat.Monitor.step`: one read, no host sync on a GPU.
-    Gradients are seen as the optimizer gets them, so behind a clip of the program; the loss is not known, unless the
-    step is given a closure, whose first call counts.
+    Gradients are measured, as by `gradstat.Monitor.step` (one read, no host sync on a GPU), before the first of these
+    changes them: a clip of ``torch.nn.utils``, a loss scaler, ``optimizer.step()``. So steps that a scaler leaves out
+    are seen as well. A clip that was imported by its name before is not noticed; gradients are then seen behind it.
+    The loss is known where a scaler scales it, or the step is given a closure, whose first call counts.
 
     Args:
         optimizer: Any of torch's kind.
         model: For the names of parameters, and for what else of a model a monitor looks at; None takes the names the
             optimizer has (``group0.3``, or its own if it was made of ``named_parameters()``).
         max_norm: If given, gradients are clipped to it behind the check, as by `gradstat.clip_grad_norm_`.
-        scaler: The loss scaler, if there is one.
+        scaler: The loss scaler; None to find it when it is used.
         options: For `gradstat.Monitor`: ``on_anomaly``, ``watch``, ``save_to`` and so on.
 
     Returns:
@@ -118,8 +280,8 @@ def auto(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; of a wrapped one pass what it wraps, "
-            "optimizer.optimizer for example"
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; of a "
+            "wrapped one pass what it wraps, optimizer.optimizer for example"
         )
     if hasattr(optimizer, _MARK):
         raise RuntimeError(
@@ -129,4 +291,5 @@ def auto(
         source = source_of(optimizer)
         model = Parameters(zip(source.names(), source.parameters, strict=True))
     monitor = Monitor(model, optimizer, scaler, max_norm=max_norm, **options)
+    _lay_on()
     return AutoHandle(optimizer, monitor, max_norm)

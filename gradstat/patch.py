@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,16 +20,16 @@ from gradstat.clip_value import clip_grad_value_
 
 _Function = Callable[..., Any]
 
-# Patches are laid on each other, and removed from between each other, under this lock.
-_lock = threading.Lock()
-_layers: list[_Layer] = []
+# Functions are laid on each other, and removed from between each other, under this lock.
+lock = threading.Lock()
+_layers: list[Layer] = []
 
 
 @final
 class TorchPatch:
     """What `patch_torch` did: taken back by `remove`, or at the end of a ``with`` block."""
 
-    def __init__(self, layers: list[_Layer]) -> None:
+    def __init__(self, layers: list[Layer]) -> None:
         self._layers = layers
 
     def remove(self) -> None:
@@ -48,7 +49,7 @@ class TorchPatch:
         self._remove(stacklevel=3)
 
     def _remove(self, stacklevel: int) -> None:
-        with _lock:
+        with lock:
             buried = [layer.place for layer in self._layers if not layer.take_off()]
             self._layers = []
         if buried:
@@ -65,8 +66,9 @@ def patch_torch() -> TorchPatch:
 
     ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in
     ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. What was there
-    before still serves two cases: gradients of other subclasses of Tensor than DTensor, and functions under
-    ``torch.compile``, which compiles torch's own into its graph. Norms of DTensors are DTensors, as torch's are. ::
+    before still serves three cases: gradients of other subclasses of Tensor than DTensor, DTensors' norms of other
+    orders than 2 and infinity, and functions under ``torch.compile``, which compiles torch's own into its graph.
+    Norms of DTensors are DTensors, as torch's are. ::
 
         patch = gradstat.patch_torch()
         train()  # its torch.nn.utils.clip_grad_norm_(...) is gradstat's
@@ -87,24 +89,24 @@ def patch_torch() -> TorchPatch:
     Returns:
         A handle with ``remove()``, also a context manager.
     """
-    with _lock:
-        return TorchPatch([_Layer(module, name, make) for module, name, make in _PLACES if hasattr(module, name)])
+    with lock:
+        return TorchPatch([Layer(module, name, make) for module, name, make in _PLACES if hasattr(module, name)])
 
 
-class _Layer:
+class Layer:
     """One function in the place of another, which may be a layer of an earlier patch."""
 
-    def __init__(self, module: ModuleType, name: str, make: Callable[[_Layer], _Function]) -> None:
-        self._module, self._name = module, name
-        self.below: _Function = getattr(module, name)
+    def __init__(self, owner: ModuleType | type, name: str, make: Callable[[Layer], _Function]) -> None:
+        self._owner, self._name = owner, name
+        self.below: _Function = getattr(owner, name)
         self._removed = False
         self._function = functools.wraps(self.below)(make(self))
-        setattr(module, name, self._function)
+        setattr(owner, name, self._function)
         _layers.append(self)
 
     @property
     def place(self) -> str:
-        return f"{self._module.__name__}.{self._name}"
+        return f"{self._owner.__name__}.{self._name}"
 
     def take_off(self) -> bool:
         """Undoes it; False if someone else's function lies on top, which is left there."""
@@ -113,16 +115,17 @@ class _Layer:
         above = next((layer for layer in _layers if layer.below is self._function), None)
         if above is not None:
             above.below = self.below
-        elif getattr(self._module, self._name) is self._function:
-            setattr(self._module, self._name, self.below)
+        elif getattr(self._owner, self._name) is self._function:
+            setattr(self._owner, self._name, self.below)
         else:
             return False
         return True
 
-    def choose(self, ours: _Function, tensors: Iterable[object]) -> _Function:
+    def choose(self, ours: _Function, tensors: Iterable[object], norm_type: object = 2.0) -> _Function:
         """What is to be called for ``tensors``."""
         kinds = {type(tensor): tensor for tensor in tensors}
-        known = all(kind in PLAIN_TYPES or is_distributed([tensor]) for kind, tensor in kinds.items())
+        over_ranks = norm_type in (2.0, math.inf, "inf")
+        known = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
         return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
 
 
@@ -140,16 +143,19 @@ def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
 # The replacements list what they are given, since a generator can be gone through only once.
 
 
-def _norm_clip(layer: _Layer) -> _Function:
-    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+def _norm_clip(layer: Layer) -> _Function:
+    def replacement(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    ) -> Any:
         given = listed_parameters(parameters, stacklevel=3)
         gradients = gradients_to_clip(given)[0]
-        return _as_torchs(layer.choose(clip_grad_norm_, gradients)(given, *args, **kwargs), gradients)
+        function = layer.choose(clip_grad_norm_, gradients, norm_type)
+        return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
     return replacement
 
 
-def _value_clip(layer: _Layer) -> _Function:
+def _value_clip(layer: Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed(parameters)
         gradients = gradients_to_clip(given)[0]
@@ -159,15 +165,16 @@ def _value_clip(layer: _Layer) -> _Function:
     return replacement
 
 
-def _total_norm(layer: _Layer) -> _Function:
-    def replacement(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+def _total_norm(layer: Layer) -> _Function:
+    def replacement(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         given = listed(tensors, "tensors")
-        return _as_torchs(layer.choose(get_total_norm, given)(given, *args, **kwargs), given)
+        function = layer.choose(get_total_norm, given, norm_type)
+        return _as_torchs(function(given, norm_type, *args, **kwargs), given)
 
     return replacement
 
 
-def _clip_with_norm(layer: _Layer) -> _Function:
+def _clip_with_norm(layer: Layer) -> _Function:
     def replacement(
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
     ) -> Any:
@@ -180,7 +187,7 @@ def _clip_with_norm(layer: _Layer) -> _Function:
 
 # torch looks the functions up by their names in both modules, private ones in the second. Those may be called
 # otherwise in other versions.
-_PLACES: tuple[tuple[ModuleType, str, Callable[[_Layer], _Function]], ...] = (
+_PLACES: tuple[tuple[ModuleType, str, Callable[[Layer], _Function]], ...] = (
     (torch.nn.utils, "clip_grad_norm_", _norm_clip),
     (torch.nn.utils, "clip_grad_value_", _value_clip),
     (torch.nn.utils, "get_total_norm", _total_norm),

@@ -38,6 +38,27 @@ def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return stage is OptState.UNSCALED
 
 
+def is_still_scaled(scaler: object, optimizer: Optimizer | None) -> bool:
+    """Whether gradients carry the loss scale, as far as one can know; for those who only watch."""
+    if optimizer is None or not isinstance(scaler, GradScaler):
+        return True
+    return state_of(scaler, optimizer)["stage"] is OptState.READY
+
+
+def inner_scaler(scaler: Any) -> Any:
+    """The loss scaler that ``scaler`` is or holds, as timm's ``NativeScaler`` holds torch's.
+
+    Raises:
+        TypeError: There is none.
+    """
+    held = getattr(scaler, "_scaler", None)
+    scaler = held if isinstance(held, GradScaler) else scaler
+    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
+        kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
+        raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {kind}")
+    return scaler
+
+
 def found_by(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """What ``unscale_`` found, one 0-d float32 for each device: above 0 where something is not finite."""
     return list(state_of(scaler, optimizer)["found_inf_per_device"].values())

@@ -30,7 +30,7 @@ class Skipping:
         self._optimizer = optimizer
         self._flags: list[Tensor] = []  # the one that the optimizer has, if it has one
         handle = optimizer.register_step_post_hook(Hook(self.disarm))
-        self.remove = weakref.finalize(self, _let_go, optimizer, self._flags, handle)
+        self.remove = weakref.finalize(self, _let_go, weakref.ref(optimizer), self._flags, handle)
         self.remove.atexit = False
 
     def arm(self, flag: Tensor | None, scaler: Any) -> None:
@@ -62,8 +62,10 @@ def _take_back(optimizer: Optimizer, flags: list[Tensor]) -> None:
         flags.clear()
 
 
-def _let_go(optimizer: Optimizer, flags: list[Tensor], handle: Any) -> None:
-    _take_back(optimizer, flags)
+def _let_go(known: weakref.ref[Optimizer], flags: list[Tensor], handle: Any) -> None:
+    optimizer = known()
+    if optimizer is not None:
+        _take_back(optimizer, flags)
     handle.remove()
 
 
@@ -71,7 +73,7 @@ class Snapshots:
     """The state of model, optimizer and scaler at the last step known to be healthy, in the host's memory."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> None:
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._model, self._optimizer, self.scaler = model, optimizer, scaler
         self._good: tuple[int, dict[str, Any]] | None = None
         self._next: tuple[int, dict[str, Any]] | None = None
 
@@ -80,8 +82,8 @@ class Snapshots:
         state = {"model": _copied(self._model.state_dict())}
         if self._optimizer is not None:
             state["optimizer"] = _copied(self._optimizer.state_dict())
-        if self._scaler is not None:
-            state["scaler"] = dict(self._scaler.state_dict())
+        if self.scaler is not None:
+            state["scaler"] = dict(self.scaler.state_dict())
         self._next = (step, state)
 
     def confirm(self, step: int) -> None:
@@ -107,8 +109,8 @@ class Snapshots:
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state["scaler"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
         return step
 
     def _fits(self, state: Mapping[str, Any]) -> bool:

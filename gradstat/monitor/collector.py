@@ -63,7 +63,7 @@ class Collector:
         flagged: bool,
     ) -> None:
         self._flagged = flagged
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._model, self._optimizer, self.scaler = model, optimizer, scaler
         self._watch, self._backend = watch, backend
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
         given: list[Any] = (
@@ -122,7 +122,7 @@ class Collector:
                 segment, measured = self._activations.take()
                 others = [PendingRows([segment], measured)] if measured.tables else []
         numbers = measure_segments(segments, tensors, source.parameters, self._backend, self._flagged) + others
-        is_scaled = self._scaler is not None and "loss_scale" in on_device and not self._is_unscaled()
+        is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
             self.backward_order, self._learning = self._learning.end(), None
@@ -186,18 +186,10 @@ class Collector:
                 if not isinstance(value, (int, float)):
                     raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor of one number, or a number")
                 known[name] = float(value)
-        if self._scaler is not None:
-            scale = getattr(self._scaler, "_scale", None)
+        if self.scaler is not None:
+            scale = getattr(self.scaler, "_scale", None)
             if scale is not None:
                 on_device["loss_scale"] = scale
-
-    def _is_unscaled(self) -> bool:
-        if self._optimizer is None or not isinstance(self._scaler, torch.amp.GradScaler):
-            return False
-        try:
-            return loss_scale.is_unscaled(self._scaler, self._optimizer)
-        except RuntimeError:  # stepped already, so unscaled before that
-            return True
 
     def see_batch(self, step: int, batch: Any) -> list[Observation]:
         """Takes note of a batch; the tensors are measured with the step, labels on the CPU at once."""

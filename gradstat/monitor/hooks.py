@@ -1,16 +1,20 @@
-"""Hooks that are removed with their owner, and are neither copied nor pickled with the module they are on."""
+"""Hooks that are removed with their owner, and are neither copied, saved nor scripted with the module they are on."""
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch import nn
 
 
 class Hook:
     """Calls a method with ``first`` before the hook's own arguments, as long as the method's object lives.
 
-    A copy or a pickle of it calls nothing, so a model that is watched can be copied and saved whole.
+    Nothing in a graph that is being made. A copy or a pickle of it calls nothing.
     """
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
@@ -18,11 +22,33 @@ class Hook:
         self._first = first
 
     def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return None
         method = None if self._method is None else self._method()
         return None if method is None else method(*self._first, *arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, ()
+
+
+class _ModuleHooks(OrderedDict[int, Callable[..., Any]]):
+    """The hooks of a module as a module keeps them; a pickle or a copy is what there would be without `Hook`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        others = [(number, hook) for number, hook in self.items() if not isinstance(hook, Hook)]
+        return OrderedDict, (), None, None, iter(others)
+
+    def values(self) -> Any:
+        """What ``torch.jit.script`` compiles; a call of the module goes through `items`."""
+        return [hook for hook in super().values() if not isinstance(hook, Hook)]
+
+
+def hook_forward(module: nn.Module, hook: Callable[..., Any], *, before: bool = False, **options: Any) -> Any:
+    """``register_forward_hook``, or ``register_forward_pre_hook``, for a `Hook` that stays out of what is saved."""
+    place = "_forward_pre_hooks" if before else "_forward_hooks"
+    if not getattr(module, place):  # else somebody's handles belong to what is there
+        setattr(module, place, _ModuleHooks())
+    return (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, **options)
 
 
 def removed_with(owner: object, handles: Iterable[Any]) -> Callable[[], None]:

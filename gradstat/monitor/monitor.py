@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core.compiling import never_traced
+from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor.actions import Skipping, Snapshots
@@ -113,7 +114,8 @@ class Monitor:
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._watch = periods(watch)
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        scaler = inner_scaler(scaler)
+        self._model, self._optimizer = model, optimizer
         self._lag = options.lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         self._save_to = None if save_to is None else Path(save_to)
@@ -148,6 +150,17 @@ class Monitor:
         if self._save_to is not None:
             _unsaved.add(self)
 
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler, or None. One that is only found while training goes on may be set then."""
+        return self._collector.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        for part in (self._collector, self._snapshots, self._replayer):
+            if part is not None:
+                part.scaler = inner_scaler(scaler)
+
     # One step --------------------------------------------------------------------------------------------
 
     @never_traced
@@ -178,7 +191,7 @@ class Monitor:
         self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
         self._pending.append(pending)
         if self._skipping is not None:
-            self._skipping.arm(pending.numbers[0].flag, self._scaler)
+            self._skipping.arm(pending.numbers[0].flag, self.scaler)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
         known = len(self.findings)
@@ -292,7 +305,7 @@ class Monitor:
         self._history.keep(steps, scalars, tables)
         collector = self._collector
         eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
-        is_scaled = self._scaler is not None
+        is_scaled = self.scaler is not None
         facts = Facts(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes)
         found = self._rules.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
         self.findings += found

@@ -13,7 +13,7 @@ from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.tensors import TensorInfo
-from gradstat.monitor.hooks import Hook, removed_with
+from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
 from gradstat.monitor.segments import Segment
 from gradstat.stats import stats
@@ -120,7 +120,7 @@ class Activations:
         self.remove = removed_with(
             self,
             [
-                module.register_forward_hook(Hook(self.see, name))
+                hook_forward(module, Hook(self.see, name))
                 for name, module in model.named_modules()
                 if name and next(module.children(), None) is None
             ],
@@ -129,7 +129,7 @@ class Activations:
 
     def see(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """The hook of the module of that name."""
-        if not self.on or torch.compiler.is_compiling():
+        if not self.on:
             return
         found = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
         if not found:
@@ -169,11 +169,11 @@ class Outputs:
     def __init__(self, model: nn.Module) -> None:
         self.on = False
         self._share: Tensor | None = None
-        self.remove = removed_with(self, [model.register_forward_hook(Hook(self.see))])
+        self.remove = removed_with(self, [hook_forward(model, Hook(self.see))])
 
     def see(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """The hook of the model."""
-        if not self.on or torch.compiler.is_compiling():
+        if not self.on:
             return
         logits = getattr(output, "logits", output)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():

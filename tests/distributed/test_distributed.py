@@ -367,6 +367,8 @@ def clipped_by_torch() -> list[Tensor]:
         lambda p: utils.clip_grad_norm_([p], 1.0),
         lambda p: utils.clip_grads_with_norm_([p], 0.5, utils.get_total_norm([p.grad])),
         lambda p: utils.clip_grad_value_([p], 0.25),
+        lambda p: utils.clip_grad_norm_([p], 1.0, norm_type=3),  # which gradstat leaves to torch
+        lambda p: utils.clip_grads_with_norm_([p], 0.5, utils.get_total_norm([p.grad], 1.5)),
     ):
         parameter = sharded_ones(4)
         norm = clip(parameter)  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,19 @@ def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     return model, torch.optim.AdamW(model.parameters(), **options)
+
+
+@pytest.mark.parametrize("policy", ["record", "skip", "rollback"])
+def test_an_optimizer_is_not_kept_alive(policy: str) -> None:
+    def train() -> weakref.ref[torch.optim.Optimizer]:
+        model, optimizer = made()
+        gradstat.auto(optimizer, model, on_anomaly={"error": policy})
+        list(program(optimizer, model, 2))
+        return weakref.ref(optimizer)
+
+    known = train()
+    gc.collect()
+    assert known() is None
 
 
 def test_one_line_is_enough_and_the_handle_need_not_be_kept() -> None:
@@ -112,6 +126,182 @@ def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool) -> N
         firsts.append(losses[already])
     assert handle.monitor.steps == 3
     assert handle.monitor.recording().scalars["loss"].tolist() == pytest.approx(firsts)
+
+
+# Behind a loss scaler or a clip ----------------------------------------------------------------------------------
+
+
+class NativeScaler:
+    """As trainers wrap torch's."""
+
+    def __init__(self) -> None:
+        self._scaler = torch.amp.GradScaler("cpu")
+
+    def __call__(self, loss: Tensor, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+
+def scaled_program(
+    kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, bad: int, fault: str, steps: int = 12
+) -> torch.amp.GradScaler:
+    """A loop that knows nothing of gradstat, with a loss scaler, and NaN in a weight or in one batch."""
+    native = NativeScaler()
+    scaler = gradstat.amp.GradScaler("cpu") if kind == "gradstat's" else native._scaler
+    parameters = list(model.parameters())
+    for step in range(steps):
+        inputs = torch.randn(8, 4)
+        if step == bad:
+            with torch.no_grad():
+                (model[0].weight if fault == "weight" else inputs)[0, 0] = math.nan  # type: ignore[index]
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), torch.zeros(8, 2))
+        if kind == "wrapped":
+            native(loss, optimizer, parameters)
+            continue
+        scaler.scale(loss).backward()
+        if kind == "clipped":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+
+
+@pytest.mark.parametrize("fault", ["weight", "batch"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "clipped", "wrapped", "gradstat's"])
+def test_no_loss_scaler_hides_a_step(kind: str, fused: bool, fault: str) -> None:
+    """One that is not fused is not even called in the steps that matter."""
+    model, optimizer = made(fused=fused)
+    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
+        scaler = scaled_program(kind, optimizer, model, 5, fault)
+    monitor = handle.monitor
+    assert monitor.steps == 12
+    assert monitor.scaler is scaler
+    errors = [finding for finding in monitor.findings if finding.severity == "error"]
+    assert errors[0].step == 5
+    assert (errors[0].rule, errors[0].name) == {
+        "weight": ("nonfinite-parameter", "0.weight"),
+        "batch": ("nonfinite-loss", "loss"),
+    }[fault]
+    assert monitor.nonfinite_steps == (7 if fault == "weight" else 1)
+    assert ("loss-scale" in {finding.rule for finding in monitor.findings}) == (fault == "weight")
+    healthy = monitor.recording().scalars["norm"][:5]
+    assert healthy.max() < 100  # the scale of 65,536 is not in it
+
+
+def test_an_overflow_is_no_error() -> None:
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    model.half()
+    with gradstat.auto(optimizer, model) as handle:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(8, 4).half()).float().square().mean()).backward()
+            model.float()
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.float()  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+            model.half()
+    assert handle.monitor.nonfinite_steps == 3
+    assert {finding.severity for finding in handle.monitor.findings} == {"info"}
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_gradients_are_measured_before_the_programs_own_clip(subset: bool) -> None:
+    model, optimizer = made()
+    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            if step == 3:
+                model[0].bias.grad[2] = math.nan  # type: ignore[index]
+            if step != 4:
+                torch.nn.utils.clip_grad_norm_(model[0].parameters() if subset else model.parameters(), 1e-3)  # type: ignore[index]
+            if subset:
+                torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1e-3)  # type: ignore[index]
+            if step != 2:  # one is left out by the program itself
+                optimizer.step()
+    assert handle.monitor.steps == 6
+    assert (handle.monitor.recording().scalars["norm"][:3] > 2e-3).all()
+    found = handle.monitor.findings[0]
+    assert (found.step, found.name, found.evidence["parameters_bad"]) == (3, "0.bias", 1)
+
+
+def test_optimizers_with_one_scaler_are_seen_apart() -> None:
+    (first, one), (second, two) = made(), made()
+    handles = [gradstat.auto(one, first, on_anomaly="record"), gradstat.auto(two, second, on_anomaly="record")]
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(4):
+        for number, (model, optimizer) in enumerate([(first, one), (second, two)]):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 4)).square().mean() * (math.nan if (number, step) == (1, 2) else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        scaler.update()
+    healthy, bad = (handle.monitor for handle in handles)
+    assert healthy.steps == bad.steps == 4
+    assert not healthy.findings
+    assert (bad.findings[0].rule, bad.findings[0].step) == ("nonfinite-loss", 2)
+
+
+@pytest.fixture
+def _nothing_else_is_watched() -> None:
+    """Optimizers of other tests may be waiting to be collected."""
+    gc.collect()
+    gradstat.auto(made()[1]).remove()
+
+
+@pytest.mark.usefixtures("_nothing_else_is_watched")
+def test_a_clip_of_scaled_gradients_is_told() -> None:
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def train() -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # before unscale_
+            scaler.step(optimizer)
+            scaler.update()
+
+    with (
+        gradstat.auto(optimizer, model) as handle,
+        pytest.warns(AnomalyWarning, match="carry the loss scale") as caught,
+    ):
+        train()
+    assert len(caught) == 1
+    assert handle.monitor.steps == 4
+    assert not handle.monitor.findings
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("_nothing_else_is_watched")
+def test_torchs_own_functions_come_back_with_the_last() -> None:
+    def functions() -> list[Any]:
+        return [torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_, gradstat.amp.GradScaler.step]
+
+    before = functions()
+    handles = [gradstat.auto(made()[1]) for _ in range(2)]
+    assert not set(before) & set(functions())
+    with gradstat.patch_torch():
+        handles[0].remove()
+        assert not set(before) & set(functions())
+        handles[1].remove()
+    assert functions() == before
+
+
+def test_what_is_no_scaler() -> None:
+    model, optimizer = made()
+    native = NativeScaler()
+    assert gradstat.Monitor(model, optimizer, native).scaler is native._scaler
+    with pytest.raises(TypeError, match=r"scaler: expected a torch\.amp\.GradScaler or None, got .*Linear"):
+        gradstat.auto(optimizer, model, scaler=nn.Linear(1, 1))
 
 
 def test_removing_takes_everything_away_and_another_may_come() -> None:

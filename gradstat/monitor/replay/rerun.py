@@ -197,7 +197,7 @@ class Replayer:
         step_fn: Callable[..., Any] | None,
         keep_batch: bool,
     ) -> None:
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._model, self._optimizer, self.scaler = model, optimizer, scaler
         self._step_fn = step_fn
         self._keep_batch = keep_batch
         self._states = StepStateKeeper(model)
@@ -226,7 +226,7 @@ class Replayer:
                 "the parameters have changed since that step, so it cannot be run again as it was. Call replay() "
                 "before optimizer.step(); or let on_anomaly='replay' do it; or skip bad steps: on_anomaly='skip'"
             )
-        held = {"batch": self._batch, "optimizer": self._optimizer, "scaler": self._scaler}
+        held = {"batch": self._batch, "optimizer": self._optimizer, "scaler": self.scaler}
         return find_culprit(self._model, chosen, state=self._states.states, **held)
 
     def remove(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from gradstat.monitor.hooks import Hook, removed_with
+from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 
 # Running statistics change without a new version, so small buffers are always copied; large ones are masks and tables.
 ALWAYS_COPIED = 1 << 16
@@ -148,11 +148,11 @@ class StepStateKeeper:
         hook: Any = Hook(self._before_forward)
         if getattr(model, "_compiled_call_impl", None) is not None:
             hook = torch.compiler.disable(hook)  # compiled in place, with its hooks
-        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        handle = hook_forward(model, hook, before=True, prepend=True, with_kwargs=keep_batch)
         self._remove = removed_with(self, [handle])
 
-    def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward() or is_replaying() or torch.compiler.is_compiling() or is_evaluation(model):
+    def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if in_backward() or is_replaying() or is_evaluation(model):
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # copies would become part of the graph
@@ -161,7 +161,7 @@ class StepStateKeeper:
         self._last = StepState.capture(model, self._last)
         self.states.append(self._last)
         if self._keep_batch:
-            self.inputs.append((args, kwargs))
+            self.inputs.append((args, kwargs or {}))
 
     def begin_step(self) -> None:
         """Forgets the forward passes so far: a new step begins."""
