@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
+import os
+import random
+import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -35,6 +42,50 @@ def loaded(model: nn.Module) -> nn.Module:
         found: nn.Module = torch.load(io.BytesIO(saved(model)), weights_only=True)
     return found
 
+
+def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
+    from accelerate import Accelerator
+
+    from gradstat.integrations.accelerate import install
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    return lambda: install(accelerator)
+
+
+def _fabric(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
+    import lightning
+
+    from gradstat.integrations.fabric import install
+
+    fabric = lightning.Fabric(accelerator="cpu")
+    both = fabric.setup(model, optimizer)
+    return lambda: install(fabric, *both)
+
+
+def _lightning(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
+    from gradstat.integrations.lightning import GradstatCallback
+
+    return lambda: GradstatCallback(max_norm=1.0, on_anomaly=["warn", "skip"])
+
+
+def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
+    from transformers import Trainer, TrainingArguments
+
+    from gradstat.integrations.transformers import install
+
+    arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[])
+    trainer = Trainer(model, arguments, optimizers=(optimizer, None))
+    return lambda: install(trainer)
+
+
+FRAMEWORKS: dict[str, Callable[..., Callable[[], Any]]] = {
+    "patch": lambda *_: gradstat.patch_torch,
+    "Accelerate": _accelerate,
+    "Fabric": _fabric,
+    "Lightning": _lightning,
+    "Trainer": _trainer,
+}
 
 DEEDS: dict[str, Callable[[nn.Module], Any]] = {
     "load": loaded,
@@ -87,6 +138,47 @@ def test_a_file_of_a_watched_model_and_optimizer_is_that_of_any_other(way: str) 
         whole = {"model": model, "optimizer": optimizer.state_dict(), "all of it": optimizer}
         files.append(saved(whole))  # type: ignore[arg-type]
     assert files[0] == files[1]
+
+
+def global_state() -> list[Any]:
+    return [
+        torch.random.get_rng_state().tolist(),
+        random.getstate(),
+        repr(numpy.random.get_state()),  # noqa: NPY002
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        torch.get_num_interop_threads(),
+        list(warnings.filters),
+        logging.getLogger().handlers,
+        dict(os.environ),
+        threading.active_count(),
+    ]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "patch", "Accelerate", "Fabric", "Lightning", "Trainer"])
+def test_nothing_global_is_touched(way: str, tmp_path: Path) -> None:
+    """Numbers drawn, flags, filters and threads are what they would be without gradstat."""
+    states = []
+    for watched in (False, False, True):  # frameworks set variables when they are first used
+        random.seed(0)
+        numpy.random.seed(0)  # noqa: NPY002
+        model, optimizer = made()
+        enter = FRAMEWORKS[way](model, optimizer, tmp_path) if way in FRAMEWORKS else None
+        before = global_state()
+        watcher = None
+        if watched:
+            watcher = enter() if enter is not None else WAYS[way](model, optimizer)
+        if enter is None:
+            train(model, optimizer, watcher)
+        within = global_state()
+        for end in ("remove", "detach"):
+            getattr(watcher, end, lambda: None)()
+        states.append([before, within, global_state()])
+    assert states[1] == states[2]
 
 
 def test_hooks_of_others_stay_in_the_file() -> None:
