@@ -166,49 +166,40 @@ def same_report(spread: gradstat.Report, single: gradstat.Report) -> None:
             assert getattr(ours, field) == getattr(theirs, field)
 
 
-def checked(layout: str) -> None:
+def measured_and_clipped(layout: str, share: float, order: float) -> float:
     spread, single = spread_and_single(layout)
     if layout == "sequence parallel":
-        partial = [
-            p.grad for p in spread.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()
-        ]
-        assert partial, "this layout is to have partial gradients"
-    same_report(gradstat.check(spread), gradstat.check(single))
+        gradients = [p.grad for p in spread.parameters() if isinstance(p.grad, DTensor)]
+        assert any(g.placements[0].is_partial() for g in gradients), "this layout is to have partial gradients"
+    expected = gradstat.check(single)
+    same_report(gradstat.check(spread), expected)
     pending = gradstat.check_async(spread.parameters())
-    assert pending.result().total_norm == pytest.approx(gradstat.check(single).total_norm, rel=1e-5)
+    assert pending.result().total_norm == pytest.approx(expected.total_norm, rel=1e-5)
 
-
-@pytest.mark.parametrize(
-    ("layout", "world"), [*((layout, 4) for layout in LAYOUTS), ("fsdp", 2), ("sequence parallel", 2)]
-)
-def test_check_sees_the_whole(ranks: Ranks, layout: str, world: int) -> None:
-    ranks.run(world, checked, layout)
-
-
-def clipped(layout: str, share: float, order: float) -> float:
-    spread, single = spread_and_single(layout)
     limit = share * gradstat.get_total_norm([p.grad for p in single.parameters()], order).item()  # type: ignore[misc]
     total = gradstat.get_total_norm([p.grad for p in spread.parameters()], order)  # type: ignore[misc]
-    expected = nn.utils.clip_grad_norm_(single.parameters(), limit, order)
+    of_torch = nn.utils.clip_grad_norm_(single.parameters(), limit, order)
     norm = gradstat.clip_grad_norm_(spread.parameters(), limit, order)
     assert type(norm) is Tensor
-    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, of_torch, rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, of_torch, rtol=1e-6, atol=0)
     for name, parameter in single.named_parameters():
         torch.testing.assert_close(whole(named(spread)[name].grad), parameter.grad, rtol=2e-5, atol=1e-7)  # type: ignore[arg-type]
     return norm.item()
 
 
 @pytest.mark.parametrize(
-    ("layout", "share", "order"),
+    ("layout", "world", "share", "order"),
     [
-        *((layout, 0.5, 2.0) for layout in LAYOUTS),
-        *((layout, 2.0, 2.0) for layout in ("fsdp", "sequence parallel")),
-        *((layout, 0.5, math.inf) for layout in ("hsdp", "fsdp and tensor parallel", "sequence parallel")),
+        *((layout, 4, 0.5, 2.0) for layout in LAYOUTS),
+        *((layout, 2, 2.0, 2.0) for layout in ("fsdp", "sequence parallel")),
+        *((layout, 4, 0.5, math.inf) for layout in ("hsdp", "fsdp and tensor parallel", "sequence parallel")),
     ],
 )
-def test_clipping_is_that_of_the_whole(ranks: Ranks, layout: str, share: float, order: float) -> None:
-    assert len(set(ranks.run(4, clipped, layout, share, order))) == 1
+def test_checks_and_clips_are_those_of_the_whole(
+    ranks: Ranks, layout: str, world: int, share: float, order: float
+) -> None:
+    assert len(set(ranks.run(world, measured_and_clipped, layout, share, order))) == 1
 
 
 # Of four ranks, those with the same shard of the first weight, where not all of them have all of it.

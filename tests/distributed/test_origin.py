@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-import functools
 import gc
 import warnings
 import weakref
@@ -178,12 +177,15 @@ def test_a_hook_is_called_with_its_state(ranks: Ranks) -> None:
 # Micro-batches -----------------------------------------------------------------------------------------------
 
 
-def accumulated(per_micro_batch: bool, options: dict[str, Any], bad: dict[int, list[int]]) -> list[tuple[Any, ...]]:
-    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch."""
+def accumulated(options: dict[str, Any], bad: dict[int, list[int]]) -> list[tuple[Any, ...]]:
+    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch.
+
+    What the plain ones compute behind those that are not reduced, and run no backward pass of, are none.
+    """
     reentrant = options.pop("reentrant", False)
     model = wrapped(**options)
     model.module.reentrant = reentrant
-    watch = watch_origin(model, per_micro_batch=per_micro_batch)
+    watch = watch_origin(model, per_micro_batch=True)
     if options.get("static_graph"):  # then torch cannot do without a reduction in its first backward()
         backward(model, bad=False)
         watch.result()
@@ -193,6 +195,8 @@ def accumulated(per_micro_batch: bool, options: dict[str, Any], bad: dict[int, l
         for number in range(3):
             with contextlib.nullcontext() if number == 2 else model.no_sync():
                 backward(model, bad=step == 1 and dist.get_rank() in bad.get(number, []))
+                if number < 2 and not options:
+                    model(torch.randn(3, 4))
         report = watch.result()
         seen.append((*told(report, "last.bias"), report.micro_batches))
         model.zero_grad()
@@ -217,33 +221,22 @@ MICRO_MODES = {
     ],
 )
 def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, list[int]], expected: Any) -> None:
-    seen = ranks.run(2, accumulated, True, dict(MICRO_MODES[mode]), bad)
+    seen = ranks.run(2, accumulated, dict(MICRO_MODES[mode]), bad)
     assert seen == [[(None, 0, None, 3), (*expected, 3)]] * 2
 
 
-def test_without_it_micro_batches_that_are_not_reduced_are_one(ranks: Ranks) -> None:
-    seen = ranks.run(2, accumulated, False, {}, {0: [1], 1: [0]})
-    assert seen == [[(None, 0, None, 1), (0, 2, 0, 1)]] * 2
-
-
-def unreduced(**options: Any) -> tuple[Any, ...]:
-    """Two micro-batches that are not reduced, forward passes of evaluation behind each, and one that is."""
+def unreduced() -> tuple[Any, ...]:
     model = wrapped()
-    watch = watch_origin(model, **options)
-    for number in range(2):
-        with model.no_sync():
-            backward(model, bad=number == 1 and dist.get_rank() == 1)
-            for _ in range(2):
-                model(torch.randn(3, 4))
+    watch = watch_origin(model)
+    with model.no_sync():
+        backward(model, bad=dist.get_rank() == 1)
     backward(model, bad=False)
     report = watch.result()
     return report.micro_batches, told(report, "last.bias")
 
 
 def test_micro_batches_are_told_apart_only_if_asked_for(ranks: Ranks) -> None:
-    """And forward passes that no backward() follows are none."""
     assert ranks.run(2, unreduced) == [(1, (1, 1, 0))] * 2
-    assert ranks.run(2, functools.partial(unreduced, per_micro_batch=True)) == [(3, (1, 1, 1))] * 2
 
 
 def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
