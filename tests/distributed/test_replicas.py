@@ -178,51 +178,34 @@ def test_equal_replicas_agree(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, agreeing) == [expected] * world
 
 
-def drifting(culprit: int, change: Callable[[Net, torch.optim.Optimizer], None]) -> tuple[Drift, ...]:
+# By name: of what kind it is, and how it is reached.
+CHANGED: dict[str, tuple[str, Callable[[Any, torch.optim.Optimizer], Tensor]]] = {
+    "last.weight": ("gradient", lambda model, _: model.last.weight.grad),
+    "first.weight": ("parameter", lambda model, _: model.first.weight),
+    "norm.running_var": ("buffer", lambda model, _: model.norm.running_var),
+    "first.bias.exp_avg_sq": ("state", lambda model, optimizer: optimizer.state[model.first.bias]["exp_avg_sq"]),
+}
+
+
+def drifting(culprit: int, name: str) -> tuple[Drift, ...]:
     model, optimizer = trained()
     if dist.get_rank() == culprit:
-        change(model, optimizer)
+        flip(CHANGED[name][1](model, optimizer))
     report = verify_replicas(model, what=EVERYTHING)
     state = verify_replicas(optimizer, what=("state",))
     assert report.compared + state.compared >= 32
     return report.drifted + state.drifted
 
 
-def flip_gradient(model: Net, _: object) -> None:
-    assert model.last.weight.grad is not None
-    flip(model.last.weight.grad)
-
-
-def flip_parameter(model: Net, _: object) -> None:
-    flip(model.first.weight)
-
-
-def flip_buffer(model: Net, _: object) -> None:
-    assert isinstance(model.norm.running_var, Tensor)
-    flip(model.norm.running_var)
-
-
-def flip_state(model: Net, optimizer: torch.optim.Optimizer) -> None:
-    flip(optimizer.state[model.first.bias]["exp_avg_sq"])
-
-
-CHANGES = [
-    (flip_gradient, "gradient", "last.weight"),
-    (flip_parameter, "parameter", "first.weight"),
-    (flip_buffer, "buffer", "norm.running_var"),
-    (flip_state, "state", "first.bias.exp_avg_sq"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "name"), CHANGES, ids=[change.__name__ for change, _, _ in CHANGES])
-def test_one_rank_that_drifted_is_named(ranks: Ranks, change: Any, kind: str, name: str) -> None:
-    expected = (Drift(name, kind, (2,), "bits on rank 2 differ from those on the other 3"),)
-    assert ranks.run(4, drifting, 2, change) == [expected] * 4
+@pytest.mark.parametrize("name", CHANGED)
+def test_one_rank_that_drifted_is_named(ranks: Ranks, name: str) -> None:
+    expected = (Drift(name, CHANGED[name][0], (2,), "bits on rank 2 differ from those on the other 3"),)
+    assert ranks.run(4, drifting, 2, name) == [expected] * 4
 
 
 def test_two_ranks_have_no_majority(ranks: Ranks) -> None:
     expected = (Drift("first.weight", "parameter", (0, 1), "bits differ between ranks 0, 1, with no majority"),)
-    assert ranks.run(2, drifting, 1, flip_parameter) == [expected] * 2
+    assert ranks.run(2, drifting, 1, "first.weight") == [expected] * 2
 
 
 def lacking() -> ReplicaReport:
@@ -232,7 +215,7 @@ def lacking() -> ReplicaReport:
         model.last.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         model.last.bias.grad = torch.zeros(2, dtype=torch.float64)
     if dist.get_rank() == 2:
-        flip_gradient(model, None)
+        flip(model.last.weight.grad)
     return verify_replicas(model)
 
 
@@ -311,7 +294,7 @@ def counted() -> tuple[list[str], list[str], list[str]]:
     model, _ = trained()
     healthy = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
     if dist.get_rank() == 0:
-        flip_parameter(model, None)
+        flip(model.first.weight)
     drifted = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
     model.last.bias.grad = None
     return healthy, drifted, collectives_of(lambda: verify_replicas(model))
@@ -326,7 +309,7 @@ def test_agreement_costs_one_small_reduction(ranks: Ranks) -> None:
 def in_a_group() -> bool | None:
     model, _ = trained()
     if dist.get_rank() >= 2:
-        flip_parameter(model, None)
+        flip(model.first.weight)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with pytest.raises(ValueError, match=r"rank \d is not in the group"):
         verify_replicas(model, group=halves[dist.get_rank() < 2])
