@@ -36,6 +36,9 @@ def test_equal_runs_never_part() -> None:
         assert comparison.partings == ()
         assert comparison.exact_step is None
         assert "never part: equal to the last bit in the" in str(comparison)
+    for tolerance in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
+            compare(run(), run(), tolerance)
 
 
 def test_bits_and_what_matters_are_told_apart() -> None:
@@ -271,17 +274,11 @@ def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
     a, b = recording(names=HOSTILE), recording(names=HOSTILE)
     b.tables["gradient"].values[3] *= 2
     b.scalars["loss"][2] = math.nan
-    content = compare(a, b).to_dict()
-    text = json.dumps(content, allow_nan=False)
-    assert json.loads(text)["step"] == 2
+    comparison = compare(a, b)
+    content = comparison.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False))["step"] == 2
     assert content["partings"][0]["b"] == "nan"
-    assert all(line.isprintable() for line in str(compare(a, b)).split("\n"))
-
-
-@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
-def test_a_tolerance_that_is_none_is_refused(tolerance: float) -> None:
-    with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
-        compare(run(), run(), tolerance)
+    assert all(line.isprintable() for line in str(comparison).split("\n"))
 
 
 # The commands.

@@ -205,19 +205,30 @@ class Unlucky(nn.Module):
         return nn.functional.dropout(self.weight * x, 0.5).sum().log()
 
 
-def test_a_fault_that_depends_on_dropout_comes_again() -> None:
-    model = Unlucky()
+def test_a_fault_that_depends_on_dropout_comes_again(device: str) -> None:
+    model, x = Unlucky().to(device), torch.ones(3, device=device)
     keeper = StepStateKeeper(model)
-    outcomes = []
+    generator: Any = torch.cuda if device == "cuda" else torch
+    outcomes = set()
     for _ in range(60):
         keeper.begin_step()
-        bad = not math.isfinite(model(torch.ones(3)).item())
-        torch.rand(5)  # what came after must not matter
-        culprit = find_culprit(model, lambda: model(torch.ones(3)).backward(), state=keeper.states)
+        bad = not math.isfinite(model(x).item())
+        torch.rand(5, device=device)  # what came after must not matter
+        before = generator.get_rng_state()
+        culprit = find_culprit(model, lambda: model(x).backward(), state=keeper.states)
+        assert torch.equal(generator.get_rng_state(), before)
         assert (culprit is not None) == bad
-        outcomes.append(bad)
-    assert True in outcomes
-    assert False in outcomes
+        outcomes.add(bad)
+    assert outcomes == {True, False}
+
+
+def test_the_backward_pass_is_seen_on_every_device(device: str) -> None:
+    model = Unlucky().to(device)
+    model.weight.data.zero_()
+    culprit = find_culprit(model, lambda: model.weight.sqrt().sum().backward())
+    assert culprit is not None
+    assert (culprit.phase, culprit.kind, culprit.op) == ("backward", "inf", "sqrt")
+    assert "sqrt().sum()" in culprit.line
 
 
 def test_every_forward_pass_of_a_step_begins_with_its_own_random_state() -> None:
@@ -347,26 +358,3 @@ def test_capturing_does_not_initialise_cuda() -> None:
     before = torch.cuda.is_initialized()
     StepState.capture(nn.Linear(1, 1)).restore(nn.Linear(1, 1))
     assert torch.cuda.is_initialized() == before
-
-
-# On a GPU -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cuda
-def test_on_a_gpu_dropout_comes_again_and_the_backward_pass_is_seen() -> None:
-    model = Unlucky().cuda()
-    keeper = StepStateKeeper(model)
-    x = torch.ones(3, device="cuda")
-    for _ in range(30):
-        keeper.begin_step()
-        bad = not math.isfinite(model(x).item())
-        state = torch.cuda.get_rng_state()
-        culprit = find_culprit(model, lambda: model(x).backward(), state=keeper.states)
-        assert torch.equal(torch.cuda.get_rng_state(), state)
-        assert (culprit is not None) == bad
-    weight = nn.Parameter(torch.zeros(3, device="cuda"))
-    model.weight = weight
-    culprit = find_culprit(model, lambda: (weight * x).sqrt().sum().backward())
-    assert culprit is not None
-    assert (culprit.phase, culprit.kind, culprit.op) == ("backward", "inf", "sqrt")
-    assert "sqrt().sum()" in culprit.line
