@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.nested import tensors_in
 from gradstat.monitor.replay.culprit import Culprit, Phase
-from gradstat.monitor.replay.graph_hooks import GraphHooks, LeafHooks
+from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
 from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
 from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replaying
@@ -81,7 +81,6 @@ def find_culprit(
     undo = Undo()
     modules = ModuleTracker(model)
     watch = NonfiniteMode(modules, {id(p): name for name, p in named}, undo.before_write)
-    graph = GraphHooks(watch)
     leaves = LeafHooks(watch, named)
     returned: Any = None
     failure: Exception | None = None
@@ -117,7 +116,7 @@ def find_culprit(
         origin = _verdict(watch, returned, failure is not None)
     finally:
         leaves.detach()
-        graph.forget()
+        watch.forget()
         modules.detach()
         undo.restore()
     try:
