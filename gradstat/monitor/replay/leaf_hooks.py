@@ -21,8 +21,6 @@ class LeafHooks:
         self._parameters = [(name, p) for name, p in parameters if p.requires_grad and p.is_leaf]
         self._handles: list[Any] = []
         self._wrapped: list[tuple[dict[int, Any], int, Any]] = []
-
-    def attach(self) -> None:
         for name, parameter in self._parameters:
             self._wrap(parameter._backward_hooks, name, lambda given, result: given if result is None else result)
             self._wrap(parameter._post_accumulate_grad_hooks, name, lambda given, result: given.grad)
