@@ -307,6 +307,9 @@ def spoken(bad: list[int]) -> tuple[str, str, str]:
     return str(report), error, repr(report)
 
 
+ALL = "ALL {} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
+
+
 def test_all_is_well(ranks: Ranks) -> None:
     text = "gradstat: 6 gradients, finite on all 2 ranks before the reduction"
     assert ranks.run(2, spoken, []) == [(text, "", "OriginReport(6 gradients of 2 ranks, ok)")] * 2
@@ -314,24 +317,20 @@ def test_all_is_well(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "who"),
-    [
-        ([1], "rank 1 alone (of 4)"),
-        ([1, 3], "ranks 1, 3 (of 4)"),
-        ([0, 1, 2, 3], "ALL 4 ranks (so not by one rank's data: parameters, learning rate or loss scale?)"),
-    ],
+    [([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))],
 )
 def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: list[int], who: str) -> None:
     answers = ranks.run(4, spoken, bad)
     assert len(set(answers)) == 1
     text, error, short = answers[0]
-    lines = error.splitlines()
-    assert text.splitlines() == ["gradstat: " + lines[0], *lines[1:]]
-    assert lines[0] == "NaN or Inf in 3 of 6 gradients before they were reduced"
-    assert lines[1] == f"brought by {who}: 3 gradients"
+    head, brought, *lines = error.splitlines()
+    assert text == f"gradstat: {error}"
+    assert head == "NaN or Inf in 3 of 6 gradients before they were reduced"
+    assert brought == f"brought by {who}: 3 gradients"
     where = f" on rank {bad[0]}" if len(bad) > 1 else ""
-    assert [line.split(":")[0] for line in lines[2:]] == ["  first.weight", "  last.weight", "  spare.weight"]
-    assert all("of 32 elements" in line or "of 16 elements" in line for line in lines[2:])
-    assert all(line.endswith(f"elements{where}") for line in lines[2:])
+    for line, name in zip(lines, ("first", "last", "spare"), strict=True):
+        assert line.startswith(f"  {name}.weight: ")
+        assert line.endswith((f"of 32 elements{where}", f"of 16 elements{where}"))
     assert short == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
 
 
@@ -356,9 +355,6 @@ def test_only_the_first_are_listed(bad: int, in_error: int, in_text: int) -> Non
         assert lines == [*(f"  p{i}: 2 NaN of 1,000 elements" for i in range(limit)), *more]
 
 
-EVERY_RANK = "ALL 2 ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
-
-
 def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
     """In order of the micro-batches, and of the ranks; the limit is for all of them together."""
     first, second, third = (1, {0: (1, 0), 1: (3, 0)}), (0, {0: (0, 1)}), (0, {1: (0, 2)})
@@ -373,7 +369,7 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
         "  p6: 1 Inf of 1,000 elements",
         "brought by rank 1 alone (of 2) in micro-batch 0 of 2 (counted from 0): 1 gradient",
         "  p3: 2 Inf of 1,000 elements",
-        f"brought by {EVERY_RANK} in micro-batch 1 of 2 (counted from 0): 3 gradients",
+        f"brought by {ALL.format(2)} in micro-batch 1 of 2 (counted from 0): 3 gradients",
         "  p0: 1 NaN of 1,000 elements on rank 0",
         "  and 2 more",
     ]

@@ -292,30 +292,21 @@ def test_hooks_on_activations_and_modules() -> None:
 # Input and parameters ---------------------------------------------------------------------------------------
 
 
-def test_a_bad_batch_is_named_by_the_expression_that_reaches_it() -> None:
+def test_a_bad_batch_is_named_by_the_expression_that_reaches_it_or_by_the_line_that_brings_it() -> None:
     model = nn.Linear(3, 2)
     batch = {"x": [torch.ones(2, 3), torch.tensor([[1.0, math.nan, 3.0]])], "y": torch.zeros(1)}
 
     def step(batch: Any) -> None:
-        model(batch["x"][1]).sum().backward()
+        model(batch["x"][1]).sum().backward()  # brought
 
     culprit = culprit_of(model, step, batch=batch)
     assert (culprit.phase, culprit.kind, culprit.name) == ("input", "nan", "batch['x'][1]")
     assert "NaN came in from outside of the model: batch['x'][1]" in str(culprit)
-    batch["x"].reverse()
-    assert find_culprit(model, step, batch=batch) is None
-
-
-def test_a_bad_tensor_that_the_step_brings_itself() -> None:
-    model = nn.Linear(3, 2)
-    x = torch.tensor([[1.0, math.nan, 3.0]])
-
-    def step() -> None:
-        model(x).sum().backward()  # brought
-
-    culprit = culprit_of(model, step)
+    culprit = culprit_of(model, lambda: step(batch))
     assert (culprit.phase, culprit.name) == ("input", None)
     assert_source(culprit, "brought")
+    batch["x"].reverse()
+    assert find_culprit(model, step, batch=batch) is None
 
 
 def test_a_bad_parameter_and_a_bad_buffer() -> None:
