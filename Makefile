@@ -102,7 +102,6 @@ tour: $(VENV)/.for-docs $(BUILT) ## Run docs/tour.ipynb and save it with its out
 docs: $(VENV)/.for-docs $(BUILT) ## Build the site, searchable and without any network, into build/site, and check it
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	$(BIN)/python tools/check_site.py build/site
-	$(BIN)/python tools/browse_site.py build/site
 	@echo "open build/site/index.html"
 
 gpu-code: $(VENV)/.for-bench ## Compile all GPU code without a GPU and hold it against its gates

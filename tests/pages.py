@@ -58,18 +58,10 @@ _COMMAND = re.compile(r"(?:\$ )?python -m gradstat (.*)")
 
 @dataclass
 class Block:
-    """A block of code, or of text, on a page.
-
-    Attributes:
-        page: Where it is.
-        line: The line of its first line there.
-        language: Of it; ``"python"`` for what a comment runs.
-        code: What is in it.
-        marks: What comments before it say.
-    """
+    """A block of code, or of text, on a page; what a comment runs is ``"python"``. Comments before it are its marks."""
 
     page: Path
-    line: int
+    line: int  # of its first line there
     language: str
     code: str
     marks: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A headless chromium that has no network, for what looks at pages: `tools/browse_site.py` and tests."""
+"""A headless chromium that has no network, for what looks at pages: `tools/check_site.py` and tests."""
 
 from __future__ import annotations
 

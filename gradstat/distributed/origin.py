@@ -192,19 +192,35 @@ class OriginWatch:
         return lambda: self._report(seen, count)
 
     def _report(self, seen: list[_Seen], count: int) -> OriginReport:
-        earliest, rows = self._earliest(seen)
+        """Ranks agree on the first bad micro-batch of each parameter; counts are gathered only where there is one."""
+        device = device_of(self._group)
+        places = [(one.micro_batch, position) for one in seen for position in one.positions]
+        # Behind the parameters: how much this rank has seen, so that all know if one has seen nothing.
+        first = torch.full((len(self._names) + 1,), _NEVER, dtype=torch.int64, device=device)
+        first[-1] = len(places)
+        counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")
+        if places:
+            counts = torch.cat([moved(one.table[:, _COUNTS], device) for one in seen])
+            micro_batches, positions = torch.tensor(places, device=device).unbind(1)
+            when = torch.where(counts.sum(1) > 0, micro_batches, _NEVER)
+            first.scatter_reduce_(0, positions, when, "amin")
+        *earliest, least_seen = reduce_(first, dist.ReduceOp.MIN, [self._group], _CALLER).tolist()
+        if not least_seen:
+            raise RuntimeError(
+                "on some rank no gradient was reduced since the last result(); call it on all ranks after backward(), "
+                "once a step, and not after remove()"
+            )
         bad = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
         ranks = tuple(dist.get_process_group_ranks(self._group))
         brought: list[BadGradient] = []
         if bad:
-            own = torch.zeros(len(bad), len(_COUNTS), dtype=torch.float64, device="cpu")
-            place = {position: k for k, position in enumerate(bad)}
-            for (micro_batch, position), row in rows():
-                if position in place and micro_batch == earliest[position]:
-                    own[place[position]] = row
-            counts = gather(own.to(device_of(self._group)), self._group, _CALLER).tolist()
+            own = torch.zeros(len(self._names), len(_COUNTS), dtype=torch.float64, device="cpu")
+            for (micro_batch, position), row in zip(places, counts.cpu(), strict=True):
+                if micro_batch == earliest[position]:
+                    own[position] = row
+            gathered = gather(own[bad].to(device), self._group, _CALLER).tolist()
             for k, position in enumerate(bad):
-                on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, counts, strict=True) if any(c[k])}
+                on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, gathered, strict=True) if any(c[k])}
                 numel = self._parameters[position].numel()
                 brought.append(BadGradient(self._names[position], numel, earliest[position], on))
         return OriginReport(self._names, brought, ranks, count)
@@ -245,32 +261,6 @@ class OriginWatch:
         positions = [self._position[id(parameter)] for parameter in parameters]
         self._seen.append(_Seen(self._micro_batch, positions, stats(gradients, backend=self._backend)))
 
-    # What is made of it ----------------------------------------------------------------------------------
-
-    def _earliest(self, seen: list[_Seen]) -> tuple[list[int], Callable[[], Any]]:
-        """For each parameter the first micro-batch in which any rank's gradient was bad; and this rank's counts.
-
-        The counts are brought to the host when asked for: ``((micro_batch, position), [NaN, Inf])``.
-        """
-        device = device_of(self._group)
-        places = [(one.micro_batch, position) for one in seen for position in one.positions]
-        # Behind the parameters: how much this rank has seen, so that all know if one has seen nothing.
-        first = torch.full((len(self._names) + 1,), _NEVER, dtype=torch.int64, device=device)
-        first[-1] = len(places)
-        counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")
-        if places:
-            counts = torch.cat([moved(one.table[:, _COUNTS], device) for one in seen])
-            micro_batches, positions = torch.tensor(places, device=device).unbind(1)
-            when = torch.where(counts.sum(1) > 0, micro_batches, _NEVER)
-            first.scatter_reduce_(0, positions, when, "amin")
-        *earliest, least_seen = reduce_(first, dist.ReduceOp.MIN, [self._group], _CALLER).tolist()
-        if not least_seen:
-            raise RuntimeError(
-                "on some rank no gradient was reduced since the last result(); call it on all ranks after backward(), "
-                "once a step, and not after remove()"
-            )
-        return earliest, lambda: zip(places, counts.cpu(), strict=True)
-
 
 # What is said ---------------------------------------------------------------------------------------------
 
@@ -290,6 +280,10 @@ class OriginReport:
 
     Made by `OriginWatch.result`. What comes later tells nothing: once a bad gradient was reduced or accumulated, it is
     bad everywhere. So each parameter is described as it was in the first micro-batch in which any rank had it bad.
+
+    Attributes:
+        ranks: All ranks that were asked.
+        micro_batches: How many there were: reductions, or each ``backward()`` with ``per_micro_batch``.
     """
 
     def __init__(
@@ -297,8 +291,8 @@ class OriginReport:
     ) -> None:
         self._names = frozenset(names)
         self._bad = {one.name: one for one in bad}
-        self._ranks = ranks
-        self._micro_batches = micro_batches
+        self.ranks = ranks
+        self.micro_batches = micro_batches
 
     @property
     def ok(self) -> bool:
@@ -309,16 +303,6 @@ class OriginReport:
     def nonfinite(self) -> tuple[str, ...]:
         """The parameters whose gradient was bad on some rank, in the model's order."""
         return tuple(self._bad)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks that were asked."""
-        return self._ranks
-
-    @property
-    def micro_batches(self) -> int:
-        """How many there were: reductions, or each ``backward()`` with ``per_micro_batch``."""
-        return self._micro_batches
 
     def rank_of(self, name: str) -> int | None:
         """The rank that brought it: the lowest of those where ``name``'s gradient was bad first; None if none was.
@@ -352,13 +336,11 @@ class OriginReport:
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self._bad)} not finite"
-        return f"OriginReport({len(self._names)} gradients of {len(self._ranks)} ranks, {state})"
+        return f"OriginReport({len(self._names)} gradients of {len(self.ranks)} ranks, {state})"
 
     def __str__(self) -> str:
         if self.ok:
-            return (
-                f"gradstat: {len(self._names)} gradients, finite on all {len(self._ranks)} ranks before the reduction"
-            )
+            return f"gradstat: {len(self._names)} gradients, finite on all {len(self.ranks)} ranks before the reduction"
         return "gradstat: " + "\n".join(self._account(_NAMED_IN_TEXT))
 
     def _find(self, name: str) -> BadGradient | None:
@@ -383,15 +365,15 @@ class OriginReport:
 
     def _who(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) == 1:
-            return f"{in_words(ranks)} alone (of {len(self._ranks)})"
-        if ranks == self._ranks:
+            return f"{in_words(ranks)} alone (of {len(self.ranks)})"
+        if ranks == self.ranks:
             return f"ALL {len(ranks)} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
-        return f"{in_words(ranks)} (of {len(self._ranks)})"
+        return f"{in_words(ranks)} (of {len(self.ranks)})"
 
     def _when(self, micro_batch: int) -> str:
-        if self._micro_batches == 1:
+        if self.micro_batches == 1:
             return ""
-        return f" in micro-batch {micro_batch} of {self._micro_batches} (counted from 0)"
+        return f" in micro-batch {micro_batch} of {self.micro_batches} (counted from 0)"
 
 
 def _counts(bad: BadGradient, rank: int) -> str:

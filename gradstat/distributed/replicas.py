@@ -54,9 +54,6 @@ class ReplicaMismatchError(RuntimeError):
         super().__init__(message)
         self.report = report
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.report)
-
 
 @dataclass(frozen=True)
 class ReplicaReport:

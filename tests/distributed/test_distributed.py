@@ -6,7 +6,7 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -67,36 +67,28 @@ def batch(rank: int = 0) -> Tensor:
 # Layouts: a model spread over ranks, and how many different batches its ranks see ---------------------------
 
 
-def fsdp(world: int) -> nn.Module:
-    return _fsdp(model(), init_device_mesh("cpu", (world,)))
+def mesh_of(world: int, *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, world // 2) if names else (world,), mesh_dim_names=names or None)
 
 
-def _fsdp(spread: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
+def fsdp(spread: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for block in spread.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(spread, mesh=mesh, **options)
     return spread  # type: ignore[no-any-return]
 
 
-def hsdp(world: int) -> nn.Module:
-    return _fsdp(model(), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
-
-
-def _tensor_parallel(spread: Any, mesh: DeviceMesh) -> nn.Module:
+def tensor_parallel(spread: Any, mesh: DeviceMesh) -> nn.Module:
+    """The rest of the model are plain tensors beside the distributed ones."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in spread.blocks:
         parallelize_module(block, mesh, plan)
     return spread  # type: ignore[no-any-return]
 
 
-def tensor_parallel(world: int) -> nn.Module:
-    """The rest of the model are plain tensors beside the distributed ones."""
-    return _tensor_parallel(model(), init_device_mesh("cpu", (world,)))
-
-
 def sequence_parallel(world: int) -> nn.Module:
     """The norms' gradients are partial sums."""
-    spread, mesh = model(), init_device_mesh("cpu", (world,))
+    spread, mesh = model(), mesh_of(world)
     split = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
     plan = {
         "norm": SequenceParallel(sequence_dim=1, use_local_output=False),
@@ -111,27 +103,34 @@ def sequence_parallel(world: int) -> nn.Module:
 
 def fsdp_and_tensor_parallel(world: int) -> nn.Module:
     """Parameters on two meshes, some of them sharded twice along the same dimension."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
-    return _fsdp(_tensor_parallel(model(), mesh["tensor"]), mesh["data"])
+    mesh = mesh_of(world, "data", "tensor")
+    return fsdp(tensor_parallel(model(), mesh["tensor"]), mesh["data"])
 
 
-def ddp(world: int) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model())
+def of_its_own(rank: int, world: int) -> int:
+    return rank
 
 
-def ddp_with_views(world: int) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True, static_graph=True)
+def of_all(rank: int, world: int) -> int:
+    return 0
 
 
+DDP = nn.parallel.DistributedDataParallel
 LAYOUTS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int, int], int]]] = {
-    "fsdp": (fsdp, lambda rank, world: rank),
-    "hsdp": (hsdp, lambda rank, world: rank),
-    "tensor parallel": (tensor_parallel, lambda rank, world: 0),
-    "sequence parallel": (sequence_parallel, lambda rank, world: 0),
+    "fsdp": (lambda world: fsdp(model(), mesh_of(world)), of_its_own),
+    "hsdp": (lambda world: fsdp(model(), mesh_of(world, "replicate", "shard")), of_its_own),
+    "tensor parallel": (lambda world: tensor_parallel(model(), mesh_of(world)), of_all),
+    "sequence parallel": (sequence_parallel, of_all),
     "fsdp and tensor parallel": (fsdp_and_tensor_parallel, lambda rank, world: rank // (world // 2)),
-    "ddp": (ddp, lambda rank, world: rank),
-    "ddp, bucket views": (ddp_with_views, lambda rank, world: rank),
+    "ddp": (lambda world: DDP(model()), of_its_own),
+    "ddp, bucket views": (lambda world: DDP(model(), gradient_as_bucket_view=True, static_graph=True), of_its_own),
 }
+
+
+def backward(single: nn.Module, numbers: Collection[int], shift: float = 0.0) -> None:
+    """The gradients that ranks with the batches of these numbers have on average."""
+    for number in numbers:
+        (single(batch(number) + shift).square().mean() / len(numbers)).backward()
 
 
 def spread_and_single(layout: str) -> tuple[nn.Module, nn.Module]:
@@ -140,9 +139,7 @@ def spread_and_single(layout: str) -> tuple[nn.Module, nn.Module]:
     world, rank = dist.get_world_size(), dist.get_rank()
     spread, single = make(world), model()
     spread(batch(batch_of(rank, world))).square().mean().backward()
-    different = sorted({batch_of(r, world) for r in range(world)})
-    for number in different:
-        (single(batch(number)).square().mean() / len(different)).backward()
+    backward(single, {batch_of(r, world) for r in range(world)})
     return spread, single
 
 
@@ -166,49 +163,40 @@ def same_report(spread: gradstat.Report, single: gradstat.Report) -> None:
             assert getattr(ours, field) == getattr(theirs, field)
 
 
-def checked(layout: str) -> None:
+def measured_and_clipped(layout: str, share: float, order: float) -> float:
     spread, single = spread_and_single(layout)
     if layout == "sequence parallel":
-        partial = [
-            p.grad for p in spread.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()
-        ]
-        assert partial, "this layout is to have partial gradients"
-    same_report(gradstat.check(spread), gradstat.check(single))
+        gradients = [p.grad for p in spread.parameters() if isinstance(p.grad, DTensor)]
+        assert any(g.placements[0].is_partial() for g in gradients), "this layout is to have partial gradients"
+    expected = gradstat.check(single)
+    same_report(gradstat.check(spread), expected)
     pending = gradstat.check_async(spread.parameters())
-    assert pending.result().total_norm == pytest.approx(gradstat.check(single).total_norm, rel=1e-5)
+    assert pending.result().total_norm == pytest.approx(expected.total_norm, rel=1e-5)
 
-
-@pytest.mark.parametrize(
-    ("layout", "world"), [*((layout, 4) for layout in LAYOUTS), ("fsdp", 2), ("sequence parallel", 2)]
-)
-def test_check_sees_the_whole(ranks: Ranks, layout: str, world: int) -> None:
-    ranks.run(world, checked, layout)
-
-
-def clipped(layout: str, share: float, order: float) -> float:
-    spread, single = spread_and_single(layout)
     limit = share * gradstat.get_total_norm([p.grad for p in single.parameters()], order).item()  # type: ignore[misc]
     total = gradstat.get_total_norm([p.grad for p in spread.parameters()], order)  # type: ignore[misc]
-    expected = nn.utils.clip_grad_norm_(single.parameters(), limit, order)
+    of_torch = nn.utils.clip_grad_norm_(single.parameters(), limit, order)
     norm = gradstat.clip_grad_norm_(spread.parameters(), limit, order)
     assert type(norm) is Tensor
-    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, of_torch, rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, of_torch, rtol=1e-6, atol=0)
     for name, parameter in single.named_parameters():
         torch.testing.assert_close(whole(named(spread)[name].grad), parameter.grad, rtol=2e-5, atol=1e-7)  # type: ignore[arg-type]
     return norm.item()
 
 
 @pytest.mark.parametrize(
-    ("layout", "share", "order"),
+    ("layout", "world", "share", "order"),
     [
-        *((layout, 0.5, 2.0) for layout in LAYOUTS),
-        *((layout, 2.0, 2.0) for layout in ("fsdp", "sequence parallel")),
-        *((layout, 0.5, math.inf) for layout in ("hsdp", "fsdp and tensor parallel", "sequence parallel")),
+        *((layout, 4, 0.5, 2.0) for layout in LAYOUTS),
+        *((layout, 2, 2.0, 2.0) for layout in ("fsdp", "sequence parallel")),
+        *((layout, 4, 0.5, math.inf) for layout in ("hsdp", "fsdp and tensor parallel", "sequence parallel")),
     ],
 )
-def test_clipping_is_that_of_the_whole(ranks: Ranks, layout: str, share: float, order: float) -> None:
-    assert len(set(ranks.run(4, clipped, layout, share, order))) == 1
+def test_checks_and_clips_are_those_of_the_whole(
+    ranks: Ranks, layout: str, world: int, share: float, order: float
+) -> None:
+    assert len(set(ranks.run(world, measured_and_clipped, layout, share, order))) == 1
 
 
 # Of four ranks, those with the same shard of the first weight, where not all of them have all of it.
@@ -226,14 +214,13 @@ def stepped(layout: str, fused: bool, scaling: bool) -> None:
     ours = torch.optim.AdamW(spread.parameters(), lr=0.01, fused=fused)
     theirs = torch.optim.AdamW(single.parameters(), lr=0.01)
     scaler = gradstat.amp.GradScaler("cpu", init_scale=1024.0) if scaling else None
-    different = sorted({batch_of(r, world) for r in range(world)})
+    different = {batch_of(r, world) for r in range(world)}
     for step in range(4):
         ours.zero_grad()
         theirs.zero_grad()
         loss = spread(batch(batch_of(rank, world)) + step).square().mean()
         (loss if scaler is None else scaler.scale(loss)).backward()
-        for number in different:
-            (single(batch(number) + step).square().mean() / len(different)).backward()
+        backward(single, different, shift=step)
         if step == 2 and HOLDS_THE_BAD_PART.get(layout, lambda rank: True)(rank):
             gradient = named(spread)["first.weight"].grad
             local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
@@ -593,7 +580,7 @@ def test_the_number_of_collectives_does_not_grow(ranks: Ranks, call: str, expect
 def mixed_precision() -> None:
     """Whatever dtypes gradients are computed and reduced in: the norm is that of the gradients there are."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    spread = _fsdp(model(), init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    spread = fsdp(model(), mesh_of(dist.get_world_size()), mp_policy=policy)
     spread(batch(dist.get_rank())).float().square().mean().backward()
     expected = gradstat.check_tensors([whole(p.grad) for p in spread.parameters()])  # type: ignore[arg-type]
     report = gradstat.check(spread)
@@ -603,7 +590,7 @@ def mixed_precision() -> None:
 
 def accumulated() -> None:
     """FSDP2 has no gradients before the micro-batch that reduces; then all of them."""
-    spread: Any = _fsdp(model(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    spread: Any = fsdp(model(), mesh_of(dist.get_world_size()))
     micro_batches = gradstat.MicroBatches(spread)
     spread.set_requires_gradient_sync(False)
     spread(batch(dist.get_rank())).square().mean().backward()
@@ -615,8 +602,8 @@ def accumulated() -> None:
     spread(batch(dist.get_rank() + 7)).square().mean().backward()
     micro_batches.check()
     single = model()
-    for number in [n for rank in range(dist.get_world_size()) for n in (rank, rank + 7)]:
-        (single(batch(number)).square().mean() / dist.get_world_size()).backward()
+    for numbers in (range(dist.get_world_size()), range(7, 7 + dist.get_world_size())):
+        backward(single, numbers)
     same_report(gradstat.check(spread), gradstat.check(single))
     assert micro_batches.result().final.total_norm == pytest.approx(gradstat.check(single).total_norm, rel=1e-5)
 
@@ -628,8 +615,7 @@ def the_older_fsdp() -> None:
         spread = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
         spread(batch(dist.get_rank())).square().mean().backward()
     single = model()
-    for rank in range(dist.get_world_size()):
-        (single(batch(rank)).square().mean() / dist.get_world_size()).backward()
+    backward(single, range(dist.get_world_size()))
     expected = gradstat.check(single).total_norm
     group = spread.process_group
     assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(expected, rel=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-import functools
 import gc
 import warnings
 import weakref
@@ -178,12 +177,15 @@ def test_a_hook_is_called_with_its_state(ranks: Ranks) -> None:
 # Micro-batches -----------------------------------------------------------------------------------------------
 
 
-def accumulated(per_micro_batch: bool, options: dict[str, Any], bad: dict[int, list[int]]) -> list[tuple[Any, ...]]:
-    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch."""
+def accumulated(options: dict[str, Any], bad: dict[int, list[int]]) -> list[tuple[Any, ...]]:
+    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch.
+
+    What the plain ones compute behind those that are not reduced, and run no backward pass of, are none.
+    """
     reentrant = options.pop("reentrant", False)
     model = wrapped(**options)
     model.module.reentrant = reentrant
-    watch = watch_origin(model, per_micro_batch=per_micro_batch)
+    watch = watch_origin(model, per_micro_batch=True)
     if options.get("static_graph"):  # then torch cannot do without a reduction in its first backward()
         backward(model, bad=False)
         watch.result()
@@ -193,6 +195,8 @@ def accumulated(per_micro_batch: bool, options: dict[str, Any], bad: dict[int, l
         for number in range(3):
             with contextlib.nullcontext() if number == 2 else model.no_sync():
                 backward(model, bad=step == 1 and dist.get_rank() in bad.get(number, []))
+                if number < 2 and not options:
+                    model(torch.randn(3, 4))
         report = watch.result()
         seen.append((*told(report, "last.bias"), report.micro_batches))
         model.zero_grad()
@@ -217,33 +221,22 @@ MICRO_MODES = {
     ],
 )
 def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, list[int]], expected: Any) -> None:
-    seen = ranks.run(2, accumulated, True, dict(MICRO_MODES[mode]), bad)
+    seen = ranks.run(2, accumulated, dict(MICRO_MODES[mode]), bad)
     assert seen == [[(None, 0, None, 3), (*expected, 3)]] * 2
 
 
-def test_without_it_micro_batches_that_are_not_reduced_are_one(ranks: Ranks) -> None:
-    seen = ranks.run(2, accumulated, False, {}, {0: [1], 1: [0]})
-    assert seen == [[(None, 0, None, 1), (0, 2, 0, 1)]] * 2
-
-
-def unreduced(**options: Any) -> tuple[Any, ...]:
-    """Two micro-batches that are not reduced, forward passes of evaluation behind each, and one that is."""
+def unreduced() -> tuple[Any, ...]:
     model = wrapped()
-    watch = watch_origin(model, **options)
-    for number in range(2):
-        with model.no_sync():
-            backward(model, bad=number == 1 and dist.get_rank() == 1)
-            for _ in range(2):
-                model(torch.randn(3, 4))
+    watch = watch_origin(model)
+    with model.no_sync():
+        backward(model, bad=dist.get_rank() == 1)
     backward(model, bad=False)
     report = watch.result()
     return report.micro_batches, told(report, "last.bias")
 
 
 def test_micro_batches_are_told_apart_only_if_asked_for(ranks: Ranks) -> None:
-    """And forward passes that no backward() follows are none."""
     assert ranks.run(2, unreduced) == [(1, (1, 1, 0))] * 2
-    assert ranks.run(2, functools.partial(unreduced, per_micro_batch=True)) == [(3, (1, 1, 1))] * 2
 
 
 def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
@@ -314,6 +307,9 @@ def spoken(bad: list[int]) -> tuple[str, str, str]:
     return str(report), error, repr(report)
 
 
+ALL = "ALL {} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
+
+
 def test_all_is_well(ranks: Ranks) -> None:
     text = "gradstat: 6 gradients, finite on all 2 ranks before the reduction"
     assert ranks.run(2, spoken, []) == [(text, "", "OriginReport(6 gradients of 2 ranks, ok)")] * 2
@@ -321,24 +317,20 @@ def test_all_is_well(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "who"),
-    [
-        ([1], "rank 1 alone (of 4)"),
-        ([1, 3], "ranks 1, 3 (of 4)"),
-        ([0, 1, 2, 3], "ALL 4 ranks (so not by one rank's data: parameters, learning rate or loss scale?)"),
-    ],
+    [([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))],
 )
 def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: list[int], who: str) -> None:
     answers = ranks.run(4, spoken, bad)
     assert len(set(answers)) == 1
     text, error, short = answers[0]
-    lines = error.splitlines()
-    assert text.splitlines() == ["gradstat: " + lines[0], *lines[1:]]
-    assert lines[0] == "NaN or Inf in 3 of 6 gradients before they were reduced"
-    assert lines[1] == f"brought by {who}: 3 gradients"
+    head, brought, *lines = error.splitlines()
+    assert text == f"gradstat: {error}"
+    assert head == "NaN or Inf in 3 of 6 gradients before they were reduced"
+    assert brought == f"brought by {who}: 3 gradients"
     where = f" on rank {bad[0]}" if len(bad) > 1 else ""
-    assert [line.split(":")[0] for line in lines[2:]] == ["  first.weight", "  last.weight", "  spare.weight"]
-    assert all("of 32 elements" in line or "of 16 elements" in line for line in lines[2:])
-    assert all(line.endswith(f"elements{where}") for line in lines[2:])
+    for line, name in zip(lines, ("first", "last", "spare"), strict=True):
+        assert line.startswith(f"  {name}.weight: ")
+        assert line.endswith((f"of 32 elements{where}", f"of 16 elements{where}"))
     assert short == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
 
 
@@ -363,9 +355,6 @@ def test_only_the_first_are_listed(bad: int, in_error: int, in_text: int) -> Non
         assert lines == [*(f"  p{i}: 2 NaN of 1,000 elements" for i in range(limit)), *more]
 
 
-EVERY_RANK = "ALL 2 ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
-
-
 def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
     """In order of the micro-batches, and of the ranks; the limit is for all of them together."""
     first, second, third = (1, {0: (1, 0), 1: (3, 0)}), (0, {0: (0, 1)}), (0, {1: (0, 2)})
@@ -380,7 +369,7 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
         "  p6: 1 Inf of 1,000 elements",
         "brought by rank 1 alone (of 2) in micro-batch 0 of 2 (counted from 0): 1 gradient",
         "  p3: 2 Inf of 1,000 elements",
-        f"brought by {EVERY_RANK} in micro-batch 1 of 2 (counted from 0): 3 gradients",
+        f"brought by {ALL.format(2)} in micro-batch 1 of 2 (counted from 0): 3 gradients",
         "  p0: 1 NaN of 1,000 elements on rank 0",
         "  and 2 more",
     ]
@@ -417,8 +406,11 @@ def one_hook_only() -> None:
     model.zero_grad()
     again = watch_origin(model)
     watch.remove()  # a second time, which does not end the new watch
+    backward(model, bad=True)
+    again.reset()  # a step that is given up is forgotten
+    model.zero_grad()
     backward(model, bad=dist.get_rank() == 1)
-    assert again.result().rank_of("last.bias") == 1
+    assert told(again.result(), "last.bias") == (1, 1, 0)
 
     with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Net"):
         watch_origin(Net())  # type: ignore[arg-type]
@@ -426,20 +418,6 @@ def one_hook_only() -> None:
 
 def test_ddp_takes_one_hook_for_life(ranks: Ranks) -> None:
     ranks.run(2, one_hook_only)
-
-
-def given_up() -> tuple[Any, ...]:
-    model = wrapped()
-    watch = watch_origin(model)
-    backward(model, bad=True)
-    watch.reset()
-    model.zero_grad()
-    backward(model, bad=dist.get_rank() == 1)
-    return told(watch.result(), "last.bias")
-
-
-def test_a_step_that_is_given_up_is_forgotten(ranks: Ranks) -> None:
-    assert ranks.run(2, given_up) == [(1, 1, 0)] * 2
 
 
 def counted() -> list[list[str]]:

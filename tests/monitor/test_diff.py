@@ -36,6 +36,9 @@ def test_equal_runs_never_part() -> None:
         assert comparison.partings == ()
         assert comparison.exact_step is None
         assert "never part: equal to the last bit in the" in str(comparison)
+    for tolerance in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
+            compare(run(), run(), tolerance)
 
 
 def test_bits_and_what_matters_are_told_apart() -> None:
@@ -104,14 +107,14 @@ def test_whatever_differs_is_named(
 def test_within_a_step_causes_come_before_effects() -> None:
     a, b = run(), run()
     for r in (a, b):
-        for kind in ("exp_avg", "update", "activation", "batch"):
+        for kind in ("exp_avg", "update", "output", "activation", "buffer", "batch"):
             r.tables[kind] = series(3, r.steps)
     for table in b.tables.values():
         at = int(np.flatnonzero(table.steps == 10)[0])
         table.values[at, 1, NORM] *= 3
     b.scalars = {name: np.where(b.steps == 10, 3 * x + 1, x) for name, x in b.scalars.items()}
     kinds = [p.kind if p.kind != "series" else p.name for p in compare(a, b).first]
-    order = ["lr", "loss_scale", "batch", "parameter", "activation", "loss", "gradient"]
+    order = ["lr", "loss_scale", "batch", "parameter", "buffer", "activation", "output", "loss", "gradient"]
     assert kinds == [*order, "norm", "finite_norm", "nonfinite", "missing", "exp_avg", "update"]
 
 
@@ -166,10 +169,14 @@ WRAPPINGS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_names_do_not_depend_on_wrappers(wrapping: str) -> None:
+    """What belongs to a batch has none."""
     a, b = run(), run()
     wrap = WRAPPINGS[wrapping]
     for table in b.tables.values():
         table.names = tuple(map(wrap, table.names))
+    for r in (a, b):
+        r.tables["output"] = series(1, r.steps[::5], names=("logits",))
+        r.tables["constant"] = series(1, r.steps[::5], names=("batch['x']",))
     b.backward_order = tuple(map(wrap, b.backward_order))
     names = a.tables["gradient"].names
     finding = Finding("vanished", "warning", 3, names[0], {}, about="gradient")
@@ -267,17 +274,11 @@ def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
     a, b = recording(names=HOSTILE), recording(names=HOSTILE)
     b.tables["gradient"].values[3] *= 2
     b.scalars["loss"][2] = math.nan
-    content = compare(a, b).to_dict()
-    text = json.dumps(content, allow_nan=False)
-    assert json.loads(text)["step"] == 2
+    comparison = compare(a, b)
+    content = comparison.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False))["step"] == 2
     assert content["partings"][0]["b"] == "nan"
-    assert all(line.isprintable() for line in str(compare(a, b)).split("\n"))
-
-
-@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
-def test_a_tolerance_that_is_none_is_refused(tolerance: float) -> None:
-    with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
-        compare(run(), run(), tolerance)
+    assert all(line.isprintable() for line in str(comparison).split("\n"))
 
 
 # The commands.
@@ -371,30 +372,6 @@ def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     bad = recording()
     bad.findings = ()
     assert describe(bad).startswith("Step 30: NaN or Inf in the gradient of blocks.1.mlp.up.weight\n")
-
-
-@pytest.mark.parametrize(("blamed", "column"), [("buffer", NORM), ("output", MEAN)])
-def test_what_a_step_computes_before_its_gradients_is_blamed_before_them(blamed: str, column: int) -> None:
-    a, b = run(), run()
-    for r in (a, b):
-        r.tables["buffer"] = series(2, r.steps[::5])
-        r.tables["output"] = series(1, r.steps[::5], names=("logits",))
-    b.tables[blamed].values[2:, 0, column] += 1e6
-    b.tables["gradient"].values[10:, :, NORM] *= 2
-    b.scalars["loss"][10:] *= 2
-    b.scalars["norm"][10:] *= 2
-    kinds = list(dict.fromkeys(p.kind if p.kind != "series" else p.name for p in compare(a, b).first))
-    assert kinds == [blamed, "loss", "gradient", "norm"]
-
-
-def test_a_distributed_run_is_compared_with_one_that_was_not_whatever_was_watched_besides() -> None:
-    a, b = run(), run()
-    for r in (a, b):
-        r.tables["output"] = series(1, r.steps[::5], names=("logits",))
-        r.tables["constant"] = series(1, r.steps[::5], names=("batch['x']",))
-    for kind in ("gradient", "parameter"):
-        b.tables[kind].names = tuple(f"module.{name}" for name in b.tables[kind].names)
-    assert compare(a, b, tolerance=0).same
 
 
 def test_the_verdict_blames_the_cause_among_what_is_bad_in_one_step() -> None:

@@ -7,6 +7,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,17 @@ def test_a_second_derivative_leads_to_the_forward_line() -> None:
 # Accumulation -----------------------------------------------------------------------------------------------
 
 
-def test_an_overflow_when_gradients_of_two_backward_passes_are_added() -> None:
-    model = model_of(lambda h: h * 2e38)
-    model[1][0].weight.data.fill_(0.1)
+@pytest.mark.parametrize("together", [True, False])
+def test_an_overflow_when_gradients_of_two_uses_are_added(together: bool) -> None:
+    """By the engine in one backward pass, or in the gradient that is there from another one."""
+    model = model_of(lambda h: h)
+    weight = model[1][0].weight
+    weight.data.fill_(0.1)
 
     def step() -> None:
-        for _ in range(2):
-            model(torch.ones(3)).sum().backward()
+        uses = [(weight * 2e38).sum() for _ in range(2)]
+        for loss in [uses[0] + uses[1]] if together else uses:
+            loss.backward()
 
     culprit = culprit_of(model, step)
     assert (culprit.phase, culprit.kind) == ("accumulation", "inf")
@@ -216,18 +221,6 @@ def test_an_overflow_when_gradients_of_two_backward_passes_are_added() -> None:
     assert culprit.inputs is not None
     assert culprit.inputs.ok
     assert "when gradients of '1.0.weight' were added up" in str(culprit)
-
-
-def test_an_overflow_when_the_engine_adds_the_gradients_of_two_uses() -> None:
-    model = model_of(lambda h: h)
-    model[1][0].weight.data.fill_(0.1)
-
-    def step() -> None:
-        weight = model[1][0].weight
-        (weight * 2e38 + weight * 2e38).sum().backward()
-
-    culprit = culprit_of(model, step)
-    assert (culprit.phase, culprit.name) == ("accumulation", "1.0.weight")
 
 
 def used_twice(h: Tensor) -> Tensor:
@@ -276,13 +269,16 @@ def test_a_hook_on_a_parameter(hook: Callable[..., Any], mark: str) -> None:
 
 
 def test_hooks_on_activations_and_modules() -> None:
-    def hooked(h: Tensor) -> Tensor:
-        h.register_hook(bad_hook)
+    def hooked(h: Tensor, hook: Forward) -> Tensor:
+        h.register_hook(hook)
         return h * 2
 
-    culprit = blamed(hooked)
-    assert (culprit.phase, culprit.module) == ("hook", "1.0")
-    assert_source(culprit, "hook")
+    for hook in (bad_hook, hook_without_operation):
+        culprit = blamed(partial(hooked, hook=hook))
+        assert (culprit.phase, culprit.module) == ("hook", "1.0")
+        assert (culprit.kind, culprit.op) == (("inf", "div") if hook is bad_hook else ("nan", None))
+        if hook is bad_hook:
+            assert_source(culprit, "hook")
     model = model_of(by_sqrt)
     model[1][0].register_full_backward_hook(lambda m, gi, go: (gi[0] / 0,))  # module hook
     x = torch.ones(3, requires_grad=True)
@@ -293,67 +289,39 @@ def test_hooks_on_activations_and_modules() -> None:
     assert_source(culprit, "module hook")
 
 
-def test_a_hook_on_an_activation_that_brings_its_gradient_along() -> None:
-    def hooked(h: Tensor) -> Tensor:
-        h.register_hook(hook_without_operation)
-        return h * 2
-
-    culprit = blamed(hooked)
-    assert (culprit.phase, culprit.kind, culprit.module) == ("hook", "nan", "1.0")
-
-
 # Input and parameters ---------------------------------------------------------------------------------------
 
 
-def test_a_bad_batch_is_named_by_the_expression_that_reaches_it() -> None:
+def test_a_bad_batch_is_named_by_the_expression_that_reaches_it_or_by_the_line_that_brings_it() -> None:
     model = nn.Linear(3, 2)
     batch = {"x": [torch.ones(2, 3), torch.tensor([[1.0, math.nan, 3.0]])], "y": torch.zeros(1)}
 
     def step(batch: Any) -> None:
-        model(batch["x"][1]).sum().backward()
+        model(batch["x"][1]).sum().backward()  # brought
 
     culprit = culprit_of(model, step, batch=batch)
     assert (culprit.phase, culprit.kind, culprit.name) == ("input", "nan", "batch['x'][1]")
     assert "NaN came in from outside of the model: batch['x'][1]" in str(culprit)
+    culprit = culprit_of(model, lambda: step(batch))
+    assert (culprit.phase, culprit.name) == ("input", None)
+    assert_source(culprit, "brought")
     batch["x"].reverse()
     assert find_culprit(model, step, batch=batch) is None
 
 
-def test_a_bad_tensor_that_the_step_brings_itself() -> None:
-    model = nn.Linear(3, 2)
-    x = torch.tensor([[1.0, math.nan, 3.0]])
-
-    def step() -> None:
-        model(x).sum().backward()  # brought
-
-    culprit = culprit_of(model, step)
-    assert (culprit.phase, culprit.name) == ("input", None)
-    assert_source(culprit, "brought")
-
-
 def test_a_bad_parameter_and_a_bad_buffer() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
-    x = torch.randn(4, 3)
-
-    def step() -> None:
-        model(x).sum().backward()
-
+    step = lambda: model(torch.ones(4, 3)).sum().backward()  # noqa: E731
     model[1].running_mean[1] = math.inf
     culprit = culprit_of(model, step)
     assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("parameter", "inf", "1.running_mean", "1")
     model[1].running_mean.zero_()
     model[2].weight.data[0, 1] = math.nan
-    culprit = culprit_of(model, step)
-    assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
-    assert culprit.output is not None
-    assert culprit.output[0].first_nonfinite == (0, 1)
-
-
-def test_a_bad_parameter_is_named_even_when_this_step_does_not_use_it() -> None:
-    embedding = nn.Embedding(4, 2)
-    embedding.weight.data[3] = math.nan
-    culprit = culprit_of(embedding, lambda: embedding(torch.tensor([0, 1])).sum().backward())
-    assert culprit.phase == "parameter"
+    for run in (step, lambda: model[0](torch.ones(4, 3)).sum().backward()):  # which does not use it
+        culprit = culprit_of(model, run)
+        assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
+        assert culprit.output is not None
+        assert culprit.output[0].first_nonfinite == (0, 1)
 
 
 # What is not to blame ---------------------------------------------------------------------------------------
@@ -470,29 +438,18 @@ def test_a_mask_in_a_buffer_or_the_batch_is_no_bad_input() -> None:
 # Steps as they are --------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_refuses_a_bad_loss_still_has_a_culprit_and_other_errors_pass() -> None:
+@pytest.mark.parametrize("gives_up", ["raises", "skips"])
+def test_a_step_that_refuses_a_bad_loss_still_has_a_culprit(gives_up: str) -> None:
     model = model_of(by_log)
 
-    def refuses() -> None:
+    def step() -> None:
         loss = model(torch.zeros(3)).sum() + model(torch.zeros(3)).log().sum()
-        if not torch.isfinite(loss):
-            raise FloatingPointError("loss is not finite")
-        loss.backward()
-
-    assert culprit_of(model, refuses).op == "log"
-
-    def skips() -> None:
-        loss = model(torch.zeros(3)).sum()
         if torch.isfinite(loss):
             loss.backward()
+        elif gives_up == "raises":
+            raise FloatingPointError("loss is not finite")
 
-    assert culprit_of(model, skips).op == "log"
-
-    def fails() -> None:
-        raise KeyError("unrelated")
-
-    with pytest.raises(KeyError, match="unrelated"):
-        find_culprit(model, fails)
+    assert culprit_of(model, step).op == "log"
 
 
 def test_it_can_be_called_without_gradients_but_not_in_a_backward_pass() -> None:
@@ -513,6 +470,8 @@ def test_nonsense_is_refused() -> None:
         find_culprit(model, torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"state has to be StepStateKeeper.states or a StepState; got int in it"):
         find_culprit(model, model, state=[3])  # type: ignore[list-item]
+    with pytest.raises(KeyError, match="unrelated"):
+        find_culprit(model, {}.__getitem__, batch="unrelated")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -595,18 +554,13 @@ def test_inside_of_function_transforms() -> None:
 def test_scripted_modules_and_wrapped_tensors() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    class Doubled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(Doubled()))
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Tanh()))
 
     def step() -> None:
         pair = TwoTensor(torch.zeros(3), torch.ones(3)).log()  # wrapped
         (model(torch.ones(1, 3)) * pair.a).sum().backward()
 
-    culprit = culprit_of(model, step)
-    assert_source(culprit, "wrapped")
+    assert_source(culprit_of(model, step), "wrapped")
 
 
 def test_compiled_models_run_eagerly() -> None:

@@ -19,18 +19,13 @@ def run(schedule: Schedule, steps: int) -> str:
     return shown
 
 
-def test_every_nth_step_is_sampled() -> None:
-    schedule = Schedule(every=3)
-    assert run(schedule, 8) == "x..x..x."
-    assert (schedule.steps, schedule.active_steps) == (8, 3)
-
-
-def test_without_sampling_it_waits_for_a_trigger() -> None:
-    schedule = Schedule(after_trigger=2)
-    assert run(schedule, 3) == "..."
+@pytest.mark.parametrize(("every", "shown"), [(3, "x..x..x."), (None, "........")])
+def test_every_nth_step_is_sampled_and_those_after_a_trigger(every: int | None, shown: str) -> None:
+    schedule = Schedule(every, after_trigger=2)
+    assert run(schedule, 8) == shown
     assert schedule.trigger()
     assert run(schedule, 4) == "xx.."
-    assert schedule.active_steps == 2
+    assert (schedule.steps, schedule.active_steps) == (12, shown.count("x") + 2)
 
 
 def test_triggers_without_a_catch_back_off() -> None:
@@ -75,20 +70,15 @@ def test_the_mode_before_is_restored_exactly(check_nan: bool) -> None:
     assert not torch.is_anomaly_enabled()
 
 
-def test_a_trigger_inside_of_a_step_is_for_the_next() -> None:
+def test_a_trigger_inside_of_a_step_is_for_the_next_and_steps_do_not_nest() -> None:
     schedule = Schedule(after_trigger=1)
     with schedule:
         schedule.trigger()
         assert not schedule.active
         assert not torch.is_anomaly_enabled()
+        with pytest.raises(RuntimeError, match="entered already"):
+            schedule.__enter__()
     assert run(schedule, 2) == "x."
-
-
-def test_it_is_entered_once_at_a_time() -> None:
-    schedule = Schedule(every=1)
-    with schedule, pytest.raises(RuntimeError, match="entered already"):
-        schedule.__enter__()
-    assert not torch.is_anomaly_enabled()
 
 
 @pytest.mark.parametrize(

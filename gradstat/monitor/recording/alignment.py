@@ -77,24 +77,17 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
     """What both have, in the order in which a step computes it, and sentences about what only one has."""
     structure = _one_sided("series", tuple(a.scalars), tuple(b.scalars))
     structure += _one_sided("tables of kind", tuple(a.tables), tuple(b.tables))
-    kinds = in_order(kind for kind in a.tables if kind in b.tables)
-    tables: dict[str, Measured] = {}
-    for kind in kinds:
-        tables[kind] = _tables(kind, a.tables[kind], b.tables[kind])
+    gradient = place_of("gradient")
+    rest = tuple(name for name in a.scalars if name not in (*_FIRST_SERIES, _LOSS))
+    found: list[tuple[float, Measured]] = []
+    for place, names in ((-1.0, _FIRST_SERIES), (gradient - 0.5, (_LOSS,)), (gradient + 0.5, rest)):
+        found.append((place, _scalars(a, b, [name for name in a.scalars if name in names and name in b.scalars])))
+    for kind in in_order(kind for kind in a.tables if kind in b.tables):
+        found.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
         structure += _one_sided(f"{kind}s", a.tables[kind].names, b.tables[kind].names)
         structure += _sizes(kind, a.tables[kind], b.tables[kind])
-    scalars = [name for name in a.scalars if name in b.scalars]
-    rest = [name for name in scalars if name not in (*_FIRST_SERIES, _LOSS)]
-    gradient = place_of("gradient")
-    order = [
-        _scalars(a, b, [name for name in scalars if name in _FIRST_SERIES]),
-        *(tables[kind] for kind in kinds if place_of(kind) < gradient),
-        _scalars(a, b, [name for name in scalars if name == _LOSS]),
-        *(tables[kind] for kind in kinds if place_of(kind) == gradient),
-        _scalars(a, b, rest),
-        *(tables[kind] for kind in kinds if place_of(kind) > gradient),
-    ]
-    return [measured for measured in order if measured.names], tuple(structure)
+    found.sort(key=lambda pair: pair[0])
+    return [measured for _, measured in found if measured.names], tuple(structure)
 
 
 def _scalars(a: Recording, b: Recording, names: list[str]) -> Measured:

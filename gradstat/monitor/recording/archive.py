@@ -20,10 +20,6 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DEFLATE_RATIO = 1032
 
 
-class DamagedError(Exception):
-    """What is read is not what was written; the message says in what."""
-
-
 def encoded(value: Any) -> Any:
     """``value`` in strict JSON: NaN and Inf tagged, numpy's numbers as Python's, what JSON has no word for as text.
 
@@ -84,7 +80,7 @@ def _entry(name: str) -> zipfile.ZipInfo:
 class Reader:
     """An archive, none of whose claims is believed before it is checked.
 
-    What is not such an archive raises `DamagedError`, or whatever zipfile, zlib and struct do.
+    What is not such an archive raises ValueError, or whatever zipfile, zlib and struct do.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -95,12 +91,10 @@ class Reader:
     def header(self) -> dict[str, Any]:
         member = self._member(HEADER)
         if member.file_size > _HEADER_LIMIT:
-            raise DamagedError(
-                f"its header declares {member.file_size:,} bytes, more than the {_HEADER_LIMIT:,} allowed"
-            )
+            raise ValueError(f"its header declares {member.file_size:,} bytes, more than the {_HEADER_LIMIT:,} allowed")
         header = decoded(json.loads(self._archive.read(member)))
         if not isinstance(header, dict):
-            raise DamagedError("its header is not a JSON object")
+            raise ValueError("its header is not a JSON object")
         return header
 
     def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -108,28 +102,28 @@ class Reader:
         entry = self._member(f"{name}.npy")
         with self._archive.open(entry) as member:
             if np.lib.format.read_magic(member) != (1, 0):
-                raise DamagedError(f"{name} is not an .npy array of version 1.0")
+                raise ValueError(f"{name} is not an .npy array of version 1.0")
             there, fortran, kind = np.lib.format.read_array_header_1_0(member)
             if kind != np.dtype(dtype) or there != shape or fortran:
-                raise DamagedError(f"{name} is {kind} of shape {there}; expected {np.dtype(dtype)} of shape {shape}")
+                raise ValueError(f"{name} is {kind} of shape {there}; expected {np.dtype(dtype)} of shape {shape}")
             size = math.prod(shape) * kind.itemsize
             if member.tell() + size != entry.file_size:  # before anything is allocated
-                raise DamagedError(f"{name} declares {size:,} bytes, its member holds {entry.file_size:,}")
+                raise ValueError(f"{name} declares {size:,} bytes, its member holds {entry.file_size:,}")
             data = member.read()  # to the end, where the checksum is compared
         if len(data) != size:
-            raise DamagedError(f"{name} ends early")
+            raise ValueError(f"{name} ends early")
         return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape).astype(kind.newbyteorder("="), copy=False)
 
     def _member(self, name: str) -> zipfile.ZipInfo:
         try:
             entry = self._archive.getinfo(name)
         except KeyError:
-            raise DamagedError(f"it has no {name}") from None
+            raise ValueError(f"it has no {name}") from None
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise DamagedError(f"{name} is compressed by method {entry.compress_type}, which gradstat never uses")
+            raise ValueError(f"{name} is compressed by method {entry.compress_type}, which gradstat never uses")
         if entry.file_size > _DEFLATE_RATIO * entry.compress_size + 64:
-            raise DamagedError(f"{name} declares {entry.file_size:,} bytes in {entry.compress_size:,} compressed ones")
+            raise ValueError(f"{name} declares {entry.file_size:,} bytes in {entry.compress_size:,} compressed ones")
         self._left -= entry.file_size
         if self._left < 0:
-            raise DamagedError(f"unpacked it is larger than the limit by {-self._left:,} bytes or more")
+            raise ValueError(f"unpacked it is larger than the limit by {-self._left:,} bytes or more")
         return entry

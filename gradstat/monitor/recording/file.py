@@ -106,7 +106,7 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
 def _read(reader: archive.Reader) -> Recording:
     header = reader.header()
     if header.get("format") != FORMAT:
-        raise archive.DamagedError(f"its header does not say {FORMAT!r}")
+        raise ValueError(f"its header does not say {FORMAT!r}")
     major, minor = map(int, header["version"])
     if major != VERSION[0]:
         raise RecordingFileError(
@@ -119,7 +119,7 @@ def _read(reader: archive.Reader) -> Recording:
     n_steps, scalars = int(header["n_steps"]), _strings(header["scalars"])
     tables: dict[str, Series] = {}
     if not isinstance(header["tables"], list):
-        raise archive.DamagedError("its tables are not a list")
+        raise ValueError("its tables are not a list")
     steps = reader.array("steps", "<i8", (n_steps,))
     rows = reader.array("scalars", "<f8", (len(scalars), n_steps))
     for i, table in enumerate(header["tables"]):
@@ -139,16 +139,16 @@ def _read(reader: archive.Reader) -> Recording:
         dict(header["meta"]),
     )
     if any(abs(finding.step) >= 1 << 63 for finding in recording.findings):
-        raise archive.DamagedError("a finding is of no possible step")
+        raise ValueError("a finding is of no possible step")
     if len(recording.scalars) != len(scalars) or len(tables) != len(header["tables"]):
-        raise archive.DamagedError("two of its series have one name")
+        raise ValueError("two of its series have one name")
     _check(recording)
     return recording
 
 
 def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise archive.DamagedError("a list of names is not one of strings")
+        raise ValueError("a list of names is not one of strings")
     return tuple(values)
 
 

@@ -15,7 +15,7 @@ _NO_NUMBER = 1 << 63  # leaves and the engine's own nodes lie above
 
 
 class ModuleTracker:
-    """Follows a model's forward passes, on every thread, from `attach` to `detach`.
+    """Follows a model's forward passes, on every thread, until `detach`.
 
     A node is known by its number: each call of a module has a range of them, and the innermost range that holds a
     node's number belongs to the module that made it.
@@ -26,8 +26,6 @@ class ModuleTracker:
         self._local = threading.local()
         self._ranges: list[tuple[int, int, int, str]] = []
         self._handles: list[Any] = []
-
-    def attach(self) -> None:
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
                 continue

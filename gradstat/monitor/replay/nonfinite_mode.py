@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from gradstat.monitor.replay.taint import (
     kind_of,
     looks_like_mask,
     report_of,
+    values_of,
 )
 
 _PLAIN = (Tensor, Parameter)
@@ -54,8 +56,8 @@ class NonfiniteMode(TorchDispatchMode):
         self.backward_ran = False
         self.modules = modules
         self.names = names
-        self.on_node: Callable[[Any | None], None] = lambda node: None
-        self.accumulates_into: Callable[[Any, list[Tensor]], Any | None] = lambda node, tensors: None
+        self._nodes: set[Any] = set()  # whose hooks are among `_handles`
+        self._handles: list[Any] = []
         self._before_write = before_write
         self._local = threading.local()
 
@@ -118,7 +120,7 @@ class NonfiniteMode(TorchDispatchMode):
             if argument.written:
                 self._before_write(argument.tensor)
         node = _current_node()
-        self.on_node(node)
+        self._meet(node)
         # The ones that torch makes, a backward pass begins with.
         starts = call.name == "ones_like" and any(line.function == "_make_grads" for line in frames.running()[:9])
         if node is None and starts and is_bad(args[0]):
@@ -178,6 +180,54 @@ class NonfiniteMode(TorchDispatchMode):
         went_in = report_of({given.name: given.values for given in inputs})
         return self.add(result, intended=intended, inputs=went_in, **self._here(call))
 
+    # The graphs of backward passes ------------------------------------------------------------------------
+    # Hooks on their nodes see what no operation shows: which node is done while the engine adds gradients up, and bad
+    # values that a kernel has written behind torch's back or a hook has brought along.
+
+    def _meet(self, node: Any | None) -> None:
+        """Hooks ``node`` and all below it, if it was not met before; None is met when no backward pass runs."""
+        if node is None:
+            self.forget()
+            return
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            if node is None or node in self._nodes or is_leaf_node(node):
+                continue
+            self._nodes.add(node)
+            self._handles.append(node.register_prehook(partial(self._before_node, node)))
+            self._handles.append(node.register_hook(partial(self._after_node, node)))
+            todo += [next_node for next_node, _ in node.next_functions]
+
+    def forget(self) -> None:
+        """Lets go of the graphs that were run."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+    def _before_node(self, node: Any, grad_outputs: Any) -> None:
+        self._local.done = None
+        with self.paused():
+            for gradient in filter(self.is_new, grad_outputs):
+                self.add(gradient, called="gradient", **{**self._at_node(node), "phase": "hook", "op": None})
+
+    def _after_node(self, node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
+        with self.paused():
+            for gradient in filter(self.is_new, grad_inputs):
+                inputs = {f"grad_outputs[{i}]": g for i, g in enumerate(grad_outputs) if g is not None}
+                self.add(gradient, inputs=report_of(inputs), **self._at_node(node))
+            edges = zip(grad_inputs, node.next_functions, strict=False)
+            self._local.done = node, [(_address(g), next_node) for g, (next_node, _) in edges if g is not None]
+
+    def _accumulates_into(self, node: Any, tensors: list[Tensor]) -> Any | None:
+        """The node whose gradients are being added up, if ``node`` is done; None while it runs."""
+        done, edges = getattr(self._local, "done", None) or (None, [])
+        if done is not node:
+            return None
+        addresses = {_address(tensor) for tensor in tensors}
+        return next((next_node for address, next_node in edges if address in addresses), node)
+
     # Where we are -----------------------------------------------------------------------------------------
 
     def _here(self, call: Call) -> dict[str, Any]:
@@ -192,7 +242,7 @@ class NonfiniteMode(TorchDispatchMode):
             return self._in_node(node, [argument.tensor for argument in call.arguments])
         place = frames.users(lines)
         if here["module"] is None:
-            here["module"] = self.owner_of(node)
+            here["module"] = self._owner_of(node)
         if not any(line.is_users for line in inside):
             place = frames.of_node(node)
         if frames.is_recomputation(inside):
@@ -204,22 +254,27 @@ class NonfiniteMode(TorchDispatchMode):
     def _in_node(self, node: Any, tensors: list[Tensor]) -> dict[str, Any]:
         """Inside of the engine and of torch's own derivatives."""
         # A node that is done still counts as the current one while the engine adds its results to others.
-        target = node if is_leaf_node(node) else self.accumulates_into(node, tensors)
+        target = node if is_leaf_node(node) else self._accumulates_into(node, tensors)
         if target is None:
-            return self.at_node(node)
-        here = {"phase": "accumulation", "op": "add", "module": self.owner_of(target)}
+            return self._at_node(node)
+        here = {"phase": "accumulation", "op": "add", "module": self._owner_of(target)}
         if is_leaf_node(target):
             return {**here, "name": self.names.get(id(target.variable)), **frames.users(frames.running())}
         return {**here, **frames.of_node(target)}
 
-    def at_node(self, node: Any) -> dict[str, Any]:
+    def _at_node(self, node: Any) -> dict[str, Any]:
         """The derivative that ``node`` is."""
         here = {"phase": "backward", "op": node_name(node), "module": self.modules.maker_of(node)}
         return {**here, **frames.of_node(node)}
 
-    def owner_of(self, node: Any) -> str | None:
+    def _owner_of(self, node: Any) -> str | None:
         """The module that made a node, or holds the parameter that it accumulates into."""
         if is_leaf_node(node):
             name = self.names.get(id(node.variable))
             return None if name is None else name.rpartition(".")[0]
         return self.modules.maker_of(node)
+
+
+def _address(tensor: Tensor) -> int:
+    values = values_of(tensor)
+    return 0 if values is None else values.data_ptr()

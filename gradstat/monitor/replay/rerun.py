@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.nested import tensors_in
 from gradstat.monitor.replay.culprit import Culprit, Phase
-from gradstat.monitor.replay.graph_hooks import GraphHooks, LeafHooks
+from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
 from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
 from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replaying
@@ -78,14 +78,11 @@ def find_culprit(
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     named = _all_parameters(model, given)
     inputs = [] if batch is None else list(tensors_in(batch, "batch"))
-    undo = Undo()
-    modules = ModuleTracker(model)
-    watch = NonfiniteMode(modules, {id(p): name for name, p in named}, undo.before_write)
-    graph = GraphHooks(watch)
-    leaves = LeafHooks(watch, named)
     returned: Any = None
     failure: Exception | None = None
-    try:
+    with contextlib.ExitStack() as afterwards:
+        undo = Undo()
+        afterwards.callback(undo.restore)
         undo.rng()
         undo.model(model)
         undo.parameters(p for _, p in named)
@@ -96,8 +93,12 @@ def find_culprit(
         undo.no_steps(given)
         if scaler is not None:
             undo.scaler(scaler)
-        modules.attach()
-        leaves.attach()
+        modules = ModuleTracker(model)
+        afterwards.callback(modules.detach)
+        watch = NonfiniteMode(modules, {id(p): name for name, p in named}, undo.before_write)
+        afterwards.callback(watch.forget)
+        leaves = LeafHooks(watch, named)
+        afterwards.callback(leaves.detach)
         with contextlib.ExitStack() as circumstances:
             circumstances.enter_context(_as_it_was(model, states, watch, undo.before_write))
             circumstances.enter_context(torch.compiler.set_stance("force_eager"))
@@ -115,11 +116,6 @@ def find_culprit(
                 failure = error
         leaves.look()
         origin = _verdict(watch, returned, failure is not None)
-    finally:
-        leaves.detach()
-        graph.forget()
-        modules.detach()
-        undo.restore()
     try:
         if failure is not None and origin is None:
             raise failure
