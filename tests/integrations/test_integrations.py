@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from ranked import forget_accelerators
+from ranked import accelerate_on_ranks, forget_accelerators, lightning_on_ranks
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -142,6 +145,7 @@ def under_lightning(case: Case) -> Run:
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
+        **on_ranks(),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -201,6 +205,7 @@ def under_accelerate(case: Case) -> Run:
     net = case.net()
     inner = case.optimizer(net.parameters())
     net, optimizer, loader = accelerator.prepare(net, inner, case.loader())
+    before = set(vars(accelerator)), set(vars(optimizer))
     batches: list[Any] = []
 
     def again() -> None:
@@ -223,14 +228,17 @@ def under_accelerate(case: Case) -> Run:
                 optimizer.zero_grad()
             if handle.should_stop:
                 break
+    assert (set(vars(accelerator)), set(vars(optimizer))) == before
     return Run(handle, net, inner, norms)
 
 
 def under_fabric(case: Case) -> Run:
-    made = Fabric(accelerator="cpu")
+    made = Fabric(accelerator="cpu", **on_ranks())
+    made.launch()
     net = case.net()
     inner = case.optimizer(net.parameters())
     model, optimizer = made.setup(net, inner)
+    before = set(vars(made)), set(vars(optimizer))
     batches: list[Any] = []
 
     def again() -> None:
@@ -255,7 +263,15 @@ def under_fabric(case: Case) -> Run:
             optimizer.zero_grad()
             if handle.should_stop:
                 break
+    assert (set(vars(made)), set(vars(optimizer))) == before
     return Run(handle, net, inner, norms)
+
+
+def on_ranks() -> dict[str, Any]:
+    """What Lightning has to be told of processes that are there already."""
+    if not dist.is_initialized():
+        return {}
+    return {"devices": dist.get_world_size(), "strategy": "ddp", "plugins": [lightning_on_ranks()]}
 
 
 @contextmanager
@@ -411,6 +427,35 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
         Handle.load_state_dict(second, {**state, "monitors": []})
     with pytest.raises(ValueError, match="version 2, this gradstat knows 1; upgrade"):
         second.load_state_dict({**state, "version": 2})
+
+
+# Several ranks ----------------------------------------------------------------------------------------------
+
+
+def _train_on_ranks(name: str, folder: str) -> tuple[list[Any], list[Tensor], list[float], bool, str | None]:
+    policies = ["skip", "stop", "replay"] if name == "trainer" else ["skip", "stop"]
+    bad = frozenset({1, 2} if dist.get_rank() == 1 else ())  # on one rank a pass of step 1, and that of its replay
+    with accelerate_on_ranks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = UNDER[name](Case(Path(folder), clip=0.05, bad_at=bad, watch={"on_anomaly": policies}))
+    monitor = run.handle.monitor
+    assert run.norms in ([], [pytest.approx(n, nan_ok=True) for n in monitor.recording().scalars["norm"].tolist()])
+    found = [(f.rule, f.step, f.name.removeprefix("net.")) for f in monitor.findings if f.severity == "error"]
+    norms = monitor.recording().scalars["norm"].tolist()
+    return found, weights(run), norms, run.handle.should_stop, monitor.culprit and monitor.culprit.op
+
+
+@pytest.mark.parametrize("name", UNDER)
+def test_ranks_decide_alike(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _train_on_ranks, name, str(tmp_path), timeout=60.0)
+    assert str(first[:4]) == str(second[:4])
+    found, trained, norms, stops, _ = first
+    assert ("nonfinite-loss", 1, "loss") in found
+    assert {name for _, _, name in found} <= {"loss", *NAMES}  # without DDP's "module."
+    assert all(value.isfinite().all() for value in trained)
+    assert [math.isfinite(norm) for norm in norms] == [True, False]  # both stopped, at the same step
+    assert stops
+    assert (first[4], second[4]) == (None, "log" if name == "trainer" else None)  # a replay is each rank's own
 
 
 # What is refused --------------------------------------------------------------------------------------------
