@@ -91,16 +91,12 @@ class AutoHandle:
         if self._max_norm is not None:
             clip_grad_norm_(self._optimizer_parameters(), self._max_norm)
 
-    def holds(self, parameters: Iterable[object]) -> bool:
+    def _holds(self, parameters: Iterable[object]) -> bool:
         """Whether one of them is the optimizer's."""
         return not {id(parameter) for parameter in parameters}.isdisjoint(map(id, self._optimizer_parameters()))
 
-    def before_change(self, scaler: GradScaler | None) -> None:
-        """Measures complete gradients, unless this has been done since they were made.
-
-        Args:
-            scaler: Who is about to change them; None for a clip.
-        """
+    def _before_change(self, scaler: GradScaler | None) -> None:
+        """Measures complete gradients, unless this was done since they were made; ``scaler`` or a clip changes them."""
         if self.monitor.scaler is None:
             # Behind backward() it can only be the one that has scaled something, if there is no other.
             pending = [scaler] if scaler is not None else list(_losses) if len(_handles) == 1 else []
@@ -112,17 +108,17 @@ class AutoHandle:
                 return
         losses = () if self.monitor.scaler is None else _losses.pop(self.monitor.scaler, ())
         self.monitor.step(torch.stack([loss.float() for loss in losses]).sum() if losses else None)
-        self.note_gradients()
+        self._note_gradients()
 
-    def note_gradients(self) -> None:
+    def _note_gradients(self) -> None:
         """Remembers the gradients as they are now: measured, or changed since by what told of it."""
         gradients = (parameter.grad for parameter in self._optimizer_parameters())
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
-    def before_clip(self) -> None:
+    def _before_clip(self) -> None:
         """Measures, and warns of a clip that meets the loss scale."""
-        self.before_change(None)
+        self._before_change(None)
         scaler = self.monitor.scaler
         if (
             scaler is None
@@ -163,14 +159,14 @@ def _clip(layer: Layer) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return layer.below(parameters, *args, **kwargs)
         given = listed_parameters(parameters, stacklevel=3)
-        concerned = [handle for handle in list(_handles) if handle.holds(given)]
+        concerned = [handle for handle in list(_handles) if handle._holds(given)]
         for handle in concerned:
-            handle.before_clip()
+            handle._before_clip()
         try:
             return layer.below(given, *args, **kwargs)
         finally:
             for handle in concerned:
-                handle.note_gradients()
+                handle._note_gradients()
 
     return replacement
 
@@ -180,11 +176,11 @@ def _unscale(layer: Layer) -> Callable[..., Any]:
         handle = getattr(optimizer, _MARK, None)
         if handle is None or not scaler.is_enabled():
             return layer.below(scaler, optimizer, *args, **kwargs)
-        handle.before_change(scaler)
+        handle._before_change(scaler)
         try:
             return layer.below(scaler, optimizer, *args, **kwargs)
         finally:
-            handle.note_gradients()
+            handle._note_gradients()
 
     return replacement
 

@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from programs import output_of
-from ranked import run_example
+from ranked import lightning_on_ranks, run_example
+from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
+from gradstat._core.host_copy import HostCopy
+from gradstat.integrations._watch import Ranks as Votes
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
@@ -75,10 +82,10 @@ class Model(pl.LightningModule):
         return self.make(self.parameters(), **self.options)
 
 
-def data(batches: int = 8, size: int = 4) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(batches * size, 6, generator=generator)
-    return DataLoader(TensorDataset(x, torch.randint(3, (batches * size,), generator=generator)), batch_size=size)
+def data(batches: int = 8, seed: int = 5) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * batches, 6, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (4 * batches,), generator=generator)), batch_size=4)
 
 
 def trainer(callback: Any, **options: Any) -> pl.Trainer:
@@ -109,7 +116,6 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 
 
 def norms(callback: GradstatCallback) -> list[float]:
-    assert callback.monitor is not None
     return callback.monitor.recording().scalars["norm"].tolist()
 
 
@@ -483,7 +489,6 @@ def test_lbfgs_is_measured_in_every_evaluation() -> None:
     callback = GradstatCallback(max_norm=1.0, on_anomaly="record")
     model = Model(torch.optim.LBFGS, max_iter=3)
     made = fit(callback, model, batches=2)
-    assert callback.monitor is not None
     assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
 
 
@@ -528,6 +533,177 @@ def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> N
     assert printed[0] == "[]"
     assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in printed[1]
     assert printed[-1] == "True 4"  # pytorch_lightning is served under its own name
+
+
+# Several ranks ----------------------------------------------------------------------------------------------
+
+
+def fit_on_ranks(callbacks: list[Any], model: pl.LightningModule, strategy: Any = "ddp", **options: Any) -> pl.Trainer:
+    """Decisions come after the reduction and are the same on all."""
+    settings = {"devices": dist.get_world_size(), "plugins": [lightning_on_ranks()], "use_distributed_sampler": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = trainer(callbacks, strategy=strategy, **settings, **options)
+        made.fit(model, data(seed=dist.get_rank()))
+    return made
+
+
+def _bad_at(step: int, rank: int = 1) -> dict[int, str]:
+    return {step: "sqrt"} if dist.get_rank() == rank else {}
+
+
+def _skipping(fused: bool) -> tuple[list[float], list[float], list[Tensor], list[int], int]:
+    model = Model(torch.optim.AdamW, _bad_at(3), fused=fused)
+    callback = GradstatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
+    made = fit_on_ranks([callback], model)
+    errors = [finding.step for finding in callback.monitor.findings if finding.severity == "error"]
+    seen = [norm_of(gradients) for gradients in model.gradients]
+    return norms(callback), seen, [p.detach() for p in model.parameters()], errors, made.global_step
+
+
+def test_statistics_and_skips_are_of_the_reduced_gradients(ranks: Ranks) -> None:
+    for fused in (False, True):
+        first, second = ranks.run(2, _skipping, fused)
+        assert str(first) == str(second)
+        found, seen, parameters, errors, steps = first
+        assert steps == 8
+        assert errors == [3]
+        assert all(p.isfinite().all() for p in parameters)
+        assert [math.isfinite(norm) for norm in found] == [i != 3 for i in range(8)]
+        assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
+        for one, other in zip(parameters, second[2], strict=True):
+            assert torch.equal(one, other)
+
+
+class _OneWants(pl.Callback):
+    """On rank 1 alone something is wanted in step 3."""
+
+    def __init__(self, callback: GradstatCallback, policy: str) -> None:
+        self.callback, self.policy = callback, policy
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            (watch,) = self.callback.watches
+            if self.policy == "stop":
+                watch.monitor.should_stop = True
+            elif self.policy == "raise":
+                watch._error = AnomalyError("it is on this rank")
+            else:
+                watch._noted.add(self.policy)
+
+
+def _agreeing(policy: str, folder: str) -> tuple[int, list[str], str]:
+    callback = GradstatCallback(on_anomaly="record", save_dir=folder)
+    message = ""
+    try:
+        made = fit_on_ranks([_OneWants(callback, policy), callback], Model())
+        steps = made.global_step
+    except AnomalyError as error:
+        message, steps = str(error), -1
+    return steps, [path.name for path in callback.checkpoints], message
+
+
+def test_what_one_rank_wants_all_do(ranks: Ranks, tmp_path: Any) -> None:
+    assert ranks.run(2, _agreeing, "stop", str(tmp_path)) == [(4, [], ""), (4, [], "")]
+    saved = ["gradstat-step3.ckpt"]
+    assert ranks.run(2, _agreeing, "checkpoint", str(tmp_path)) == [(8, saved, ""), (8, saved, "")]
+    assert (tmp_path / saved[0]).exists()
+    first, second = ranks.run(2, _agreeing, "raise", str(tmp_path))
+    assert "another rank found an anomaly" in first[2]
+    assert "it is on this rank" in second[2]
+
+
+def _replaying(accumulate: int) -> tuple[str, int]:
+    callback = GradstatCallback(on_anomaly=["replay", "skip"])
+    made = fit_on_ranks([callback], Model(spoil=_bad_at(5)), accumulate_grad_batches=accumulate)
+    return str(callback.monitor.culprit), made.global_step
+
+
+def test_a_replay_finds_the_line_on_the_rank_that_made_it(ranks: Ranks) -> None:
+    for accumulate in (1, 2):
+        (clean, steps), (culprit, others_steps) = ranks.run(2, _replaying, accumulate)
+        assert clean == "None"
+        assert "derivative of sqrt" in culprit
+        assert "torch.sqrt(outputs - outputs)" in culprit
+        assert steps == others_steps == 8 // accumulate
+
+
+def _blaming() -> dict[int, dict[str, int]]:
+    callback = GradstatCallback(on_anomaly="skip")
+    fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
+    return {step: dict(report.first_bad) for step, report in callback.micro_batch_reports.items()}
+
+
+def test_the_micro_batch_is_told_on_the_rank_that_made_it(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _blaming)
+    assert set(second[1].values()) == {0}
+    assert set(first[1].values()) == {3}  # it came with the reduction of the last one
+
+
+class _Sharded(Model):
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.whole())
+
+    def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*arguments, **options)
+        self.clipped.append(norm_of(self.whole()))
+
+    def whole(self) -> dict[str, Tensor]:
+        return {n: p.grad.full_tensor() for n, p in self.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+
+    optimizer_step = pl.LightningModule.optimizer_step
+
+
+def _sharding() -> tuple[list[float], list[float], bool, list[float], int]:
+    model = _Sharded(torch.optim.AdamW, _bad_at(3))
+    callback = GradstatCallback(max_norm=0.01, on_anomaly=["skip", "record"])
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    made = fit_on_ranks([callback], model, strategy)
+    finite = all(p.to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
+    return norms(callback), [norm_of(g) for g in model.gradients], finite, model.clipped, made.global_step
+
+
+def test_sharded_gradients_are_measured_and_clipped_as_a_whole(ranks: Ranks) -> None:
+    for found, seen, finite, clipped, steps in ranks.run(2, _sharding):
+        assert steps == 8
+        assert finite
+        assert math.isnan(found[3])
+        assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
+        assert clipped[:3] + clipped[4:] == pytest.approx([0.01] * 7, abs=1e-5)
+
+
+def _watching_origins() -> tuple[list[int], list[str]]:
+    callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
+    fit_on_ranks([callback], Model(spoil=_bad_at(3)))
+    found = [finding for finding in callback.monitor.findings if finding.rule == "bad-rank"]
+    return [finding.step for finding in found], [finding.text for finding in found]
+
+
+def test_the_rank_that_brought_it_is_named_on_all(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _watching_origins)
+    assert first == second
+    assert first[0] == [3]
+    assert "rank 1" in first[1][0]
+
+
+def _votes_that_travel() -> list[list[bool]]:
+    first = dist.get_rank() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopy, "travels", True)
+        votes = Votes(torch.device("cpu"))
+        heard = [votes.any_of([first, False], wait=False), votes.any_of([False, False], wait=False)]
+        heard.append(votes.any_of([False, first], wait=False))
+        return [*heard, votes.any_of([False, False], wait=True), votes.any_of([False, False], wait=True)]
+
+
+def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks(ranks: Ranks) -> None:
+    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
+    expected = [[False, False], [True, False], [False, False], [False, True], [False, False]]
+    assert ranks.run(2, _votes_that_travel) == [expected, expected]
 
 
 # The example ------------------------------------------------------------------------------------------------
