@@ -256,43 +256,31 @@ def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> Non
 
 
 @QUIET
-def test_a_damaged_state_in_a_checkpoint_is_named_with_the_remedy(make: Make, tmp_path: Path) -> None:
-    trainer = make(max_steps=2, save_strategy="steps", save_steps=2)
-    install(trainer)
-    trainer.train()
-    state = tmp_path / "checkpoint-2" / STATE_FILE
-    whole = state.read_bytes()
-    payload = io.BytesIO()
-    torch.save(Path("would be unpickled"), payload)
-    for content in (whole[: len(whole) // 2], b"", payload.getvalue()):
-        state.write_bytes(content)
-        again = make(max_steps=4)
-        with install(again), pytest.raises(RuntimeError, match=rf"{STATE_FILE} is damaged.*Delete it to resume"):
-            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-@QUIET
 @pytest.mark.filterwarnings("ignore:gradstat.*could not be saved")
-def test_a_full_disk_does_not_end_the_run_when_the_state_is_saved(
+def test_what_becomes_of_a_state_that_is_not_there_or_damaged(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    trainer = make(max_steps=2, save_strategy="steps", save_steps=1)
+    folder, payload = tmp_path / "checkpoint-2", io.BytesIO()
+    trainer = make(max_steps=2, save_strategy="steps", save_steps=2)
     install(trainer)
-    monkeypatch.setattr("gradstat.integrations.transformers.replacing", full)
-    trainer.train()
+    with monkeypatch.context() as patch:
+        patch.setattr("gradstat.integrations.transformers.replacing", full)
+        trainer.train()  # to its end
     assert trainer.state.global_step == 2
-    assert not (tmp_path / "checkpoint-2" / STATE_FILE).exists()
-
-
-def test_a_checkpoint_without_the_monitor_still_counts(make: Make, tmp_path: Path) -> None:
-    make(max_steps=2, save_strategy="steps", save_steps=2).train()
+    assert not (folder / STATE_FILE).exists()
     again = make(max_steps=4)
     with install(again) as handle:
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        again.train(resume_from_checkpoint=str(folder))
     assert handle.monitor.recording().steps.tolist() == [2, 3]
+    torch.save({**handle.state_dict(), "also": Path("would be unpickled")}, payload)
+    for content in (payload.getvalue()[:1000], b"", payload.getvalue()):
+        (folder / STATE_FILE).write_bytes(content)
+        again = make(max_steps=4)
+        with install(again), pytest.raises(RuntimeError, match=rf"{STATE_FILE} is damaged.*Delete it to resume"):
+            again.train(resume_from_checkpoint=str(folder))
 
 
 def test_labels_are_looked_at_before_the_loss_fails_on_them(make: Make) -> None:
