@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
         f"on {setting['device']}, {circumstance(setting['driver'], setting['threads'])}; {setting['versions']}"
     )
     compared = _that_run(step, where)
-    with Progress(steps.rounds_of(options.rounds), "measuring") as progress:
+    with Progress(steps.WARMUP + options.rounds, "measuring") as progress:
         measured = steps.costs(step, options.rounds, compared=compared, progress=progress.advance)
     print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
     if options.json is not None:

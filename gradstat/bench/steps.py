@@ -175,11 +175,6 @@ class Cost:
         return self.ratio.median - 1 if self.inside is None else self.inside.median / plain.seconds.median
 
 
-def rounds_of(rounds: int) -> int:
-    """How often `costs` calls ``progress`` for that many timed rounds."""
-    return WARMUP + rounds
-
-
 def costs(
     step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] = lambda: None
 ) -> list[Cost]:

@@ -214,7 +214,7 @@ def test_a_step_whose_parts_disagree_is_not_timed(monkeypatch: pytest.MonkeyPatc
 def test_costs_hold_every_variant() -> None:
     count = iter(range(100))
     measured = steps.costs(tiny_step(), 2, progress=lambda: next(count))
-    assert next(count) == steps.rounds_of(2)
+    assert next(count) == steps.WARMUP + 2
     assert [cost.name for cost in measured] == [v.name for v in steps.variants()]
     assert measured[0].ratio == (1, 1, 1)
     check, anomaly = measured[1], measured[-1]
