@@ -155,11 +155,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
-    """Calls the factory ``"module:attribute"``; returns its model, on ``device``, and the forward pass.
-
-    Raises:
-        UsageError: It cannot be imported, raises, or returns something else than `CONTRACT` says.
-    """
+    """Calls the factory ``"module:attribute"``, which does as `CONTRACT` says; its model and the forward pass."""
     module_name, colon, attribute = where.partition(":")
     if not colon or not module_name or not attribute:
         raise UsageError("expected MODULE:FACTORY, such as bench_me:factory")

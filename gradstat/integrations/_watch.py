@@ -90,8 +90,6 @@ class Watch:
 
     Args:
         model: As it is called; DDP is looked through, unless the origin of NaN is watched.
-        optimizer, scaler: torch's, if there are any.
-        options: What the user wants.
         limit: What gradients are clipped to; None if they are not, or that is not known.
         step_fn: Does a step again, if replays are wanted and the user has given no function.
         device: Where this rank trains, if others train along; else None.
@@ -99,10 +97,7 @@ class Watch:
 
     Attributes:
         measured: Whether the gradients of the coming step of the optimizer have been measured.
-        should_stop: Whether to stop, the same on all ranks.
-        micro_batch_reports: By step in which something was found, the `gradstat.AccumulationReport` about it.
-        on_findings: Called with findings after each step that brought some.
-        save_checkpoint: What the policy ``"checkpoint"`` does.
+        should_stop: The same on all ranks.
     """
 
     def __init__(
