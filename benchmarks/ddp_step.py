@@ -36,13 +36,13 @@ def main() -> None:
     with process_group() as device:
         torch.manual_seed(0)
         # Every rank draws the same order of calls (it is the same on every run), so collectives meet.
-        samples = interleaved(_calls(_SIZES[options.model], device), options.rounds, device=device, device_time=False)
+        samples = interleaved(_calls(_SIZES[options.model], device), options.rounds, device=device)
         case = f"{options.model}, {dist.get_world_size()} ranks"
-        plain, made = samples["step"].wall, []
+        plain, made = samples["step"], []
         for name, sample in samples.items():
-            micro = Quartiles(*(1e6 * s for s in quartiles(sample.wall)))
+            micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
             made.append(row(GROUP, case, name, "wall time", "us", micro, device))
-            made.append(row(GROUP, case, name, "time ratio", "", ratios(sample.wall, plain), device))
+            made.append(row(GROUP, case, name, "time ratio", "", ratios(sample, plain), device))
         show(made, options)
 
 

@@ -59,10 +59,10 @@ def _measured(count: int, device: torch.device, rounds: int) -> list[Row]:
         raise WrongAnswerError(f"gradstat says {ours}, torch {theirs}")
     case = f"{count:,} tensors of 16x8, {dist.get_world_size()} ranks"
     # Every rank draws the same order of calls, so collectives meet; all begin together.
-    samples = interleaved(calls, rounds, device=device, device_time=False, before=lambda _: dist.barrier())
+    samples = interleaved(calls, rounds, device=device, before=lambda _: dist.barrier())
     made = []
     for name, sample in samples.items():
-        micro = Quartiles(*(1e6 * s for s in quartiles(sample.wall)))
+        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
         made.append(row(GROUP, case, name, "wall time", "us", micro, device, tensors=count))
     for name in ("gradstat clip", "gradstat.check"):
         made.append(row(GROUP, case, name, "collectives", "", float(_collectives(calls[name])), device, tensors=count))

@@ -133,9 +133,10 @@ def timed(
 ) -> None:
     """Rows of device time, printed and appended."""
     from caches import Flush
+    from device_timing import interleaved
     from rows import append, row
 
-    from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+    from gradstat.bench.timing import Quartiles, quartiles, ratios
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     device = tensors[0].device

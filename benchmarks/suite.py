@@ -39,16 +39,17 @@ from cases import (
     small_transformer,
     verify,
 )
+from device_timing import interleaved
 from models import TRAININGS, Training
 from optimizer_steps import CIRCUMSTANCES, Circumstance, OptimizerChoice, Setting
 from rows import Row, add_arguments, append, dtype_name, row
 
 import gradstat
 from gradstat._core.parameters import gradients_of, source_of
-from gradstat.bench import machine, steps
+from gradstat.bench import machine, steps, timing
 from gradstat.bench.memory import peak_bytes
 from gradstat.bench.progress import Progress
-from gradstat.bench.timing import Quartiles, interleaved, quartiles
+from gradstat.bench.timing import Quartiles, quartiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +228,14 @@ def _host(plan: Plan) -> list[Row]:
         "of a check: the table": lambda: gradstat.stats(gradients),
     }
     rounds = 10 * plan.rounds(1e-3)
-    samples = interleaved(calls, rounds, 20, device=plan.device, device_time=False, before=lambda name: calls[name]())
+    samples = timing.interleaved(calls, rounds, 20, device=plan.device, before=lambda name: calls[name]())
     case = "144 small parameters in 85 modules, warm"
 
     def micro(name: str) -> float:
         return 1e6 / _MONITORED if name == monitored else 1e6
 
     return [
-        row("host path", case, name, "wall time", "us", quartiles([micro(name) * s for s in sample.wall]), plan.device)
+        row("host path", case, name, "wall time", "us", quartiles([micro(name) * s for s in sample]), plan.device)
         for name, sample in samples.items()
     ]
 

@@ -37,12 +37,12 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) as run,
     ):
-        samples = interleaved(_calls(run), options.rounds, device=device, device_time=False)
-    plain, made = samples["step"].wall, []
+        samples = interleaved(_calls(run), options.rounds, device=device)
+    plain, made = samples["step"], []
     for name, sample in samples.items():
-        micro = Quartiles(*(1e6 * s for s in quartiles(sample.wall)))
+        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
         made.append(row(GROUP, "gpt-0.9m", name, "wall time", "us", micro, device))
-        made.append(row(GROUP, "gpt-0.9m", name, "time ratio", "", ratios(sample.wall, plain), device))
+        made.append(row(GROUP, "gpt-0.9m", name, "time ratio", "", ratios(sample, plain), device))
     if options.record:
         append(made, "full")
     print(tables.everything(made))

@@ -6,6 +6,7 @@ watched, torch's clips and the methods of its scalers say so before they do thei
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections import deque
@@ -68,24 +69,18 @@ class AutoHandle:
             self._clip()
             return None
         # Gradients are made inside of the step, when the closure is called; that of its first call are the step's.
-        wrapped = self._wrapped(closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": wrapped}
-        return (args[0], wrapped, *args[2:]), kwargs
-
-    def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        is_first = True
+        calls = itertools.count()
 
         def evaluated() -> Any:
-            nonlocal is_first
             loss = closure()
-            if is_first:
+            if next(calls) == 0:
                 self.monitor.step(loss)
                 self._clip()
-            is_first = False
             return loss
 
-        return evaluated
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
 
     def _clip(self) -> None:
         if self._max_norm is not None:
@@ -96,11 +91,7 @@ class AutoHandle:
         return not {id(parameter) for parameter in parameters}.isdisjoint(map(id, self._optimizer_parameters()))
 
     def _before_change(self, scaler: GradScaler | None) -> None:
-        """Measures complete gradients, unless this has been done since they were made.
-
-        Args:
-            scaler: Who is about to change them; None for a clip.
-        """
+        """Measures complete gradients, unless this was done since they were made, for a ``scaler`` or else a clip."""
         if self.monitor.scaler is None:
             # Behind backward() it can only be the one that has scaled something, if there is no other.
             pending = [scaler] if scaler is not None else list(_losses) if len(_handles) == 1 else []

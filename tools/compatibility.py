@@ -22,15 +22,9 @@ SPECIAL = {
 class Row(TypedDict, total=False):
     """One cell of the matrix.
 
-    Attributes:
-        python: Major and minor version.
-        torch: The release that was asked for.
-        special: What is special about the cell; empty, or "tests" if the main tests ran, if nothing is.
-        date: When it was run.
-        wheel: The wheel's name.
-        found: What the first use printed, or the closing line of tests, or what was said; `torch_names` if they were
-            compiled with the oldest torch.
-        outcome: "passed", "failed: …" or "not run: …".
+    ``special`` is empty, or "tests" if the main tests ran, if nothing is. ``found`` is what the first use printed, or
+    the closing line of tests, or what was said; `torch_names` if they were compiled with the oldest torch. ``outcome``
+    is "passed", "failed: …" or "not run: …".
     """
 
     python: str

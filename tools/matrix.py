@@ -70,22 +70,16 @@ class Environment:
 
     def install_torch(self, *what: str) -> None:
         """Raises `NotRunError` if there is no such release for this Python."""
-        done = self._install(*what)
-        if "No solution found" in done.stderr:
-            raise NotRunError(f"{NO_TORCH} {' with '.join(what)} for this Python")
-        self._expect(done, what)
+        try:
+            self.install(*what)
+        except CellError as error:
+            if "No solution found" in str(error):
+                raise NotRunError(f"{NO_TORCH} {' with '.join(what)} for this Python") from error
+            raise
 
     def install(self, *what: str | Path, **variables: str) -> None:
-        """As ``pip install``."""
-        self._expect(self._install(*what, **variables), what)
-
-    def _install(self, *what: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        # uv, as it puts links to unpacked packages where pip unpacks gigabytes anew for every cell.
-        return run(*UV, "install", "--python", self.python, "--quiet", *what, cwd=self.folder, **variables)
-
-    def _expect(self, done: subprocess.CompletedProcess[str], what: tuple[str | Path, ...]) -> None:
-        if done.returncode:
-            raise CellError(f"install {' '.join(map(str, what))}: {last_line(done.stderr)}\n{done.stderr[-3000:]}")
+        """By uv, as it puts links to unpacked packages where pip unpacks gigabytes anew for every cell."""
+        self._must(*UV, "install", "--python", self.python, "--quiet", *what, **variables)
 
     def first_use(self, *, warnings: str = "error", path: str = "") -> dict[str, str]:
         """What the program found, with nothing on PATH."""
@@ -122,10 +116,6 @@ class Environment:
             raise CellError("\n".join([last_line(done.stdout), *failed]))
         return re.sub(r" in .*|=+ ?", "", last_line(done.stdout))
 
-    def says(self, code: str) -> str:
-        """What a program prints that is expected to fail."""
-        return run(self.python, "-c", code, cwd=self.folder, PYTHONPATH="").stderr
-
     def _must(self, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         done = run(*command, cwd=self.folder.parent, **environment)
         if done.returncode:
@@ -147,10 +137,6 @@ def with_tests(environment: Environment, cell: Cell, wheel: Path) -> dict[str, s
     # numpy 2.4 and the interpreter of the Triton that belongs to torch 2.10 do not go together.
     found = plain(environment, cell, wheel, *(["numpy<2"] if cell.torch.startswith("2.10.") else []))
     return {**found, "tests": environment.main_tests()}
-
-
-def with_numpy_1(environment: Environment, cell: Cell, wheel: Path) -> dict[str, str]:
-    return plain(environment, cell, wheel, "numpy<2")
 
 
 def without_triton(environment: Environment, cell: Cell, wheel: Path) -> dict[str, str]:
@@ -183,7 +169,7 @@ def from_source(environment: Environment, cell: Cell, wheel: Path) -> dict[str, 
 def torch_too_old(environment: Environment, cell: Cell, wheel: Path) -> dict[str, str]:
     environment.install_torch(f"torch=={cell.torch}", "numpy<2")
     environment.install("--no-deps", wheel)
-    said = last_line(environment.says("import gradstat"))
+    said = last_line(run(environment.python, "-c", "import gradstat", cwd=environment.folder, PYTHONPATH="").stderr)
     if f"ImportError: gradstat needs torch >= 2.10, found torch {cell.torch}" not in said:
         raise CellError(f"an old torch is not named: {said}")
     return {"torch": cell.torch, "says": said}
@@ -192,7 +178,7 @@ def torch_too_old(environment: Environment, cell: Cell, wheel: Path) -> dict[str
 SPECIAL: dict[str, Callable[[Environment, Cell, Path], dict[str, str]]] = {
     "": plain,
     "tests": with_tests,
-    "numpy-1": with_numpy_1,
+    "numpy-1": lambda environment, cell, wheel: plain(environment, cell, wheel, "numpy<2"),
     "no-triton": without_triton,
     "source": from_source,
     "too-old": torch_too_old,

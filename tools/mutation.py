@@ -105,7 +105,7 @@ def mutants_of(file: str, every: bool) -> Iterator[Mutant]:
             if line in ignored or (repeats and not every):
                 continue
             code = mutate_code(source, operator, occurrence)
-            if code is None or not _parses(code) or _same_program(source, code):
+            if code is None or _changes_nothing(source, code):
                 continue
             seen.add((family, place))
             if name.endswith(NEGATING):
@@ -114,20 +114,16 @@ def mutants_of(file: str, every: bool) -> Iterator[Mutant]:
             yield Mutant(file, line, before, _first_difference(source, code), code)
 
 
-def _parses(code: str) -> bool:
-    try:
-        ast.parse(code)
-    except SyntaxError:
-        return False
-    return True
-
-
-def _same_program(source: str, code: str) -> bool:
-    """Whether they differ in annotations, which are never evaluated here, and ``strict`` of a zip at most.
+def _changes_nothing(source: str, code: str) -> bool:
+    """Whether ``code`` is no Python, or differs in annotations, which nothing evaluates here, and ``strict`` of a zip.
 
     That only guards against what the code around it excludes: lists of different lengths.
     """
-    return ast.dump(_Essential().visit(ast.parse(source))) == ast.dump(_Essential().visit(ast.parse(code)))
+    try:
+        changed = ast.parse(code)
+    except SyntaxError:
+        return True
+    return ast.dump(_Essential().visit(ast.parse(source))) == ast.dump(_Essential().visit(changed))
 
 
 class _Essential(ast.NodeTransformer):

@@ -99,39 +99,19 @@ def _run(options: argparse.Namespace) -> int:
     device = _device(options.device)
     autocast = None if options.autocast is None else getattr(torch, options.autocast)
     where = options.model or BUILT_IN
-    model, loss = load(where, device)
-    loss = _scalar(loss, device, autocast, where)
+    try:
+        model, loss = load(where, device)
+        loss = _scalar(loss, device, autocast)
+    except UsageError as error:
+        raise UsageError(f"--model {where}: {error}") from error
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UsageError("the model has no parameter that requires a gradient, so there is no step to take")
     step = steps.Step(model, loss, OPTIMIZERS[options.optimizer](trained), device)
 
-    setting = _setting(step, options)
-    autocast = f", autocast to {options.autocast}" if options.autocast else ""
-    named = options.model or "the built-in GPT (--model measures yours)"
-    print(
-        f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
-        f"{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}\n"
-        f"on {setting['device']}, {circumstance(setting['driver'], setting['threads'])}; {setting['versions']}"
-    )
-    compared = _that_run(step, where)
-    with Progress(steps.rounds_of(options.rounds), "measuring") as progress:
-        measured = steps.costs(step, options.rounds, compared=compared, progress=progress.advance)
-    print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
-    if options.json is not None:
-        content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
-        with replacing(options.json) as file:
-            file.write(f"{json.dumps(content, indent=2)}\n".encode())
-        print(f"written to {options.json}")
-    return 0
-
-
-def _setting(step: steps.Step, options: argparse.Namespace) -> dict[str, Any]:
-    """Under which circumstances a model was measured; sizes are counts, ``time`` is UTC."""
-    trained = [p for p in step.model.parameters() if p.requires_grad]
-    return {
-        "device": device_name(step.device),
-        "driver": driver_version(step.device),
+    setting = {
+        "device": device_name(device),
+        "driver": driver_version(device),
         "versions": versions(),
         "threads": torch.get_num_threads(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -142,6 +122,23 @@ def _setting(step: steps.Step, options: argparse.Namespace) -> dict[str, Any]:
         "autocast": options.autocast,
         "rounds": options.rounds,
     }
+    autocast = f", autocast to {options.autocast}" if options.autocast else ""
+    named = options.model or "the built-in GPT (--model measures yours)"
+    print(
+        f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
+        f"{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}\n"
+        f"on {setting['device']}, {circumstance(setting['driver'], setting['threads'])}; {setting['versions']}"
+    )
+    compared = _that_run(step, where)
+    with Progress(steps.WARMUP + options.rounds, "measuring") as progress:
+        measured = steps.costs(step, options.rounds, compared=compared, progress=progress.advance)
+    print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
+    if options.json is not None:
+        content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
+        with replacing(options.json) as file:
+            file.write(f"{json.dumps(content, indent=2)}\n".encode())
+        print(f"written to {options.json}")
+    return 0
 
 
 def _device(name: str | None) -> torch.device:
@@ -158,44 +155,39 @@ def _device(name: str | None) -> torch.device:
 
 
 def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
-    """Calls the factory ``"module:attribute"``; returns its model, on ``device``, and the forward pass.
-
-    Raises:
-        UsageError: It cannot be imported, raises, or returns something else than `CONTRACT` says.
-    """
+    """Calls the factory ``"module:attribute"``, which does as `CONTRACT` says; its model and the forward pass."""
     module_name, colon, attribute = where.partition(":")
     if not colon or not module_name or not attribute:
-        raise UsageError(f"--model {where}: expected MODULE:FACTORY, such as bench_me:factory")
+        raise UsageError("expected MODULE:FACTORY, such as bench_me:factory")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        what = f"importing {module_name} failed: {error}"
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            what = f"no module {error.name!r} in the current folder or the environment"
-        raise UsageError(f"--model {where}: {what}") from error
+            raise UsageError(f"no module {error.name!r} in the current folder or the environment") from error
+        raise UsageError(f"importing {module_name} failed: {error}") from error
     except Exception as error:
-        raise UsageError(f"--model {where}: importing {module_name} raised\n{_trace(error)}") from error
+        raise UsageError(f"importing {module_name} raised\n{_trace(error)}") from error
     try:
         factory = operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise UsageError(f"--model {where}: {module_name} has no {attribute}") from error
+        raise UsageError(f"{module_name} has no {attribute}") from error
     if not callable(factory):
-        raise UsageError(f"--model {where}: {attribute} is a {type(factory).__name__}, not a function")
+        raise UsageError(f"{attribute} is a {type(factory).__name__}, not a function")
     try:
         with device:
             made = factory()
     except Exception as error:
-        raise UsageError(f"--model {where}: {attribute}() raised\n{_trace(error)}") from error
+        raise UsageError(f"{attribute}() raised\n{_trace(error)}") from error
     if isinstance(made, nn.Module):
         raise UsageError(
-            f"--model {where}: {attribute}() returned a module alone; return (model, batch) or (model, loss), so that "
-            "a step can be taken"
+            f"{attribute}() returned a module alone; return (model, batch) or (model, loss), so that a step can be "
+            "taken"
         )
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        raise UsageError(f"--model {where}: expected (model, batch) or (model, loss) from {attribute}(), got {kind}")
+        raise UsageError(f"expected (model, batch) or (model, loss) from {attribute}(), got {kind}")
     model, second = made
     model.to(device)
     if callable(second) and not isinstance(second, Tensor):
@@ -233,9 +225,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _scalar(
-    loss: Callable[[], Any], device: torch.device, autocast: torch.dtype | None, where: str
-) -> Callable[[], Tensor]:
+def _scalar(loss: Callable[[], Any], device: torch.device, autocast: torch.dtype | None) -> Callable[[], Tensor]:
     """The forward pass under autocast, after one that shows that it gives a loss."""
 
     def forward() -> Any:
@@ -245,16 +235,16 @@ def _scalar(
     try:
         first = forward()
     except Exception as error:
-        raise UsageError(f"--model {where}: the forward pass raised\n{_trace(error)}") from error
+        raise UsageError(f"the forward pass raised\n{_trace(error)}") from error
     if not isinstance(first, Tensor):
-        raise UsageError(f"--model {where}: the loss must be a tensor, not a {type(first).__name__}")
+        raise UsageError(f"the loss must be a tensor, not a {type(first).__name__}")
     if first.numel() != 1 or first.is_complex():
         raise UsageError(
-            f"--model {where}: the loss must be one real number, not a {first.dtype} tensor of shape "
-            f"{tuple(first.shape)}; reduce it, with .mean() for example"
+            f"the loss must be one real number, not a {first.dtype} tensor of shape {tuple(first.shape)}; reduce it, "
+            "with .mean() for example"
         )
     if not first.requires_grad:
-        raise UsageError(f"--model {where}: the loss has no graph, so there are no gradients; was it detached?")
+        raise UsageError("the loss has no graph, so there are no gradients; was it detached?")
     return forward
 
 
@@ -266,22 +256,15 @@ def _that_run(step: steps.Step, where: str) -> list[steps.Variant]:
         raise UsageError(f"--model {where}: {error}") from error
     running: list[steps.Variant] = []
     for variant in steps.variants():
-        failure = _failure(variant, step)
-        if failure is None:
-            running.append(variant)
-        elif not running:  # the plain step
-            raise UsageError(f"--model {where}: a training step raised\n{_trace(failure)}") from failure
+        try:
+            variant.run(step)
+        except Exception as error:  # noqa: PERF203 - a step takes longer than a try
+            if not running:  # the plain step
+                raise UsageError(f"--model {where}: a training step raised\n{_trace(error)}") from error
+            print(f"left out: {variant.name}, since it raised {type(error).__name__}: {error}", file=sys.stderr)
         else:
-            print(f"left out: {variant.name}, since it raised {type(failure).__name__}: {failure}", file=sys.stderr)
+            running.append(variant)
     return running
-
-
-def _failure(variant: steps.Variant, step: steps.Step) -> Exception | None:
-    try:
-        variant.run(step)
-    except Exception as error:
-        return error
-    return None
 
 
 def _trace(error: Exception) -> str:

@@ -175,13 +175,8 @@ class Cost:
         return self.ratio.median - 1 if self.inside is None else self.inside.median / plain.seconds.median
 
 
-def rounds_of(rounds: int) -> int:
-    """How often `costs` calls ``progress`` for that many timed rounds."""
-    return WARMUP + rounds
-
-
 def costs(
-    step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] | None = None
+    step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] = lambda: None
 ) -> list[Cost]:
     """Time and peak memory of the variants ``compared`` (all, if None), the plain step first.
 
@@ -195,13 +190,12 @@ def costs(
         WARMUP,
         device=step.device,
         progress=progress,
-        device_time=False,
     )
     peaks = [peak_bytes(lambda v=variant: v.run(step), step.device, step.optimizer.zero_grad) for variant in compared]  # type: ignore[misc]
-    plain = samples[compared[0].name].wall
+    plain = samples[compared[0].name]
     measured = []
     for variant, peak in zip(compared, peaks, strict=True):
-        wall, within = samples[variant.name].wall, inside[variant.name][WARMUP : WARMUP + rounds]
+        wall, within = samples[variant.name], inside[variant.name][WARMUP : WARMUP + rounds]
         known = variant.anomaly is None and step.device.type == "cpu"
         call = quartiles(within) if known else None
         measured.append(Cost(variant.name, quartiles(wall), ratios(wall, plain), call, peak - peaks[0]))

@@ -98,10 +98,8 @@ def _run(options: argparse.Namespace) -> int:
 
     tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=variants.LEARNING_RATE)
-    step, rounds = (
-        variants.Step(model, lambda: model.loss(tokens), optimizer, tokens.device),
-        5 if options.quick else 20,
-    )
+    step = variants.Step(model, lambda: model.loss(tokens), optimizer, tokens.device)
+    rounds = 5 if options.quick else 20
     print(f"What a step costs ({where}, this very model, median of {rounds} interleaved rounds):")
     print(variants.table(variants.costs(step, rounds)))
 

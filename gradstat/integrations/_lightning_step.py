@@ -18,9 +18,6 @@ class StepAgain:
     The module runs on this rank alone, outside of DDP: the gradients are this rank's, so a NaN that came from another
     rank is found by the replay there. Nothing is logged meanwhile. Metrics that ``training_step`` updates are updated
     once more.
-
-    Args:
-        trainer, module: Lightning's.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:

@@ -19,17 +19,11 @@ NOTED = ("replay", "checkpoint")
 
 
 class Options:
-    """What a user wants of monitors, looked at before there is one.
+    """Arguments of `gradstat.Monitor`, without model, optimizer and scaler, which the ``source`` gives.
 
-    Args:
-        given: Arguments of `gradstat.Monitor`, without model, optimizer and scaler.
-        source: What gives those, for the error.
-        max_norm: What to clip to.
-        runs_steps: Whether the framework's own step can be run again, so that a replay needs no function.
-        saves: Whether there is a policy ``"checkpoint"``.
-
-    Raises:
-        TypeError, ValueError: As `gradstat.Monitor`; or ``given`` has what is not the user's to give.
+    ``runs_steps`` says that the framework's own step can be run again, so that a replay needs no function; ``saves``
+    that there is a policy ``"checkpoint"``. Raises TypeError or ValueError as `gradstat.Monitor` does, or if ``given``
+    has what is not the user's to give.
     """
 
     def __init__(

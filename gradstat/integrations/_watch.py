@@ -66,40 +66,6 @@ class Ranks:
         return [any(votes[i] > 0 for votes in heard) for i in range(len(wants))]
 
 
-class MicroBatchHistory:
-    """Checks of the micro-batches of the newest ``keep`` steps, asked for only if something was found in one."""
-
-    def __init__(self, model: nn.Module, keep: int, backend: str | None) -> None:
-        self._steps: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=keep)
-        self._model, self._backend = model, backend
-        self._current: MicroBatches | None = None
-
-    def check(self) -> None:
-        """To be called after a micro-batch's backward pass: one read of the gradients, no sync."""
-        if self._current is None:
-            self._current = MicroBatches(self._model, backend=self._backend)
-        self._current.check()
-
-    def forget(self) -> None:
-        """Gives up what was checked since the last step."""
-        self._current = None
-
-    def end_step(self, number: int, losses: list[Tensor]) -> None:
-        """Says that the micro-batches since the last call were step ``number``, with these losses."""
-        if self._current is not None:
-            self._steps.append((number, self._current, losses))
-            self._current = None
-
-    def of(self, number: int) -> tuple[str, AccumulationReport] | None:
-        """Which micro-batch of a step was bad first, in words, and all reports; None if that is not known. Waits."""
-        known = next((step for step in self._steps if step[0] == number), None)
-        if known is None:
-            return None
-        self._steps.remove(known)
-        report, losses = known[1].result(), known[2]
-        return _in_words(number, report, [float(loss) for loss in losses]), report
-
-
 def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> str:
     total = report.micro_batches
     bad_losses = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
@@ -124,8 +90,6 @@ class Watch:
 
     Args:
         model: As it is called; DDP is looked through, unless the origin of NaN is watched.
-        optimizer, scaler: torch's, if there are any.
-        options: What the user wants.
         limit: What gradients are clipped to; None if they are not, or that is not known.
         step_fn: Does a step again, if replays are wanted and the user has given no function.
         device: Where this rank trains, if others train along; else None.
@@ -133,10 +97,7 @@ class Watch:
 
     Attributes:
         measured: Whether the gradients of the coming step of the optimizer have been measured.
-        should_stop: Whether to stop, the same on all ranks.
-        micro_batch_reports: By step in which something was found, the `gradstat.AccumulationReport` about it.
-        on_findings: Called with findings after each step that brought some.
-        save_checkpoint: What the policy ``"checkpoint"`` does.
+        should_stop: The same on all ranks.
     """
 
     def __init__(
@@ -165,9 +126,12 @@ class Watch:
         if number and given.get("save_to") is not None:
             base = Path(given["save_to"])
             given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
-        inner = without_ddp(model)
-        self.monitor = Monitor(model if options.watches_origin else inner, optimizer, scaler=scaler, **given)
-        self._history = MicroBatchHistory(inner, self.monitor.options.lag + 2, self.monitor.options.backend)
+        watched = model if options.watches_origin else without_ddp(model)
+        self.monitor = Monitor(watched, optimizer, scaler=scaler, **given)
+        # Checks of micro-batches, read only if something was found: of the step that is on, and with their losses of
+        # the newest steps.
+        self._checked: MicroBatches | None = None
+        self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=self.monitor.options.lag + 2)
         self._ids = {id(parameter) for parameter in model.parameters()}
         self._ranks = None if device is None else Ranks(device)
         self._losses: list[Tensor] = []
@@ -192,7 +156,7 @@ class Watch:
     def forget(self) -> None:
         """What was not measured belongs to another model's step."""
         self._losses = []
-        self._history.forget()
+        self._checked = None
 
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         """Takes note of a backward pass from ``loss``, without loss scale, and checks a micro-batch; without a sync."""
@@ -200,7 +164,9 @@ class Watch:
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
             self._losses.append(loss.detach().reshape(()))
         if is_micro_batch:
-            self._history.check()
+            if self._checked is None:
+                self._checked = MicroBatches(without_ddp(self.model), backend=self.monitor.options.backend)
+            self._checked.check()
 
     def step(self, divisor: int = 1) -> None:
         """Lets the monitor measure the step, and does what policies say, on every rank alike.
@@ -213,7 +179,9 @@ class Watch:
         if losses:
             loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
             loss = loss / divisor if divisor != 1 else loss
-        self._history.end_step(self.monitor.steps, losses)
+        if self._checked is not None:
+            self._history.append((self.monitor.steps, self._checked, losses))
+            self._checked = None
         self.measured = True
         if self._ranks is not None:
             loss = self._ranks.mean(loss)
@@ -242,10 +210,13 @@ class Watch:
         self._known = len(self.monitor.findings)
         blamed = []
         for finding in found:
-            known = self._history.of(finding.step) if finding.rule in _OF_MICRO_BATCHES else None
-            if known is None:
+            known = next((step for step in self._history if step[0] == finding.step), None)
+            if known is None or finding.rule not in _OF_MICRO_BATCHES:
                 continue
-            text, self.micro_batch_reports[finding.step] = known
+            self._history.remove(known)
+            number, checked, losses = known
+            report = self.micro_batch_reports[number] = checked.result()
+            text = _in_words(number, report, [float(loss) for loss in losses])
             blamed.append(text if self._ranks is None else f"{text} (on this rank)")
             if error is None and self._options.table.of(finding) != ("record",):
                 warnings.warn(f"gradstat: {blamed[-1]}", AnomalyWarning, stacklevel=find_stack_level())

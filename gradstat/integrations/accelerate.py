@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -14,13 +14,11 @@ from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
+from gradstat.monitor.policies import Policies
 
 require("accelerate", (1, 0))
 
 from accelerate import Accelerator  # noqa: E402
-
-if TYPE_CHECKING:
-    from gradstat.monitor.policies import Policies
 
 __all__ = ["AccelerateHandle", "install"]
 
@@ -45,12 +43,10 @@ def install(
 
     Args:
         accelerator: An ``accelerate.Accelerator``, after ``prepare``.
-        on_anomaly: As for `gradstat.Monitor`.
+        on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
         max_norm: What to clip to, if the loop does not clip, or to infinity only: a number, or an adaptive clip.
-        watch: As for `gradstat.Monitor`.
         micro_batches: Whether to check gradients after every micro-batch of an accumulated step, too, so that the one
             that brought NaN is named: one more read for each.
-        monitor_options: Further arguments of `gradstat.Monitor`.
 
     Returns:
         A handle with the monitors.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,13 +14,11 @@ from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
+from gradstat.monitor.policies import Policies
 
 require("lightning", (2, 4))
 
 from lightning.fabric import Fabric  # noqa: E402
-
-if TYPE_CHECKING:
-    from gradstat.monitor.policies import Policies
 
 __all__ = ["FabricHandle", "install"]
 
@@ -47,12 +45,10 @@ def install(
     Args:
         fabric: A ``lightning.Fabric``.
         model, optimizer: As ``fabric.setup`` returned them. Several models have an `install` each.
-        on_anomaly: As for `gradstat.Monitor`.
+        on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
         max_norm: What to clip to, if the loop does not clip: a number, or an adaptive clip.
-        watch: As for `gradstat.Monitor`.
         micro_batches: How many times ``fabric.backward`` is called in a step. With several the one that brought NaN is
             named: one more read of the gradients for each.
-        monitor_options: Further arguments of `gradstat.Monitor`.
 
     Returns:
         A handle with the monitor. ``fabric.save(path, {"gradstat": handle, ...})`` keeps its state.

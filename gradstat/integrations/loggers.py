@@ -22,6 +22,10 @@ _COLUMNS = ("l2_norm", "max_abs", "mean", "std", "min", "max", "nan_count", "inf
 _SCALARS = ("loss", "lr", "loss_scale")
 
 
+# What takes floats and a step, and TensorBoard's writer, if it is one.
+_Target = tuple[Callable[[dict[str, float], int], object], Any]
+
+
 class Choice(NamedTuple):
     """What to log, as told in `scalars_of`."""
 
@@ -109,7 +113,7 @@ def log_report(
         TypeError: ``target`` or ``source`` is nothing known; the message says what is.
         ValueError: A name is not known, or a report is logged without a step.
     """
-    return _log(_targets_of(target), source, step, Choice(**choice).check(), histogram)
+    return ReportLogger(target, histogram=histogram, **choice)(source, step)
 
 
 def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
@@ -123,8 +127,8 @@ def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
     Raises:
         TypeError: ``target`` is nothing known; the message says what is.
     """
-    for one in _targets_of(target):
-        one.put(dict(values), step)
+    for put, _ in _targets_of(target):
+        put(dict(values), step)
 
 
 class ReportLogger:
@@ -170,7 +174,18 @@ class ReportLogger:
             self._last = newest.step
         elif step is not None and step % self._every:
             return {}
-        return _log(self._targets, source, step, self._choice, self._histogram)
+        told = _told(source, self._choice)
+        if told is None:
+            return {}
+        at, report, values = told
+        at = at if step is None else step
+        if at is None:
+            raise ValueError("a report does not know its step: pass step=")
+        for put, writer in self._targets:
+            put(values, at)
+            if self._histogram and writer is not None:
+                _put_histogram(writer, self._choice.prefix + "log10_norms", report, at)
+        return values
 
 
 def _told(source: object, choice: Choice) -> tuple[int | None, Report, dict[str, float]] | None:
@@ -193,34 +208,10 @@ def _told(source: object, choice: Choice) -> tuple[int | None, Report, dict[str,
     return newest.step, newest.report, values
 
 
-def _log(
-    targets: Sequence[_Target], source: Report | Monitor, step: int | None, choice: Choice, histogram: bool
-) -> dict[str, float]:
-    told = _told(source, choice)
-    if told is None:
-        return {}
-    newest, report, values = told
-    at = newest if step is None else step
-    if at is None:
-        raise ValueError("a report does not know its step: pass step=")
-    for target in targets:
-        target.put(values, at)
-        if histogram and target.writer is not None:
-            _put_histogram(target.writer, choice.prefix + "log10_norms", report, at)
-    return values
-
-
 def _worst(table: Any, top: int) -> Any:
     """The rows that stand out most: NaN and Inf first, then by norm."""
     bad = table["nan_count"] + table["inf_count"]
     return np.lexsort((-table["l2_norm"], -bad))[:top]
-
-
-class _Target(NamedTuple):
-    """A logger: what takes floats and a step, and TensorBoard's writer, if it is one."""
-
-    put: Callable[[dict[str, float], int], object]
-    writer: Any = None
 
 
 def _targets_of(target: Any) -> list[_Target]:
@@ -229,20 +220,20 @@ def _targets_of(target: Any) -> list[_Target]:
         return [one for several in target for one in _targets_of(several)]
     module = getattr(target, "__module__", None) or type(target).__module__
     if isinstance(target, JsonlWriter | CsvWriter):
-        return [_Target(target.write)]
+        return [(target.write, None)]
     if hasattr(target, "_get_file_writer") and hasattr(target, "add_scalar"):
-        return [_Target(lambda values, step: _put_summary(target, values, step), target)]
+        return [(lambda values, step: _put_summary(target, values, step), target)]
     if getattr(target, "__name__", None) == "mlflow" and hasattr(target, "log_metrics"):
         # Synchronous, it waits for the server in every step.
-        return [_Target(lambda values, step: target.log_metrics(values, step=step, synchronous=False))]
+        return [(lambda values, step: target.log_metrics(values, step=step, synchronous=False), None)]
     if hasattr(target, "log") and (getattr(target, "__name__", None) == "wandb" or "wandb" in module.split(".")):
-        return [_Target(lambda values, step: target.log(values, step=step))]
+        return [(lambda values, step: target.log(values, step=step), None)]
     if hasattr(target, "log_metrics") and hasattr(target, "experiment"):  # Lightning's
         if type(target).__name__ == "TensorBoardLogger" and not getattr(target, "_prefix", None):
-            return [_Target(lambda values, step: _put_summary(target.experiment, values, step))]
-        return [_Target(lambda values, step: target.log_metrics(values, step))]
+            return [(lambda values, step: _put_summary(target.experiment, values, step), None)]
+        return [(lambda values, step: target.log_metrics(values, step), None)]
     if callable(target):
-        return [_Target(target)]
+        return [(target, None)]
     raise TypeError(
         f"cannot log to a {type(target).__name__}; expected a TensorBoard SummaryWriter, a wandb run, the module "
         "mlflow, a logger of Lightning, gradstat's JsonlWriter or CsvWriter, or a function (values, step)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,15 +17,13 @@ from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
+from gradstat.monitor.policies import Policies
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint  # noqa: E402
-
-if TYPE_CHECKING:
-    from gradstat.monitor.policies import Policies
 
 __all__ = ["GradstatCallback", "install"]
 
@@ -56,15 +54,13 @@ def install(
 
     Args:
         trainer: A ``transformers.Trainer``, or an instance of a subclass, before ``train()``.
-        on_anomaly: As for `gradstat.Monitor`. ``"replay"`` needs no function here: the Trainer's ``training_step`` is
-            called again, on the inputs of the step.
+        on_anomaly, watch, monitor_options: As for `gradstat.Monitor`. ``"replay"`` needs no function here: the
+            Trainer's ``training_step`` is called again, on the inputs of the step.
         max_norm: What to clip to, where ``max_grad_norm`` is 0: an adaptive clip, or a number. None leaves it to the
             Trainer.
-        watch: As for `gradstat.Monitor`.
         log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` adds each norm.
         micro_batches: Whether to check gradients after every micro-batch of an accumulated step, too, so that the one
             that brought NaN is named: one more read for each.
-        monitor_options: Further arguments of `gradstat.Monitor`.
 
     Returns:
         A handle with the monitor.

@@ -39,6 +39,10 @@ def test_a_fresh_bundle_replaces_the_libraries(checkout: Path, capsys: pytest.Ca
     assert gpu_bundle.install(checkout)
     assert libraries(checkout / "gradstat") == libraries(checkout / "gpu-bundle")
     assert "gpu-bundle: sm_80 sm_90a, compiled with torch" in capsys.readouterr().out
+    made = json.loads((checkout / "gpu-bundle" / "manifest.json").read_text())
+    assert set(made) == {"sources", "libraries", "architectures", "torch", "python"}
+    variants = {"variants/80/as_shipped.so", "variants/90a/as_shipped.so"}
+    assert set(made["libraries"]) == {"_C.abi3.so", "_C_cuda.abi3.so", *variants}
 
 
 def test_without_a_bundle_nothing_happens(checkout: Path) -> None:
@@ -51,19 +55,16 @@ def test_without_a_bundle_nothing_happens(checkout: Path) -> None:
 
 @pytest.mark.parametrize("changed", ["csrc/stat.h", "csrc/stats_cuda.cu", *SOURCES])
 def test_a_stale_bundle_is_refused(changed: str, checkout: Path) -> None:
-    with (checkout / changed).open("a") as file:
-        file.write("\n")
+    if changed == "csrc/stat.h":
+        (checkout / changed).rename(checkout / "csrc" / "stat2.h")
+    else:
+        with (checkout / changed).open("a") as file:
+            file.write("\n")
     with pytest.raises(RuntimeError, match=r"gpu-bundle/ is stale: expected .* got .*`make gpu-bundle`"):
         gpu_bundle.install(checkout)
     with pytest.raises(RuntimeError, match="is stale"):
         gpu_bundle.variants((9, 0), checkout)
     assert libraries(checkout / "gradstat") == {}
-
-
-def test_a_source_that_is_gone_or_new_makes_it_stale(checkout: Path) -> None:
-    (checkout / "csrc" / "stat.h").rename(checkout / "csrc" / "stat2.h")
-    with pytest.raises(RuntimeError, match="is stale"):
-        gpu_bundle.install(checkout)
 
 
 @pytest.mark.parametrize("name", ["_C_cuda.abi3.so", "variants/80/as_shipped.so"])
@@ -103,10 +104,3 @@ def test_a_bundle_for_other_gpus_is_refused(
 )
 def test_code_of_one_gpu_or_family_runs_on_no_other(capability: tuple[int, int], best: str | None) -> None:
     assert gpu_bundle._best_for(capability, ["100f", "103a"]) == best
-
-
-def test_the_manifest_says_what_was_compiled_and_with_what(checkout: Path) -> None:
-    made = json.loads((checkout / "gpu-bundle" / "manifest.json").read_text())
-    assert set(made) == {"sources", "libraries", "architectures", "torch", "python"}
-    variants = {"variants/80/as_shipped.so", "variants/90a/as_shipped.so"}
-    assert set(made["libraries"]) == {"_C.abi3.so", "_C_cuda.abi3.so", *variants}

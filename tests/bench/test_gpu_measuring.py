@@ -8,6 +8,7 @@ from typing import Any
 
 import cases
 import counts
+import device_timing
 import goals
 import gpu_counts
 import optimizer_steps
@@ -17,6 +18,7 @@ import suite
 import tables
 import torch
 from cases import CASES, Case
+from device_timing import interleaved
 from models import TRAININGS
 from torch.autograd import DeviceType
 
@@ -54,7 +56,7 @@ class Clock:
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(cycles / self.RATE))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait())
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.host)
-        timing._cycles_per_second.cache_clear()
+        device_timing._cycles_per_second.cache_clear()
 
     def launch(self, seconds: float) -> None:
         self.device = max(self.host, self.device) + seconds
@@ -76,24 +78,24 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield Clock(monkeypatch)
-    timing._cycles_per_second.cache_clear()
+    device_timing._cycles_per_second.cache_clear()
 
 
 @pytest.mark.parametrize("host", [1e-6, 1e-3, 0.1])
 def test_device_time_has_nothing_of_the_hosts(host: float, clock: Clock) -> None:
-    samples = timing.interleaved({"call": clock.call(host, 2e-5)}, 3, 1, device=torch.device("cuda"))["call"]
+    samples = interleaved({"call": clock.call(host, 2e-5)}, 3, 1, device=torch.device("cuda"))["call"]
     assert samples.device == pytest.approx([2e-5] * 3)
     assert samples.host == pytest.approx([host] * 3)
-    assert timing._cycles_per_second() == pytest.approx(clock.RATE)
+    assert device_timing._cycles_per_second() == pytest.approx(clock.RATE)
 
 
 def test_what_the_host_does_not_get_ahead_with_has_no_device_time(clock: Clock) -> None:
     calls = {"waits": clock.call(1e-4, 1e-5, waits=True), "takes long": clock.call(1.0, 1e-5)}
     runs: list[str] = []
-    samples = timing.interleaved(calls, 6, 1, device=torch.device("cuda"), before=runs.append)
+    samples = interleaved(calls, 6, 1, device=torch.device("cuda"), before=runs.append)
     assert not any(sample.device for sample in samples.values())
     assert all(len(sample.wall) == 6 for sample in samples.values())
-    assert len(runs) == 2 * (7 + timing._TRIES)  # and is not tried in every round
+    assert len(runs) == 2 * (7 + device_timing.TRIES)  # and is not tried in every round
 
 
 def test_kernels_are_counted_and_annotations_are_not() -> None:

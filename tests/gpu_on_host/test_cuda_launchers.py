@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import device_timing
 import gpu_variants
 import kernel_variants
 import numpy as np
@@ -22,7 +23,6 @@ import torch
 from host_build import SOURCES, build, needs_compiler
 
 from gradstat import _fields
-from gradstat.bench import timing
 
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "overlaps")
 
@@ -453,13 +453,15 @@ def test_variants_are_measured_and_recorded(
     lists["float8"] = [tensor.to(torch.float8_e4m3fn) for tensor in lists["float8"]]
     before = {case: [tensor.float().clone() for tensor in tensors] for case, tensors in lists.items()}
 
-    def interleaved(calls: dict[str, Callable[[], object]], *_: object, **__: object) -> dict[str, timing.Samples]:
+    def interleaved(
+        calls: dict[str, Callable[[], object]], *_: object, **__: object
+    ) -> dict[str, device_timing.Samples]:
         for call in calls.values():
             call()
             stream.synchronize()
-        return {name: timing.Samples(device=[1e-5 * number] * 3) for number, name in enumerate(calls, 1)}
+        return {name: device_timing.Samples([], [], [1e-5 * number] * 3) for number, name in enumerate(calls, 1)}
 
-    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(device_timing, "interleaved", interleaved)
     libraries = dict.fromkeys(kernel_variants.VARIANTS, Path(library._name))
     cases = {case: lambda tensors=tensors: tensors for case, tensors in lists.items()}  # type: ignore[misc]
     gpu_variants.measure_cuda(libraries, cases, 3, tmp_path)  # type: ignore[arg-type]

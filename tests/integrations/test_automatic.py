@@ -61,14 +61,11 @@ def test_one_line_is_enough_and_the_handle_need_not_be_kept() -> None:
         list(program(optimizer, model, 4, bad=3))
 
 
-def test_names_of_the_model_or_of_the_optimizer() -> None:
-    model, optimizer = made()
-    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        list(program(optimizer, model, 2, bad=1))
-    assert handle.monitor.findings[0].name == "0.weight"
+@pytest.mark.parametrize("given", [True, False])
+def test_names_of_the_model_or_of_the_optimizer(given: bool) -> None:
     model, _ = made()
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    with gradstat.auto(optimizer, on_anomaly="record") as handle:
+    optimizer = torch.optim.AdamW(model.parameters() if given else model.named_parameters())
+    with gradstat.auto(optimizer, model if given else None, on_anomaly="record") as handle:
         list(program(optimizer, model, 2, bad=1))
     assert handle.monitor.findings[0].name == "0.weight"
 
@@ -296,12 +293,14 @@ def test_torchs_own_functions_come_back_with_the_last() -> None:
     assert functions() == before
 
 
-def test_what_is_no_scaler() -> None:
+def test_what_is_no_scaler_or_optimizer() -> None:
     model, optimizer = made()
     native = NativeScaler()
     assert gradstat.Monitor(model, optimizer, native).scaler is native._scaler
     with pytest.raises(TypeError, match=r"scaler: expected a torch\.amp\.GradScaler or None, got .*Linear"):
         gradstat.auto(optimizer, model, scaler=nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="of a wrapped one pass what it wraps"):
+        gradstat.auto(model)  # type: ignore[arg-type]
 
 
 def test_removing_takes_everything_away_and_another_may_come() -> None:
@@ -315,11 +314,6 @@ def test_removing_takes_everything_away_and_another_may_come() -> None:
     assert handle.monitor.steps == 2
     assert not optimizer._optimizer_step_pre_hooks
     gradstat.auto(optimizer)
-
-
-def test_what_is_no_optimizer() -> None:
-    with pytest.raises(TypeError, match="of a wrapped one pass what it wraps"):
-        gradstat.auto(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_the_example_runs_and_names_the_fault(tmp_path: Path) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from ranked import lightning_on_ranks
-from ranks import Ranks
 from torch import Tensor, nn
 
 import gradstat
 from gradstat.integrations.fabric import install
-from gradstat.monitor import AnomalyWarning
 
 pytestmark = [
     pytest.mark.usefixtures("_one_thread"),
@@ -151,24 +146,3 @@ def test_what_is_not_fabrics_is_refused() -> None:
         install(fabric, model, optimizer.optimizer)
     with pytest.raises(ValueError, match="micro_batches is 0"):
         install(fabric, model, optimizer, micro_batches=0)
-
-
-def _on_ranks() -> tuple[list[float], list[Any], list[Tensor], bool]:
-    warnings.simplefilter("ignore", AnomalyWarning)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=[lightning_on_ranks()])
-    fabric.launch()
-    fabric, model, optimizer = prepared(fabric=fabric)
-    with install(fabric, model, optimizer, on_anomaly=["skip", "stop"]) as handle:
-        norms = train(fabric, model, optimizer, bad=2 if dist.get_rank() == 1 else -1)
-    found = [(f.rule, f.step, f.name) for f in handle.monitor.findings]
-    return norms, found, weights(model), handle.should_stop
-
-
-def test_ranks_decide_alike(ranks: Ranks) -> None:
-    first, second = ranks.run(2, _on_ranks, timeout=60.0)
-    assert str(first) == str(second)
-    assert [math.isfinite(norm) for norm in first[0]] == [True, True, False, True, True]
-    assert ("nonfinite-loss", 2, "loss") in first[1]
-    assert {name for _, _, name in first[1]} <= {"loss", "0.weight", "0.bias", "2.weight", "2.bias"}  # no "module."
-    assert all(value.isfinite().all() for value in first[2])
-    assert first[3]

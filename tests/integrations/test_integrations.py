@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from ranked import forget_accelerators
+from ranked import accelerate_on_ranks, forget_accelerators, lightning_on_ranks
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -142,6 +145,7 @@ def under_lightning(case: Case) -> Run:
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
+        **on_ranks(),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -201,6 +205,7 @@ def under_accelerate(case: Case) -> Run:
     net = case.net()
     inner = case.optimizer(net.parameters())
     net, optimizer, loader = accelerator.prepare(net, inner, case.loader())
+    before = set(vars(accelerator)), set(vars(optimizer))
     batches: list[Any] = []
 
     def again() -> None:
@@ -223,14 +228,17 @@ def under_accelerate(case: Case) -> Run:
                 optimizer.zero_grad()
             if handle.should_stop:
                 break
+    assert (set(vars(accelerator)), set(vars(optimizer))) == before
     return Run(handle, net, inner, norms)
 
 
 def under_fabric(case: Case) -> Run:
-    made = Fabric(accelerator="cpu")
+    made = Fabric(accelerator="cpu", **on_ranks())
+    made.launch()
     net = case.net()
     inner = case.optimizer(net.parameters())
     model, optimizer = made.setup(net, inner)
+    before = set(vars(made)), set(vars(optimizer))
     batches: list[Any] = []
 
     def again() -> None:
@@ -255,7 +263,15 @@ def under_fabric(case: Case) -> Run:
             optimizer.zero_grad()
             if handle.should_stop:
                 break
+    assert (set(vars(made)), set(vars(optimizer))) == before
     return Run(handle, net, inner, norms)
+
+
+def on_ranks() -> dict[str, Any]:
+    """What Lightning has to be told of processes that are there already."""
+    if not dist.is_initialized():
+        return {}
+    return {"devices": dist.get_world_size(), "strategy": "ddp", "plugins": [lightning_on_ranks()]}
 
 
 @contextmanager
@@ -300,31 +316,23 @@ def test_a_training_is_that_of_a_plain_loop_and_every_step_is_measured(
     assert run.norms in ([], pytest.approx(expected.norms, rel=1e-4))
     losses = [case.net()(x, y)["loss"].item() for x, y in list(case.loader())[:accumulate]]  # of the first step
     assert recording.scalars["loss"][0] == pytest.approx(np.mean(losses), rel=1e-4)
-
-
-def test_all_have_one_vocabulary(under: Any, tmp_path: Path) -> None:
-    handle = under(Case(tmp_path)).handle
+    handle = run.handle  # all have one vocabulary
     assert handle.scalars() == scalars_of(handle.monitor)
-    assert set(handle.scalars()) == {
-        *(f"grad/{name}" for name in ("total_norm", "max_abs", "nan_count", "inf_count", "zero_fraction")),
-        *(f"grad/{name}" for name in ("loss", "lr", "missing", "findings", "nonfinite_steps")),
+    assert {name.removeprefix("grad/") for name in handle.scalars()} == {
+        *("total_norm", "max_abs", "nan_count", "inf_count", "zero_fraction"),
+        *("loss", "lr", "missing", "findings", "nonfinite_steps"),
     }
-    assert {"x/l2_norm/" + name for name in handle.monitor.recording().tables["gradient"].names} <= set(
+    assert {"x/l2_norm/" + name for name in recording.tables["gradient"].names} <= set(
         handle.scalars(prefix="x/", per_tensor=("l2_norm",))
     )
 
 
 @pytest.mark.parametrize("limit", [0.5, gradstat.FixedClip(0.5)], ids=["number", "adaptive"])
 def test_max_norm_clips_where_the_program_does_not(under: Any, limit: Any, tmp_path: Path) -> None:
-    run = under(Case(tmp_path, watch={"max_norm": limit}))
-    torch.testing.assert_close(weights(run), weights(plain(Case(tmp_path, clip=0.5))), rtol=1e-4, atol=1e-6)
-
-
-def test_nothing_random_is_drawn(under: Any, tmp_path: Path) -> None:
-    """Each training here makes gradstat's part inside of `nothing_drawn`, with what is looked at before a model."""
-    options = {"on_anomaly": ["skip", "warn"], "max_norm": 1.0, "watch": {"updates": 1, "activations": 1}}
+    """And nothing random is drawn: see `nothing_drawn`."""
+    options = {"on_anomaly": ["skip", "warn"], "max_norm": limit, "watch": {"updates": 1, "activations": 1}}
     run = under(Case(tmp_path, watch=options))
-    torch.testing.assert_close(weights(run), weights(plain(Case(tmp_path, clip=1.0))), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights(run), weights(plain(Case(tmp_path, clip=0.5))), rtol=1e-4, atol=1e-6)
 
 
 # A fault ----------------------------------------------------------------------------------------------------
@@ -413,6 +421,35 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
         second.load_state_dict({**state, "version": 2})
 
 
+# Several ranks ----------------------------------------------------------------------------------------------
+
+
+def _train_on_ranks(name: str, folder: str) -> tuple[list[Any], list[Tensor], list[float], bool, str | None]:
+    policies = ["skip", "stop", "replay"] if name == "trainer" else ["skip", "stop"]
+    bad = frozenset({1, 2} if dist.get_rank() == 1 else ())  # on one rank a pass of step 1, and that of its replay
+    with accelerate_on_ranks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = UNDER[name](Case(Path(folder), clip=0.05, bad_at=bad, watch={"on_anomaly": policies}))
+    monitor = run.handle.monitor
+    assert run.norms in ([], [pytest.approx(n, nan_ok=True) for n in monitor.recording().scalars["norm"].tolist()])
+    found = [(f.rule, f.step, f.name.removeprefix("net.")) for f in monitor.findings if f.severity == "error"]
+    norms = monitor.recording().scalars["norm"].tolist()
+    return found, weights(run), norms, run.handle.should_stop, monitor.culprit and monitor.culprit.op
+
+
+@pytest.mark.parametrize("name", UNDER)
+def test_ranks_decide_alike(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _train_on_ranks, name, str(tmp_path), timeout=60.0)
+    assert str(first[:4]) == str(second[:4])
+    found, trained, norms, stops, _ = first
+    assert ("nonfinite-loss", 1, "loss") in found
+    assert {name for _, _, name in found} <= {"loss", *NAMES}  # without DDP's "module."
+    assert all(value.isfinite().all() for value in trained)
+    assert [math.isfinite(norm) for norm in norms] == [True, False]  # both stopped, at the same step
+    assert stops
+    assert (first[4], second[4]) == (None, "log" if name == "trainer" else None)  # a replay is each rank's own
+
+
 # What is refused --------------------------------------------------------------------------------------------
 
 
@@ -439,21 +476,11 @@ def test_options_without_sense_are_refused_before_there_is_a_model(options: Any,
         Options(options, "trainer", options.pop("max_norm", None), options.pop("runs_steps", False))
 
 
-class DeepSpeedStrategy:
-    """Of the class's name only."""
+@pytest.mark.parametrize("by_class", [True, False])
+def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
+    strategies = [type(name, (), {})() for name in ("DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy")]
+    deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
-
-class FSDPStrategy:
-    """Of the class's name only."""
-
-
-class XLAStrategy:
-    """Of the class's name only."""
-
-
-@pytest.mark.parametrize("deepspeed", [DeepSpeedStrategy(), "DEEPSPEED"])
-@pytest.mark.parametrize("fsdp", [FSDPStrategy(), "FSDP"])
-def test_engines_refuse_and_hide_the_same_everywhere(deepspeed: Any, fsdp: Any) -> None:
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
         options = Options(given, "trainer", runs_steps=True)
         clips = engine_clips(engine_of(strategy), options, max_norm, ranks, "set it there")
@@ -478,7 +505,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(deepspeed: Any, fsdp: Any) 
     with pytest.raises(NotImplementedError, match="'rollback' on 2 ranks"):
         ask("MULTI_CPU", 2, on_anomaly="rollback")
     assert not ask("MULTI_CPU", 2, 1.0, on_anomaly="skip")[0]
-    for engine, words in (("MEGATRON_LM", "got Megatron-LM"), ("XLA", "got XLA"), (XLAStrategy(), "got XLA")):
+    for engine, words in (("MEGATRON_LM", "got Megatron-LM"), (xla, "got XLA")):
         with pytest.raises(NotImplementedError, match=words):
             ask(engine)
 

@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from programs import output_of
-from ranked import run_example
+from ranked import lightning_on_ranks, run_example
+from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
+from gradstat._core.host_copy import HostCopy
+from gradstat.integrations._watch import Ranks as Votes
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
@@ -75,10 +82,10 @@ class Model(pl.LightningModule):
         return self.make(self.parameters(), **self.options)
 
 
-def data(batches: int = 8, size: int = 4) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(batches * size, 6, generator=generator)
-    return DataLoader(TensorDataset(x, torch.randint(3, (batches * size,), generator=generator)), batch_size=size)
+def data(batches: int = 8, seed: int = 5) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * batches, 6, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (4 * batches,), generator=generator)), batch_size=4)
 
 
 def trainer(callback: Any, **options: Any) -> pl.Trainer:
@@ -109,20 +116,10 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 
 
 def norms(callback: GradstatCallback) -> list[float]:
-    assert callback.monitor is not None
     return callback.monitor.recording().scalars["norm"].tolist()
 
 
 # What is measured -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("precision", "accumulate"), [("32-true", 3), ("bf16-mixed", 1)])
-def test_gradients_are_measured_complete_and_unclipped(precision: str, accumulate: int) -> None:
-    callback, model = GradstatCallback(max_norm=0.01, on_anomaly="record"), Model()
-    made = fit(callback, model, precision=precision, accumulate_grad_batches=accumulate)
-    assert norms(callback) == pytest.approx([norm_of(g) for g in model.gradients], rel=1e-6)
-    assert len(model.gradients) == made.global_step == callback.monitor.steps == math.ceil(8 / accumulate)  # type: ignore[union-attr]
-    assert model.clipped == pytest.approx([0.01] * made.global_step, rel=1e-3)
 
 
 @pytest.mark.parametrize(("fused", "own"), [(False, True), (True, False), (True, True)])
@@ -163,21 +160,29 @@ def test_a_clip_of_the_trainer_is_taken_over_and_given_back() -> None:
     torch.testing.assert_close(trained(GradstatCallback(max_norm=limit, on_anomaly="record")), expected)
 
 
-def test_max_norm_is_in_the_trainers_settings_for_the_fit_only() -> None:
+def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
+    """Also if the fit fails between clip and step; the optimizer keeps nothing of it."""
     seen: list[Any] = []
 
     class Overriding(Model):
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
-        ) -> None:
-            seen.append(gradient_clip_val)
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:  # type: ignore[override]
+            seen.append(options["gradient_clip_val"])
+            self.clip_gradients(optimizer, **options)
+            if self.spoil:
+                assert "grad_scale" in self.optimizers().optimizer.__dict__  # type: ignore[union-attr]
+                raise ZeroDivisionError
 
     model = Overriding()
     made = fit(GradstatCallback(max_norm=0.02, on_anomaly="record"), model)
     assert set(seen) == {0.02}
     assert model.clipped == pytest.approx([0.02] * 8, rel=1e-3)
     assert made.gradient_clip_val is None
+    made = trainer(GradstatCallback(max_norm=0.01), **scaled())
+    with pytest.raises(ZeroDivisionError):
+        made.fit(Overriding(torch.optim.AdamW, {7: "nan"}, fused=True), data())
+    assert made.gradient_clip_val is None
+    assert "clip_gradients" not in made.precision_plugin.__dict__
+    assert "grad_scale" not in made.strategy.optimizers[0].__dict__
 
 
 def test_a_clip_by_value_stays_lightnings() -> None:
@@ -213,44 +218,14 @@ def test_an_adaptive_clip_goes_everywhere(fused: bool) -> None:
         assert made.gradient_clip_val is None
 
 
-def test_the_clip_is_given_back_after_an_error() -> None:
-    model = Model()
-    model.training_step = lambda batch, batch_idx: 1 / 0  # type: ignore[method-assign,assignment,misc]
-    made = trainer(GradstatCallback(max_norm=1.0))
-    with pytest.raises(ZeroDivisionError):
-        made.fit(model, data())
-    assert made.gradient_clip_val is None
-    assert "clip_gradients" not in made.precision_plugin.__dict__
-
-
-def test_an_optimizer_that_did_not_step_keeps_nothing() -> None:
-    class Failing(Model):
-        def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
-            super().configure_gradient_clipping(*arguments, **options)
-            assert "grad_scale" in self.optimizers().optimizer.__dict__  # type: ignore[union-attr]
-            raise ZeroDivisionError
-
-    made = trainer(GradstatCallback(max_norm=0.01), **scaled())
-    model = Failing(torch.optim.AdamW, fused=True)
-    with pytest.raises(ZeroDivisionError):
-        made.fit(model, data())
-    assert "grad_scale" not in made.strategy.optimizers[0].__dict__
-
-
 # Policies ---------------------------------------------------------------------------------------------------
-
-
-def parameters_after(model: Model) -> list[list[Tensor]]:
-    """Copies of the parameters after each batch, which the model collects."""
-    after: list[list[Tensor]] = []
-    model.on_train_batch_end = lambda *_: after.append([p.detach().clone() for p in model.parameters()])  # type: ignore[method-assign]
-    return after
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_overflows_under_a_loss_scale_are_the_scalers(fused: bool) -> None:
     model = Model(torch.optim.AdamW, {3: "nan"}, fused=fused)
-    after = parameters_after(model)
+    after: list[list[Tensor]] = []
+    model.on_train_batch_end = lambda *_: after.append([p.detach().clone() for p in model.parameters()])  # type: ignore[method-assign]
     made = fit(GradstatCallback(max_norm=0.05, on_anomaly="skip"), model, **scaled())
     torch.testing.assert_close(after[3], after[2], rtol=0, atol=0)
     assert made.precision_plugin.scaler.get_scale() == 512.0  # type: ignore[attr-defined]
@@ -279,8 +254,7 @@ def test_stop_and_checkpoint(tmp_path: Path) -> None:
     state = torch.load(saved, weights_only=True)
     assert state["global_step"] == 3
     assert all(value.isfinite().all() for value in state["state_dict"].values())
-    restored = torch.load(saved, weights_only=True)["callbacks"]["GradstatCallback"]
-    assert restored["monitors"][0]["steps"] == 4
+    assert state["callbacks"]["GradstatCallback"]["monitors"][0]["steps"] == 4
 
 
 def test_raise_names_the_parameter_and_ends_the_training(tmp_path: Path) -> None:
@@ -333,27 +307,6 @@ def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, opti
     model = Dropping(torch.optim.AdamW, fused=True)  # whose gradients a scaler leaves as they are
     fit([Repeating(), callback], model, batches=6, accumulate_grad_batches=accumulate, **options)
     assert compared == [accumulate] * (6 // accumulate)
-
-
-def test_a_replay_repeats_the_dropout_of_the_step() -> None:
-    masks: list[Tensor] = []
-
-    class Dropping(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            mask = nn.functional.dropout(torch.ones(64), 0.5)
-            if batch_idx == 3:
-                masks.append(mask)
-            return self.loss_of(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.net(batch[0])
-            torch.rand(3)
-
-    model, callback = Dropping(spoil={3: "sqrt"}), GradstatCallback(on_anomaly=["replay", "skip"])
-    with pytest.warns(AnomalyWarning, match="derivative of sqrt"):
-        trainer(callback, val_check_interval=3, limit_val_batches=2).fit(model, data(), data(2))
-    assert len(masks) == 2
-    assert torch.equal(*masks)
 
 
 def test_the_progress_bar_tells_the_finding() -> None:
@@ -436,12 +389,9 @@ def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("grad/total_norm")] == [
         (step, pytest.approx(norms(callback)[step], rel=1e-6)) for step in (2, 5)
     ]
-
-
-def test_nothing_is_logged_where_that_is_off(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    fit(GradstatCallback(log_every=0, on_anomaly="record"), Model(), logger=logger, log_every_n_steps=1)
-    assert logger.experiment.metrics == []
+    silent = CSVLogger(tmp_path)
+    fit(GradstatCallback(log_every=0, on_anomaly="record"), Model(), logger=silent, log_every_n_steps=1)
+    assert silent.experiment.metrics == []
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------
@@ -466,14 +416,9 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
-def test_a_clip_configured_twice_is_refused() -> None:
+def test_what_would_be_done_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*remove the other"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
-
-
-def test_two_callbacks_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="GradstatCallback"):
-        trainer([GradstatCallback(), GradstatCallback()])
     made = trainer(GradstatCallback())
     made.callbacks.append(GradstatCallback())  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"expected one GradstatCallback .* found 2.* Remove"):
@@ -516,17 +461,14 @@ def test_lbfgs_is_measured_in_every_evaluation() -> None:
     callback = GradstatCallback(max_norm=1.0, on_anomaly="record")
     model = Model(torch.optim.LBFGS, max_iter=3)
     made = fit(callback, model, batches=2)
-    assert callback.monitor is not None
     assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
 
 
 # Imports ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def imported() -> list[str]:
-    """What a process prints that imports one thing after the other."""
-    return output_of(
+def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> None:
+    printed = output_of(
         """
         import sys, warnings
         import gradstat, gradstat.monitor, gradstat.integrations, gradstat.integrations.loggers
@@ -560,18 +502,180 @@ def imported() -> list[str]:
         print(isinstance(callback, pl.Callback), callback.monitor.steps)
         """
     ).splitlines()
+    assert printed[0] == "[]"
+    assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in printed[1]
+    assert printed[-1] == "True 4"  # pytorch_lightning is served under its own name
 
 
-def test_the_core_imports_no_framework(imported: list[str]) -> None:
-    assert imported[0] == "[]"
+# Several ranks ----------------------------------------------------------------------------------------------
 
 
-def test_without_lightning_the_remedy_is_told(imported: list[str]) -> None:
-    assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in imported[1]
+def fit_on_ranks(callbacks: list[Any], model: pl.LightningModule, strategy: Any = "ddp", **options: Any) -> pl.Trainer:
+    """Decisions come after the reduction and are the same on all."""
+    settings = {"devices": dist.get_world_size(), "plugins": [lightning_on_ranks()], "use_distributed_sampler": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = trainer(callbacks, strategy=strategy, **settings, **options)
+        made.fit(model, data(seed=dist.get_rank()))
+    return made
 
 
-def test_pytorch_lightning_is_served_under_its_own_name(imported: list[str]) -> None:
-    assert imported[-1] == "True 4"
+def _bad_at(step: int, rank: int = 1) -> dict[int, str]:
+    return {step: "sqrt"} if dist.get_rank() == rank else {}
+
+
+def _skipping(fused: bool) -> tuple[list[float], list[float], list[Tensor], list[int], int]:
+    model = Model(torch.optim.AdamW, _bad_at(3), fused=fused)
+    callback = GradstatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
+    made = fit_on_ranks([callback], model)
+    errors = [finding.step for finding in callback.monitor.findings if finding.severity == "error"]
+    seen = [norm_of(gradients) for gradients in model.gradients]
+    return norms(callback), seen, [p.detach() for p in model.parameters()], errors, made.global_step
+
+
+def test_statistics_and_skips_are_of_the_reduced_gradients(ranks: Ranks) -> None:
+    for fused in (False, True):
+        first, second = ranks.run(2, _skipping, fused)
+        assert str(first) == str(second)
+        found, seen, parameters, errors, steps = first
+        assert steps == 8
+        assert errors == [3]
+        assert all(p.isfinite().all() for p in parameters)
+        assert [math.isfinite(norm) for norm in found] == [i != 3 for i in range(8)]
+        assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
+        for one, other in zip(parameters, second[2], strict=True):
+            assert torch.equal(one, other)
+
+
+class _OneWants(pl.Callback):
+    """On rank 1 alone something is wanted in step 3."""
+
+    def __init__(self, callback: GradstatCallback, policy: str) -> None:
+        self.callback, self.policy = callback, policy
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            (watch,) = self.callback.watches
+            if self.policy == "stop":
+                watch.monitor.should_stop = True
+            elif self.policy == "raise":
+                watch._error = AnomalyError("it is on this rank")
+            else:
+                watch._noted.add(self.policy)
+
+
+def _agreeing(policy: str, folder: str) -> tuple[int, list[str], str]:
+    callback = GradstatCallback(on_anomaly="record", save_dir=folder)
+    message = ""
+    try:
+        made = fit_on_ranks([_OneWants(callback, policy), callback], Model())
+        steps = made.global_step
+    except AnomalyError as error:
+        message, steps = str(error), -1
+    return steps, [path.name for path in callback.checkpoints], message
+
+
+def test_what_one_rank_wants_all_do(ranks: Ranks, tmp_path: Any) -> None:
+    assert ranks.run(2, _agreeing, "stop", str(tmp_path)) == [(4, [], ""), (4, [], "")]
+    saved = ["gradstat-step3.ckpt"]
+    assert ranks.run(2, _agreeing, "checkpoint", str(tmp_path)) == [(8, saved, ""), (8, saved, "")]
+    assert (tmp_path / saved[0]).exists()
+    first, second = ranks.run(2, _agreeing, "raise", str(tmp_path))
+    assert "another rank found an anomaly" in first[2]
+    assert "it is on this rank" in second[2]
+
+
+def _replaying(accumulate: int) -> tuple[str, int]:
+    callback = GradstatCallback(on_anomaly=["replay", "skip"])
+    made = fit_on_ranks([callback], Model(spoil=_bad_at(5)), accumulate_grad_batches=accumulate)
+    return str(callback.monitor.culprit), made.global_step
+
+
+def test_a_replay_finds_the_line_on_the_rank_that_made_it(ranks: Ranks) -> None:
+    for accumulate in (1, 2):
+        (clean, steps), (culprit, others_steps) = ranks.run(2, _replaying, accumulate)
+        assert clean == "None"
+        assert "derivative of sqrt" in culprit
+        assert "torch.sqrt(outputs - outputs)" in culprit
+        assert steps == others_steps == 8 // accumulate
+
+
+def _blaming() -> dict[int, dict[str, int]]:
+    callback = GradstatCallback(on_anomaly="skip")
+    fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
+    return {step: dict(report.first_bad) for step, report in callback.micro_batch_reports.items()}
+
+
+def test_the_micro_batch_is_told_on_the_rank_that_made_it(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _blaming)
+    assert set(second[1].values()) == {0}
+    assert set(first[1].values()) == {3}  # it came with the reduction of the last one
+
+
+class _Sharded(Model):
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.whole())
+
+    def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*arguments, **options)
+        self.clipped.append(norm_of(self.whole()))
+
+    def whole(self) -> dict[str, Tensor]:
+        return {n: p.grad.full_tensor() for n, p in self.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+
+    optimizer_step = pl.LightningModule.optimizer_step
+
+
+def _sharding() -> tuple[list[float], list[float], bool, list[float], int]:
+    model = _Sharded(torch.optim.AdamW, _bad_at(3))
+    callback = GradstatCallback(max_norm=0.01, on_anomaly=["skip", "record"])
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    made = fit_on_ranks([callback], model, strategy)
+    finite = all(p.to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
+    return norms(callback), [norm_of(g) for g in model.gradients], finite, model.clipped, made.global_step
+
+
+def test_sharded_gradients_are_measured_and_clipped_as_a_whole(ranks: Ranks) -> None:
+    for found, seen, finite, clipped, steps in ranks.run(2, _sharding):
+        assert steps == 8
+        assert finite
+        assert math.isnan(found[3])
+        assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
+        assert clipped[:3] + clipped[4:] == pytest.approx([0.01] * 7, abs=1e-5)
+
+
+def _watching_origins() -> tuple[list[int], list[str]]:
+    callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
+    fit_on_ranks([callback], Model(spoil=_bad_at(3)))
+    found = [finding for finding in callback.monitor.findings if finding.rule == "bad-rank"]
+    return [finding.step for finding in found], [finding.text for finding in found]
+
+
+def test_the_rank_that_brought_it_is_named_on_all(ranks: Ranks) -> None:
+    first, second = ranks.run(2, _watching_origins)
+    assert first == second
+    assert first[0] == [3]
+    assert "rank 1" in first[1][0]
+
+
+def _votes_that_travel() -> list[list[bool]]:
+    first = dist.get_rank() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopy, "travels", True)
+        votes = Votes(torch.device("cpu"))
+        heard = [votes.any_of([first, False], wait=False), votes.any_of([False, False], wait=False)]
+        heard.append(votes.any_of([False, first], wait=False))
+        return [*heard, votes.any_of([False, False], wait=True), votes.any_of([False, False], wait=True)]
+
+
+def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks(ranks: Ranks) -> None:
+    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
+    expected = [[False, False], [True, False], [False, False], [False, True], [False, False]]
+    assert ranks.run(2, _votes_that_travel) == [expected, expected]
 
 
 # The example ------------------------------------------------------------------------------------------------

@@ -281,12 +281,9 @@ def test_the_table_of_versions_is_what_was_found() -> None:
     assert compatibility.rendered(document) == document, "run `python tools/compatibility.py --write`"
 
 
-@pytest.mark.parametrize("found", ["2.9.1", "2.9.1+cu128", "1.13.0"])
-def test_a_torch_that_is_too_old_is_named_with_the_remedy(found: str) -> None:
-    with pytest.raises(ImportError, match=re.escape(f"needs torch >= 2.10, found torch {found}. Upgrade it: pip in")):
+def test_a_torch_that_is_too_old_is_named_with_the_remedy() -> None:
+    for found in ("2.10.0", "2.10.0a0+git1234", "2.11.0.dev20260101", "3.0.0"):
         _torch_version.require(found)
-
-
-@pytest.mark.parametrize("found", ["2.10.0", "2.10.0a0+git1234", "2.11.0.dev20260101", "3.0.0"])
-def test_a_torch_that_is_new_enough_is_taken(found: str) -> None:
-    _torch_version.require(found)
+    for found in ("2.9.1", "2.9.1+cu128", "1.13.0"):
+        with pytest.raises(ImportError, match=re.escape(f"needs torch >= 2.10, found torch {found}. Upgrade it: pip")):
+            _torch_version.require(found)

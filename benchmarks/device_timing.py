@@ -1,0 +1,90 @@
+"""Time on a GPU without any of the host, which queues all of a call while the GPU sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from gradstat.bench import timing
+
+_HOST_TIMES = 2.0  # that the GPU sleeps for while the host queues a call
+_LEAST_HEAD_START, _LONGEST_HEAD_START = 1e-4, 0.5  # seconds
+_CALIBRATING_CYCLES = 20_000_000
+TRIES = 2  # at a call that the host does not get ahead with
+
+
+class Samples(NamedTuple):
+    """Seconds of one call, a number per round.
+
+    Attributes:
+        wall: From the call to the end of all its work, a final sync included.
+        host: Until the call returned. On a CPU the same as ``wall``.
+        device: On a GPU, between events around the call: its kernels and copies, but no time of the host. Rounds in
+            which the GPU was awake before are left out, so this is empty for a call that waits for the GPU or launches
+            more than the queue holds (1,024), and on a CPU.
+    """
+
+    wall: list[float]
+    host: list[float]
+    device: list[float]
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int,
+    *,
+    device: torch.device,
+    before: Callable[[str], object] = lambda name: None,
+) -> dict[str, Samples]:
+    """As `timing.interleaved`; on a GPU every call runs a second time per round, for `Samples.device`."""
+    host: dict[str, list[float]] = {name: [] for name in calls}
+    asleep: dict[str, list[float | None]] = {name: [] for name in calls}
+    tries = dict.fromkeys(calls, TRIES if device.type == "cuda" else 0)
+
+    def after(name: str, seconds: float) -> None:
+        host[name].append(seconds)
+        on_device = None
+        if tries[name]:
+            before(name)
+            on_device = _device_seconds(calls[name], seconds)
+            tries[name] = TRIES if on_device is not None else tries[name] - 1
+        asleep[name].append(on_device)
+
+    wall = timing.interleaved(calls, rounds, warmup, device=device, before=before, after=after)
+    return {
+        name: Samples(wall[name], host[name][warmup:], [s for s in asleep[name][warmup:] if s is not None])
+        for name in calls
+    }
+
+
+def _device_seconds(call: Callable[[], object], host: float) -> float | None:
+    """Seconds on the device of a call that takes ``host`` seconds to queue; None if the device was awake before."""
+    asleep = max(_LEAST_HEAD_START, _HOST_TIMES * host)
+    if asleep > _LONGEST_HEAD_START:
+        return None
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(asleep * _cycles_per_second()))
+    start.record()
+    call()
+    end.record()
+    was_asleep = not start.query()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 if was_asleep else None
+
+
+@cache
+def _cycles_per_second() -> float:
+    """The fastest the GPU's clock was seen to run: a slower one sleeps longer, which does no harm."""
+    fastest = 0.0
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(_CALIBRATING_CYCLES)
+        end.record()
+        end.synchronize()
+        fastest = max(fastest, _CALIBRATING_CYCLES / (start.elapsed_time(end) / 1e3))
+    return fastest
