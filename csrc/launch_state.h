@@ -109,36 +109,17 @@ struct UploadedTable {
 UploadedTable upload_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace,
                            int32_t device, cudaStream_t stream);
 
-// Calls launch(table) with the smallest kind of table, from `kSmallest` entries on, that holds all entries.
+// Calls launch(table) with the first of these sizes of parameter table that holds all entries, else with an
+// uploaded one.
 #if defined(GRADSTAT_ONE_PARAMETER_TABLE)  // benchmarks/gpu_variants.py
-constexpr int kSmallestTable = kLargeTable;
+#define GRADSTAT_TABLE_SIZES kLargeTable
 #else
-constexpr int kSmallestTable = kSmallTable;
+#define GRADSTAT_TABLE_SIZES kSmallTable, kMediumTable, kLargeTable
 #endif
-template <int kSmallest = kSmallestTable, class Launch>
+template <int... kCapacities, class Launch>
 void with_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace, int32_t device,
                 cudaStream_t stream, const Launch& launch) {
-  const size_t count = entries.size();
-  const auto by_parameters = [&](auto& table) {
-    fill_table(entries, partition, table);
-    launch(table);
-  };
-  if constexpr (kSmallest <= kSmallTable) {
-    if (count <= kSmallTable) {
-      ParameterTable<kSmallTable> table;
-      return by_parameters(table);
-    }
-  }
-  if constexpr (kSmallest <= kMediumTable) {
-    if (count <= kMediumTable) {
-      ParameterTable<kMediumTable> table;
-      return by_parameters(table);
-    }
-  }
-  if (count <= kLargeTable) {
-    ParameterTable<kLargeTable> table;
-    return by_parameters(table);
-  }
+  if (with_parameter_table<kCapacities...>(entries, partition, launch)) return;
   const UploadedTable uploaded = upload_table(entries, partition, workspace, device, stream);
   launch(uploaded.table);
 }

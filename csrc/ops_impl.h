@@ -152,7 +152,7 @@ struct Ops {
     Tensor tensor;
 
     Memory(std::initializer_list<int64_t> sizes, DType dtype, int32_t device_index)
-        : tensor(new_tensor(sizes, torch_code_of(dtype), Device::type(), device_index)) {}
+        : tensor(new_tensor(sizes, known_type(dtype).torch_code(), Device::type(), device_index)) {}
     void* data() const { return tensor.data_ptr(); }
   };
   using Bodies = Operations<Device, Memory>;

@@ -7,18 +7,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "ops_impl.h"
-
-// DLPack's header is plain C and versioned by itself. torch ships it in a folder that it closes to users of the
-// stable interface as a whole.
-#pragma push_macro("TORCH_TARGET_VERSION")
-#undef TORCH_TARGET_VERSION
-#include <ATen/dlpack.h>
-#pragma pop_macro("TORCH_TARGET_VERSION")
-
 #include <chrono>
 #include <optional>
 #include <thread>
+
+#include "ops_impl.h"
 
 namespace gradstat {
 
@@ -129,37 +122,11 @@ inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
   Py_RETURN_TRUE;
 }
 
-// What DLPack calls the types the kernels read.
-struct DlpackType {
-  uint8_t code, bits;
-  ElementType element;
-};
-constexpr DlpackType kDlpackTypes[] = {
-    {kDLFloat, 32, {DType::kFloat32, false}},
-    {kDLBfloat, 16, {DType::kBFloat16, false}},
-    {kDLFloat, 16, {DType::kFloat16, false}},
-    {kDLFloat, 64, {DType::kFloat64, false}},
-    {kDLComplex, 64, {DType::kFloat32, true}},
-    {kDLComplex, 128, {DType::kFloat64, true}},
-    {kDLComplex, 32, {DType::kFloat16, true}},
-    {kDLFloat8_e4m3fn, 8, {DType::kFloat8E4M3FN, false}},
-    {kDLFloat8_e5m2, 8, {DType::kFloat8E5M2, false}},
-    {kDLFloat8_e4m3fnuz, 8, {DType::kFloat8E4M3FNUZ, false}},
-    {kDLFloat8_e5m2fnuz, 8, {DType::kFloat8E5M2FNUZ, false}},
-};
-
 inline ElementType element_of(DLDataType type) {
-  for (const DlpackType& known : kDlpackTypes) {
+  for (const KnownType& known : kKnownTypes) {
     if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return known.element;
   }
   throw NotOrdinary();
-}
-
-inline DLDataType dlpack_type_of(DType dtype) {
-  for (const DlpackType& known : kDlpackTypes) {
-    if (known.element.dtype == dtype && !known.element.is_pair) return {known.code, known.bits, 1};
-  }
-  throw std::logic_error("gradstat: a dtype that DLPack has no name for");
 }
 
 // New memory from torch's allocator, on its way to becoming a tensor or to being given back. Throws NotOrdinary
@@ -171,7 +138,7 @@ class NewTensor {
     DLTensor prototype{};
     prototype.device = {Device::kDLPackType, device_index};
     prototype.ndim = static_cast<int32_t>(sizes.size());
-    prototype.dtype = dlpack_type_of(dtype);
+    prototype.dtype = {known_type(dtype).code, known_type(dtype).bits, 1};
     prototype.shape = const_cast<int64_t*>(sizes.begin());
     // If memory is short, the general way will say so.
     const auto ignore_error = [](void*, const char*, const char*) {};

@@ -186,4 +186,17 @@ void fill_table(const std::vector<Entry>& entries, const Partition& partition, T
   for (; range <= partition.ranges; ++range) table.first_tensors[range] = static_cast<Tensor>(entries.size());
 }
 
+// Calls body(table) with the first of these sizes of table that holds all entries; whether one does.
+template <int kCapacity, int... kLarger, class Body>
+bool with_parameter_table(const std::vector<Entry>& entries, const Partition& partition, const Body& body) {
+  if (entries.size() <= kCapacity) {
+    ParameterTable<kCapacity> table;
+    fill_table(entries, partition, table);
+    body(table);
+    return true;
+  }
+  if constexpr (sizeof...(kLarger) > 0) return with_parameter_table<kLarger...>(entries, partition, body);
+  return false;
+}
+
 }  // namespace gradstat
