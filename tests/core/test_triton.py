@@ -28,7 +28,7 @@ import triton.language as tl
 from gradstat.kernels import _table
 from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
-from gradstat.kernels._launch import Launcher
+from gradstat.kernels._table import Launcher
 from gradstat.kernels.scale import scale_, scale_each_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
 
