@@ -1,12 +1,8 @@
 // What the fast loop of the statistics kernel does with one thread's share of a tile, for each element type.
 //
-// Method, as in stats_cpu_kernel.h. Squares and values are added in float32 over small groups, as a balanced
-// tree in which at most three roundings reach any term (norm error at most 9e-8 for any input), and each
-// group is promoted to float64. Squares of 16-bit and 8-bit numbers are exact in float32, so their groups
-// have eight members; those of float32 have four. Nothing here looks for NaN, Inf, overflow or underflow:
-// each shows in the share's sum of squares, which then is not `safe`, and the share is read again exactly.
-//
-// What the loops cost, and what devices have time for, is counted by benchmarks/predict_gpu.py.
+// The method, and why the groups have four or eight members, is that of stats_cpu_kernel.h: what is not safe is
+// read again exactly. What the loops cost, and what devices have time for, is counted by
+// benchmarks/predict_gpu.py.
 #pragma once
 
 #include "multiply.cuh"

@@ -1,9 +1,7 @@
 """The table that tells a Triton kernel where its tensors lie, its upload to the device, and the launch.
 
-One launch serves any list of tensors because the kernel reads addresses, lengths and element types from
-this table. A tensor is a row of vectors of 16 bytes, counted from its address rounded down to 16; the
-vectors are cut into chunks, and each chunk is one program. How a tensor is cut depends on that tensor
-alone, so that its statistics do not change with its neighbours.
+A tensor is a row of vectors of 16 bytes, counted from its address rounded down to 16; the vectors are cut into chunks,
+and each chunk is one program. How a tensor is cut depends on that tensor alone, and so do the bits of its statistics.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ chunks are visited in reverse, because what the statistics read last is most lik
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import triton
 import triton.language as tl
@@ -116,13 +118,12 @@ def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     Every part is as long as the list, with empty tensors for those in other parts.
     """
     rounds = [list(tensors)]
-    times_seen: dict[int, int] = {}
+    times_seen: Counter[int] = Counter()
     for i, tensor in enumerate(tensors):
         if tensor.numel() == 0:
             continue
-        address = tensor.data_ptr()
-        times = times_seen.get(address, 0)
-        times_seen[address] = times + 1
+        times = times_seen[tensor.data_ptr()]
+        times_seen[tensor.data_ptr()] += 1
         if times == 0:
             continue
         empty = tensor.new_empty(0)

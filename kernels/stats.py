@@ -1,16 +1,11 @@
 """Gradient statistics in one Triton launch for any list of tensors.
 
-Method. Each program reads one chunk of one tensor (see _table.py). Its whole 16-byte vectors are read fast,
-in tiles: the squares and values of one vector are summed as a balanced tree in float32, so that at most
-three roundings reach any term (norm error at most 9e-8 for any input), and each vector is promoted to
-float64 once, which consumer GPUs afford where promoting every element they do not. Nothing in that loop
-looks for NaN, Inf, overflow or underflow: each of them shows in the tile's sum of squares, which then leaves
-[SAFE_LOW, SAFE_HIGH], and the tile is read again exactly, every element in float64. What does not fill a
-step, and the partial vectors at a tensor's ends, are always read exactly.
+Each program reads one chunk of one tensor (see _table.py). Whole 16-byte vectors are read fast, in tiles, by the
+method of csrc/stats_cpu_kernel.h: a vector is summed in float32 and promoted to float64 once. A tile whose sum of
+squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly; so is what does not fill a step, and the ends of a tensor.
 
 The chunks of a tensor form groups. The program that finishes a group last merges the rows of its chunks, and the
-one that finishes the last group the rows of the groups, in an order that does not depend on which program that
-is: equal input gives equal bits.
+one that finishes the last group the rows of the groups, in an order that does not depend on which program that is.
 """
 
 from __future__ import annotations
