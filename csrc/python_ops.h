@@ -66,10 +66,9 @@ PyObject* guarded(const Body& body) {
   return nullptr;
 }
 
-// Lets other threads run Python meanwhile. When the interpreter ends in that time, a daemon thread never gets
-// on: up to Python 3.13 asking for the lock then unwinds the stack, which C++ may not outlive, and the
-// destructors on it need the lock. So the thread stays here until the process is gone, as Python does it itself
-// since 3.14.
+// Lets other threads run Python meanwhile. If the interpreter ends in that time, up to Python 3.13 asking a
+// daemon thread for the lock unwinds its stack, whose destructors need the lock. So the thread stays here, as
+// Python has it stay itself since 3.14.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
