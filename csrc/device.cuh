@@ -81,9 +81,6 @@ GRADSTAT_DEVICE bool arrives_last(uint32_t* ticket, uint32_t count) {
 
 // Packed 16-bit arithmetic ------------------------------------------------------------------------------
 
-GRADSTAT_DEVICE float low_bfloat16(uint32_t pair) { return bits_to_float(pair << 16); }
-GRADSTAT_DEVICE float high_bfloat16(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
-
 GRADSTAT_DEVICE float low_half(uint32_t pair) {
 #if defined(__CUDA_ARCH__)
   float value;
@@ -107,24 +104,38 @@ GRADSTAT_DEVICE float high_half(uint32_t pair) {
 // Minimum and maximum of both halves. Of a number and a NaN the number, like fminf; the caller discards
 // what was taken from a tile with a NaN anyway.
 #if defined(__CUDA_ARCH__)
-#define GRADSTAT_PACKED(name, instruction, low, high, choose)     \
-  GRADSTAT_DEVICE uint32_t name(uint32_t a, uint32_t b) {         \
+#define GRADSTAT_PACKED(name, instruction, choose)                \
+  GRADSTAT_DEVICE static uint32_t name(uint32_t a, uint32_t b) {  \
     uint32_t out;                                                 \
     asm(instruction " %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); \
     return out;                                                   \
   }
 #else
-#define GRADSTAT_PACKED(name, instruction, low, high, choose)       \
-  GRADSTAT_DEVICE uint32_t name(uint32_t a, uint32_t b) {           \
+#define GRADSTAT_PACKED(name, instruction, choose)                  \
+  GRADSTAT_DEVICE static uint32_t name(uint32_t a, uint32_t b) {    \
     const uint32_t l = choose(low(a), low(b)) == low(a) ? a : b;    \
     const uint32_t h = choose(high(a), high(b)) == high(a) ? a : b; \
     return (l & 0xffffu) | (h & 0xffff0000u);                       \
   }
 #endif
-GRADSTAT_PACKED(min_bfloat16, "min.bf16x2", low_bfloat16, high_bfloat16, fminf)
-GRADSTAT_PACKED(max_bfloat16, "max.bf16x2", low_bfloat16, high_bfloat16, fmaxf)
-GRADSTAT_PACKED(min_half, "min.f16x2", low_half, high_half, fminf)
-GRADSTAT_PACKED(max_half, "max.f16x2", low_half, high_half, fmaxf)
+
+// Two 16-bit numbers to a word.
+struct PackedBFloat16 {
+  static constexpr uint32_t kInfinities = 0x7f807f80u;
+  GRADSTAT_DEVICE static float low(uint32_t pair) { return bits_to_float(pair << 16); }
+  GRADSTAT_DEVICE static float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
+  GRADSTAT_DEVICE static uint32_t pair_of(float low, float high) { return to_bfloat16_pair(low, high); }
+  GRADSTAT_PACKED(min, "min.bf16x2", fminf)
+  GRADSTAT_PACKED(max, "max.bf16x2", fmaxf)
+};
+struct PackedHalf {
+  static constexpr uint32_t kInfinities = 0x7c007c00u;
+  GRADSTAT_DEVICE static float low(uint32_t pair) { return low_half(pair); }
+  GRADSTAT_DEVICE static float high(uint32_t pair) { return high_half(pair); }
+  GRADSTAT_DEVICE static uint32_t pair_of(float low, float high) { return to_half_pair(low, high); }
+  GRADSTAT_PACKED(min, "min.f16x2", fminf)
+  GRADSTAT_PACKED(max, "max.f16x2", fmaxf)
+};
 #undef GRADSTAT_PACKED
 
 // Adds to each half of `count`, read as float16 numbers, 1 if that half of `pair` is zero. Zero has the same
@@ -137,19 +148,8 @@ GRADSTAT_DEVICE uint32_t count_zero_halves(uint32_t count, uint32_t pair) {
       : "r"(count), "r"(pair), "r"(0u));
   return out;
 #else
-  // The small counts a tile reaches, as float16: looked up rather than rounded.
-  const auto next = [](uint32_t half) {
-    uint32_t bits = 0x3c00u;
-    if (half != 0) {
-      const float value = half_to_float(static_cast<uint16_t>(half)) + 1.0f;
-      bits = ((float_to_bits(value) - 0x38000000u) >> 13) & 0x7fffu;
-    }
-    return bits;
-  };
-  uint32_t low = count & 0xffffu, high = count >> 16;
-  if ((pair & 0x7fffu) == 0) low = next(low);
-  if ((pair & 0x7fff0000u) == 0) high = next(high);
-  return low | (high << 16);
+  const auto one_if_zero = [](uint32_t half) { return (half & 0x7fffu) == 0 ? 1.0f : 0.0f; };
+  return to_half_pair(low_half(count) + one_if_zero(pair), high_half(count) + one_if_zero(pair >> 16));
 #endif
 }
 
@@ -159,7 +159,6 @@ GRADSTAT_DEVICE uint32_t total_of_halves(uint32_t count) {
 }
 
 // Both halves times those of `factor`; exact, as used.
-GRADSTAT_DEVICE uint32_t to_half_pair(float low, float high);
 GRADSTAT_DEVICE uint32_t times_half(uint32_t pair, uint32_t factor) {
 #if defined(__CUDA_ARCH__)
   uint32_t out;
@@ -187,143 +186,18 @@ GRADSTAT_DEVICE uint32_t e4m3_to_half_pair(uint32_t bytes) {
 #endif
 }
 
-GRADSTAT_DEVICE uint32_t high_word(double x) {
 #if defined(__CUDA_ARCH__)
-  return static_cast<uint32_t>(__double2hiint(x));
-#else
-  uint64_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return static_cast<uint32_t>(bits >> 32);
-#endif
-}
-
-GRADSTAT_DEVICE uint32_t low_word(double x) {
-#if defined(__CUDA_ARCH__)
-  return static_cast<uint32_t>(__double2loint(x));
-#else
-  uint64_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return static_cast<uint32_t>(bits);
-#endif
-}
-
+GRADSTAT_DEVICE uint32_t low_word(double x) { return static_cast<uint32_t>(__double2loint(x)); }
+GRADSTAT_DEVICE uint32_t high_word(double x) { return static_cast<uint32_t>(__double2hiint(x)); }
 GRADSTAT_DEVICE double words_to_double(uint32_t low, uint32_t high) {
-#if defined(__CUDA_ARCH__)
   return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
+}
 #else
-  const uint64_t bits = (static_cast<uint64_t>(high) << 32) | low;
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
+GRADSTAT_DEVICE uint32_t low_word(double x) { return static_cast<uint32_t>(bitcast<uint64_t>(x)); }
+GRADSTAT_DEVICE uint32_t high_word(double x) { return static_cast<uint32_t>(bitcast<uint64_t>(x) >> 32); }
+GRADSTAT_DEVICE double words_to_double(uint32_t low, uint32_t high) {
+  return bitcast<double>(static_cast<uint64_t>(high) << 32 | low);
+}
 #endif
-}
-
-// Narrowing, to nearest even ----------------------------------------------------------------------------
-
-// Two floats as a pair of bfloat16, `low` in the low half.
-GRADSTAT_DEVICE uint32_t to_bfloat16_pair(float low, float high) {
-#if defined(__CUDA_ARCH__)
-  uint32_t out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-#else
-  const auto narrow = [](float x) {
-    const uint32_t bits = float_to_bits(x);
-    if (x != x) return 0x7fffu;
-    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  };
-  return narrow(low) | (narrow(high) << 16);
-#endif
-}
-
-// Any binary format narrower than float32, without sign: the bits of the magnitude, which may have reached
-// or passed the largest exponent. `bits` must not be NaN.
-GRADSTAT_DEVICE uint32_t narrow_magnitude(uint32_t bits, int mantissa, int bias) {
-  // Below the smallest normal number the spacing is fixed: adding a number whose last place is that spacing
-  // rounds. Above, the bits themselves are rounded and the exponent is moved.
-  const int drop = 23 - mantissa;
-  const uint32_t smallest_normal = static_cast<uint32_t>(127 + 1 - bias) << 23;
-  if (bits < smallest_normal) {
-    const uint32_t magic = static_cast<uint32_t>(127 + 1 - bias + drop) << 23;
-    return float_to_bits(bits_to_float(bits) + bits_to_float(magic)) - magic;
-  }
-  const uint32_t rounded = bits + ((1u << (drop - 1)) - 1) + ((bits >> drop) & 1u);
-  return (rounded >> drop) - (static_cast<uint32_t>(127 - bias) << mantissa);
-}
-
-GRADSTAT_DEVICE uint32_t to_half_pair(float low, float high) {
-#if defined(__CUDA_ARCH__)
-  uint32_t out;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-#else
-  const auto narrow = [](float x) {
-    const uint32_t sign = (float_to_bits(x) >> 16) & 0x8000u;
-    const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
-    if (bits > 0x7f800000u) return 0x7fffu;
-    const uint32_t magnitude = narrow_magnitude(bits, 10, 15);
-    return sign | (magnitude > 0x7c00u ? 0x7c00u : magnitude);
-  };
-  return narrow(low) | (narrow(high) << 16);
-#endif
-}
-
-// The 8-bit formats round like torch's (2.13): past the largest value to infinity where there is one, else to
-// the largest (e4m3fn) or to NaN (the two without negative zero).
-GRADSTAT_DEVICE uint8_t to_float8(float x, DType dtype) {
-  const uint32_t sign = (float_to_bits(x) >> 24) & 0x80u;
-  const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
-  const bool finite_only = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
-  const bool wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
-  const uint32_t nan = finite_only ? 0x80u : sign | 0x7fu;
-  if (bits > 0x7f800000u) return static_cast<uint8_t>(nan);
-  const uint32_t magnitude =
-      narrow_magnitude(bits, wide ? 2 : 3, wide ? (finite_only ? 16 : 15) : (finite_only ? 8 : 7));
-  if (dtype == DType::kFloat8E5M2) {
-    return static_cast<uint8_t>(sign | (magnitude > 0x7cu ? 0x7cu : magnitude));
-  }
-  if (!finite_only) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
-  if (magnitude > 0x7fu) return static_cast<uint8_t>(nan);
-  return static_cast<uint8_t>(magnitude == 0 ? 0 : sign | magnitude);
-}
-
-// One value of any type, read on its own -----------------------------------------------------------------
-
-GRADSTAT_DEVICE double value_at(uint64_t address, DType dtype, int64_t index) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return reinterpret_cast<const float*>(address)[index];
-    case DType::kBFloat16:
-      return bfloat16_to_float(reinterpret_cast<const uint16_t*>(address)[index]);
-    case DType::kFloat16:
-      return half_to_float(reinterpret_cast<const uint16_t*>(address)[index]);
-    case DType::kFloat64:
-      return reinterpret_cast<const double*>(address)[index];
-    default:
-      return float8_to_float(reinterpret_cast<const uint8_t*>(address)[index], dtype);
-  }
-}
-
-// Writes `value` as one element of a real type.
-GRADSTAT_DEVICE void write_value(void* out, DType dtype, double value) {
-  const auto narrow = static_cast<float>(value);
-  switch (dtype) {
-    case DType::kFloat64:
-      *static_cast<double*>(out) = value;
-      return;
-    case DType::kFloat32:
-      *static_cast<float*>(out) = narrow;
-      return;
-    case DType::kBFloat16:
-      *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_bfloat16_pair(narrow, narrow));
-      return;
-    case DType::kFloat16:
-      *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_half_pair(narrow, narrow));
-      return;
-    default:
-      *static_cast<uint8_t*>(out) = to_float8(narrow, dtype);
-      return;
-  }
-}
 
 }  // namespace gradstat

@@ -1,12 +1,8 @@
 // What the fast loop of the statistics kernel does with one thread's share of a tile, for each element type.
 //
-// Method, as in stats_cpu_kernel.h. Squares and values are added in float32 over small groups, as a balanced
-// tree in which at most three roundings reach any term (norm error at most 9e-8 for any input), and each
-// group is promoted to float64. Squares of 16-bit and 8-bit numbers are exact in float32, so their groups
-// have eight members; those of float32 have four. Nothing here looks for NaN, Inf, overflow or underflow:
-// each shows in the share's sum of squares, which then is not `safe`, and the share is read again exactly.
-//
-// What the loops cost, and what devices have time for, is counted by benchmarks/predict_gpu.py.
+// The method, and why the groups have four or eight members, is that of stats_cpu_kernel.h: what is not safe is
+// read again exactly. What the loops cost, and what devices have time for, is counted by
+// benchmarks/predict_gpu.py.
 #pragma once
 
 #include "multiply.cuh"
@@ -106,39 +102,20 @@ struct Float32Format : SafeFloat32 {
   GRADSTAT_DEVICE static uint32_t zeros(const Share<Float32Format>& share) { return share.zeros; }
 };
 
-// Two 16-bit numbers to a word. `Packed` says how they are taken apart and compared.
-struct PackedBFloat16 {
-  using Scale = ScaleBFloat16;
-  static constexpr uint32_t kInfinities = 0x7f807f80u;
-  GRADSTAT_DEVICE static float low(uint32_t pair) { return low_bfloat16(pair); }
-  GRADSTAT_DEVICE static float high(uint32_t pair) { return high_bfloat16(pair); }
-  GRADSTAT_DEVICE static uint32_t min(uint32_t a, uint32_t b) { return min_bfloat16(a, b); }
-  GRADSTAT_DEVICE static uint32_t max(uint32_t a, uint32_t b) { return max_bfloat16(a, b); }
-};
-
-struct PackedHalf {
-  using Scale = ScaleHalf;
-  static constexpr uint32_t kInfinities = 0x7c007c00u;
-  GRADSTAT_DEVICE static float low(uint32_t pair) { return low_half(pair); }
-  GRADSTAT_DEVICE static float high(uint32_t pair) { return high_half(pair); }
-  GRADSTAT_DEVICE static uint32_t min(uint32_t a, uint32_t b) { return min_half(a, b); }
-  GRADSTAT_DEVICE static uint32_t max(uint32_t a, uint32_t b) { return max_half(a, b); }
-};
-
 template <class Packed>
-struct PackedExtremes : SafeFloat32 {
+struct PackedExtremes : Packed, SafeFloat32 {
   using Extreme = uint32_t;
+  using Packed::high;
+  using Packed::low;
   GRADSTAT_DEVICE static uint32_t positive_infinity() { return Packed::kInfinities; }
   GRADSTAT_DEVICE static uint32_t negative_infinity() { return Packed::kInfinities | 0x80008000u; }
-  GRADSTAT_DEVICE static uint32_t min(uint32_t a, uint32_t b) { return Packed::min(a, b); }
-  GRADSTAT_DEVICE static uint32_t max(uint32_t a, uint32_t b) { return Packed::max(a, b); }
-  GRADSTAT_DEVICE static double widened_min(uint32_t x) { return fminf(Packed::low(x), Packed::high(x)); }
-  GRADSTAT_DEVICE static double widened_max(uint32_t x) { return fmaxf(Packed::low(x), Packed::high(x)); }
+  GRADSTAT_DEVICE static double widened_min(uint32_t x) { return fminf(low(x), high(x)); }
+  GRADSTAT_DEVICE static double widened_max(uint32_t x) { return fmaxf(low(x), high(x)); }
 };
 
 template <class Packed, bool kPair>
 struct PackedFormat : PackedExtremes<Packed> {
-  using Scale = typename Packed::Scale;
+  using Scale = ScalePacked<Packed>;
   static constexpr int kElements = kPair ? 4 : 8;
 
   GRADSTAT_DEVICE void add(const uint4& v, Share<PackedFormat>& share, bool first) const {
@@ -204,8 +181,8 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     uint32_t w[4];
     widen(a, w);
     widen(b, w + 2);
-    const float x[8] = {low_half(w[0]), high_half(w[0]), low_half(w[1]), high_half(w[1]),
-                        low_half(w[2]), high_half(w[2]), low_half(w[3]), high_half(w[3])};
+    const float x[8] = {low(w[0]), high(w[0]), low(w[1]), high(w[1]),
+                        low(w[2]), high(w[2]), low(w[3]), high(w[3])};
     uint32_t zeros = first ? 0 : share.zeros;
 #pragma unroll
     for (int i = 0; i < 4; ++i) zeros = count_zero_halves(zeros, w[i]);

@@ -23,8 +23,7 @@ namespace gradstat {
 // Throws std::runtime_error naming `what` if `result` is an error.
 void check_cuda(cudaError_t result, const char* what);
 
-// Makes a device current for a while. The caller has done so with torch's guard already; but this library has a
-// CUDA runtime of its own, linked in, which should not have to learn of it through the driver.
+// Makes a device current for a while: torch's guard has, but not in the CUDA runtime linked into this library.
 class OnDevice {
  public:
   explicit OnDevice(int32_t device);
@@ -95,13 +94,13 @@ inline size_t table_bytes(size_t tensors, const Partition& partition) {
   return tensors > kLargeTable ? (DeviceTable::bytes(tensors, partition.ranges) + 7) / 8 * 8 : 0;
 }
 
-// Zeroed tickets for one launch of up to `count`. Outside of graph capture they belong to the stream and
-// reset themselves, so nothing is enqueued. A captured launch may be replayed on any stream, at the same time
-// as other launches: it gets tickets of its own in `workspace`, zeroed by the graph before each replay.
+// Zeroed tickets for one launch of up to `count`. They belong to the stream and reset themselves, but a
+// captured launch, which may be replayed beside others, has its own in `workspace`, zeroed by the graph before
+// each replay.
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream);
 
-// Holds the table of a launch in device memory. Uploads only if the stream's last one differed. The lock must
-// be kept until the kernel is enqueued, for another thread might upload to the same stream.
+// The table of a launch in device memory, uploaded only if the stream's last one differed. The lock must be
+// kept until the kernel is enqueued, for another thread might upload to the same stream.
 struct UploadedTable {
   std::unique_lock<std::mutex> lock;
   DeviceTable table;
@@ -109,36 +108,17 @@ struct UploadedTable {
 UploadedTable upload_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace,
                            int32_t device, cudaStream_t stream);
 
-// Calls launch(table) with the smallest kind of table, from `kSmallest` entries on, that holds all entries.
+// Calls launch(table) with the first of these sizes of parameter table that holds all entries, else with an
+// uploaded one.
 #if defined(GRADSTAT_ONE_PARAMETER_TABLE)  // benchmarks/gpu_variants.py
-constexpr int kSmallestTable = kLargeTable;
+#define GRADSTAT_TABLE_SIZES kLargeTable
 #else
-constexpr int kSmallestTable = kSmallTable;
+#define GRADSTAT_TABLE_SIZES kSmallTable, kMediumTable, kLargeTable
 #endif
-template <int kSmallest = kSmallestTable, class Launch>
+template <int... kCapacities, class Launch>
 void with_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace, int32_t device,
                 cudaStream_t stream, const Launch& launch) {
-  const size_t count = entries.size();
-  const auto by_parameters = [&](auto& table) {
-    fill_table(entries, partition, table);
-    launch(table);
-  };
-  if constexpr (kSmallest <= kSmallTable) {
-    if (count <= kSmallTable) {
-      ParameterTable<kSmallTable> table;
-      return by_parameters(table);
-    }
-  }
-  if constexpr (kSmallest <= kMediumTable) {
-    if (count <= kMediumTable) {
-      ParameterTable<kMediumTable> table;
-      return by_parameters(table);
-    }
-  }
-  if (count <= kLargeTable) {
-    ParameterTable<kLargeTable> table;
-    return by_parameters(table);
-  }
+  if (with_parameter_table<kCapacities...>(entries, partition, launch)) return;
   const UploadedTable uploaded = upload_table(entries, partition, workspace, device, stream);
   launch(uploaded.table);
 }

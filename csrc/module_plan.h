@@ -55,8 +55,7 @@ class ModulePlan {
       return true;
     });
     if (!same || values.size() != values_.size()) return nullptr;
-    Ref list(PyList_New(static_cast<Py_ssize_t>(places_.size())));
-    if (!list) throw PythonError();
+    Ref list = owned(PyList_New(static_cast<Py_ssize_t>(places_.size())));
     for (size_t i = 0; i < places_.size(); ++i) {
       PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Ref::borrow(values[places_[i]].get()).release());
     }
@@ -75,8 +74,7 @@ class ModulePlan {
       if (borrowed == Py_None) return false;
       const Ref module = Ref::borrow(borrowed);
       for (PyObject* name : names) {
-        const Ref dictionary(PyObject_GetAttr(module.get(), name));
-        if (!dictionary) throw PythonError();
+        const Ref dictionary = owned(PyObject_GetAttr(module.get(), name));
         if (!PyDict_Check(dictionary.get())) return false;
         PyObject *key = nullptr, *value = nullptr;
         Py_ssize_t position = 0;
@@ -122,12 +120,9 @@ inline PyObject* planned_parameters(PyObject*, PyObject* capsule) {
 }
 
 inline Ref list_of_positions(const std::vector<Py_ssize_t>& positions) {
-  Ref list(PyList_New(static_cast<Py_ssize_t>(positions.size())));
-  if (!list) throw PythonError();
+  Ref list = owned(PyList_New(static_cast<Py_ssize_t>(positions.size())));
   for (size_t i = 0; i < positions.size(); ++i) {
-    PyObject* position = PyLong_FromSsize_t(positions[i]);
-    if (position == nullptr) throw PythonError();
-    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), position);
+    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), owned(PyLong_FromSsize_t(positions[i])).release());
   }
   return list;
 }
@@ -139,8 +134,7 @@ inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
   static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
   return guarded([&]() -> PyObject* {
     if (!PyList_Check(parameters)) throw std::runtime_error("gradstat: expected a list of parameters");
-    Ref gradients(PyList_New(0));
-    if (!gradients) throw PythonError();
+    Ref gradients = owned(PyList_New(0));
     std::vector<Py_ssize_t> positions, missing;
     const Py_ssize_t size = PyList_Size(parameters);
     positions.reserve(static_cast<size_t>(size));
@@ -148,16 +142,13 @@ inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
       PyObject* parameter = PyList_GetItem(parameters, i);  // null if the list was shortened meanwhile
       if (parameter == nullptr) throw PythonError();
       const Ref held = Ref::borrow(parameter);
-      const Ref gradient(PyObject_GetAttr(parameter, grad));
-      if (!gradient) throw PythonError();
+      const Ref gradient = owned(PyObject_GetAttr(parameter, grad));
       if (gradient.get() != Py_None) {
         if (PyList_Append(gradients.get(), gradient.get()) != 0) throw PythonError();
         positions.push_back(i);
         continue;
       }
-      const Ref wanted(PyObject_GetAttr(parameter, requires_grad));
-      if (!wanted) throw PythonError();
-      if (wanted.get() == Py_True) missing.push_back(i);
+      if (owned(PyObject_GetAttr(parameter, requires_grad)).get() == Py_True) missing.push_back(i);
     }
     if (static_cast<Py_ssize_t>(positions.size()) == size) {
       return Py_BuildValue("(NOO)", gradients.release(), Py_None, Py_None);

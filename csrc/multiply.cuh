@@ -23,14 +23,10 @@ struct ScaleFloat32 {
     return float_to_bits(bits_to_float(w) * by.narrow);
   }
 };
-struct ScaleBFloat16 {
+template <class Packed>
+struct ScalePacked {
   GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
-    return to_bfloat16_pair(low_bfloat16(w) * by.narrow, high_bfloat16(w) * by.narrow);
-  }
-};
-struct ScaleHalf {
-  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
-    return to_half_pair(low_half(w) * by.narrow, high_half(w) * by.narrow);
+    return Packed::pair_of(Packed::low(w) * by.narrow, Packed::high(w) * by.narrow);
   }
 };
 struct ScaleFloat8 {

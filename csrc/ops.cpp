@@ -17,7 +17,7 @@ struct Cpu {
 
   static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
     const Row total = rows_cpu(list.entries(), table, factor != nullptr ? *factor : 1.0);
-    if (norm != nullptr) write_norm_cpu(decide(*norm, total), norm->dtype, norm->norm);
+    if (norm != nullptr) write_value(norm->norm, norm->dtype, decide(*norm, total));
   }
 
   static bool are_known_to_be_one(const Coefficients& coefficients) {

@@ -1,15 +1,10 @@
 // The operations on lists of tensors, written once for every kind of device and for both ways that lists come:
-// through torch's dispatcher (Ops below) and from Python (python_ops.h). A `Device` provides
-//   static int32_t type();
-//   static void measure(const TensorList&, Row* table, const NormRequest* norm, const float* factor);   either
-//   may
-//                       be null; elements are multiplied by the factor first, and then no address may occur
-//                       twice
-//   static bool are_known_to_be_one(const Coefficients&);   without waiting for the device
-//   static void scale(const std::vector<Entry>&, int32_t device_index, const Coefficients&,
-//                     bool follows_measure);   whether nothing was enqueued since measure wrote the coefficient
-// All pointers are to the device's memory. A `Memory` is new memory on a device that becomes a tensor: it is
-// made from sizes, dtype and the number of the device, and has data().
+// through torch's dispatcher (Ops below) and from Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
+//   type()               torch's number of it
+//   measure              norm and factor may be null; with a factor no address may occur twice
+//   are_known_to_be_one  without waiting for the device
+//   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
+// A `Memory` is new memory that becomes a tensor: made from sizes, dtype and device index; has data().
 #pragma once
 
 #include <algorithm>
@@ -152,7 +147,7 @@ struct Ops {
     Tensor tensor;
 
     Memory(std::initializer_list<int64_t> sizes, DType dtype, int32_t device_index)
-        : tensor(new_tensor(sizes, torch_code_of(dtype), Device::type(), device_index)) {}
+        : tensor(new_tensor(sizes, known_type(dtype).torch_code(), Device::type(), device_index)) {}
     void* data() const { return tensor.data_ptr(); }
   };
   using Bodies = Operations<Device, Memory>;

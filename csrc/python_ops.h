@@ -7,18 +7,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "ops_impl.h"
-
-// DLPack's header is plain C and versioned by itself. torch ships it in a folder that it closes to users of the
-// stable interface as a whole.
-#pragma push_macro("TORCH_TARGET_VERSION")
-#undef TORCH_TARGET_VERSION
-#include <ATen/dlpack.h>
-#pragma pop_macro("TORCH_TARGET_VERSION")
-
 #include <chrono>
 #include <optional>
 #include <thread>
+
+#include "ops_impl.h"
 
 namespace gradstat {
 
@@ -50,6 +43,12 @@ class Ref {
 // Python's error indicator is set.
 struct PythonError {};
 
+// A new reference, as Python's functions return them.
+inline Ref owned(PyObject* object) {
+  if (object == nullptr) throw PythonError();
+  return Ref(object);
+}
+
 // This way is not for what was asked, and nothing has been done.
 struct NotOrdinary {};
 
@@ -67,10 +66,9 @@ PyObject* guarded(const Body& body) {
   return nullptr;
 }
 
-// Lets other threads run Python meanwhile. When the interpreter ends in that time, a daemon thread never gets
-// on: up to Python 3.13 asking for the lock then unwinds the stack, which C++ may not outlive, and the
-// destructors on it need the lock. So the thread stays here until the process is gone, as Python does it itself
-// since 3.14.
+// Lets other threads run Python meanwhile. If the interpreter ends in that time, up to Python 3.13 asking a
+// daemon thread for the lock unwinds its stack, whose destructors need the lock. So the thread stays here, as
+// Python has it stay itself since 3.14.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -129,37 +127,11 @@ inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
   Py_RETURN_TRUE;
 }
 
-// What DLPack calls the types the kernels read.
-struct DlpackType {
-  uint8_t code, bits;
-  ElementType element;
-};
-constexpr DlpackType kDlpackTypes[] = {
-    {kDLFloat, 32, {DType::kFloat32, false}},
-    {kDLBfloat, 16, {DType::kBFloat16, false}},
-    {kDLFloat, 16, {DType::kFloat16, false}},
-    {kDLFloat, 64, {DType::kFloat64, false}},
-    {kDLComplex, 64, {DType::kFloat32, true}},
-    {kDLComplex, 128, {DType::kFloat64, true}},
-    {kDLComplex, 32, {DType::kFloat16, true}},
-    {kDLFloat8_e4m3fn, 8, {DType::kFloat8E4M3FN, false}},
-    {kDLFloat8_e5m2, 8, {DType::kFloat8E5M2, false}},
-    {kDLFloat8_e4m3fnuz, 8, {DType::kFloat8E4M3FNUZ, false}},
-    {kDLFloat8_e5m2fnuz, 8, {DType::kFloat8E5M2FNUZ, false}},
-};
-
 inline ElementType element_of(DLDataType type) {
-  for (const DlpackType& known : kDlpackTypes) {
+  for (const KnownType& known : kKnownTypes) {
     if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return known.element;
   }
   throw NotOrdinary();
-}
-
-inline DLDataType dlpack_type_of(DType dtype) {
-  for (const DlpackType& known : kDlpackTypes) {
-    if (known.element.dtype == dtype && !known.element.is_pair) return {known.code, known.bits, 1};
-  }
-  throw std::logic_error("gradstat: a dtype that DLPack has no name for");
 }
 
 // New memory from torch's allocator, on its way to becoming a tensor or to being given back. Throws NotOrdinary
@@ -171,7 +143,7 @@ class NewTensor {
     DLTensor prototype{};
     prototype.device = {Device::kDLPackType, device_index};
     prototype.ndim = static_cast<int32_t>(sizes.size());
-    prototype.dtype = dlpack_type_of(dtype);
+    prototype.dtype = {known_type(dtype).code, known_type(dtype).bits, 1};
     prototype.shape = const_cast<int64_t*>(sizes.begin());
     // If memory is short, the general way will say so.
     const auto ignore_error = [](void*, const char*, const char*) {};
@@ -205,9 +177,7 @@ class NewTensor {
 };
 
 inline bool is_true_of(PyObject* method, PyObject* tensor) {
-  const Ref result(PyObject_CallFunctionObjArgs(method, tensor, nullptr));
-  if (!result) throw PythonError();
-  return result.get() == Py_True;
+  return owned(PyObject_CallFunctionObjArgs(method, tensor, nullptr)).get() == Py_True;
 }
 
 // A plain tensor or parameter with memory on such a device, and its type, which is not looked at.
@@ -269,15 +239,22 @@ struct PythonOps {
   static Direct direct_list(PyObject* tensors) {
     const Py_ssize_t size = exchange().api != nullptr && PyList_Check(tensors) ? PyList_Size(tensors) : 0;
     if (size == 0) throw NotOrdinary();
-    Direct direct{Ref(PyList_GetSlice(tensors, 0, size)),
+    Direct direct{owned(PyList_GetSlice(tensors, 0, size)),
                   TensorList(static_cast<size_t>(size), Device::type())};
-    if (!direct.held) throw PythonError();
     for (Py_ssize_t i = 0; i < size; ++i) {
       auto [view, type] = ordinary_view(PyList_GetItem(direct.held.get(), i), Device::kDLPackType);
       view.element = element_of(type);
       if (direct.list.add(view) != nullptr) throw NotOrdinary();
     }
     return direct;
+  }
+
+  // Calls body(list) with a list of tensors, the first argument; `format` is that of all, which go to `others`.
+  template <class Body, class... Others>
+  static PyObject* with_list(const Body& body, PyObject* arguments, const char* format, Others*... others) {
+    PyObject* tensors = nullptr;
+    if (!PyArg_ParseTuple(arguments, format, &tensors, others...)) return nullptr;
+    return guarded([&] { return body(direct_list(tensors).list); });
   }
 
   // check(tensors) -> (table, signature) | None
@@ -290,57 +267,48 @@ struct PythonOps {
 
   // unscale_(tensors, factor) -> (table, signature) | None. A tensor listed twice is not ordinary here.
   static PyObject* unscale_(PyObject*, PyObject* arguments) {
-    PyObject *tensors = nullptr, *factor = nullptr;
-    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &factor)) return nullptr;
-    return guarded([&] {
-      const Direct direct = direct_list(tensors);
-      if (has_repeated(direct.list.entries())) throw NotOrdinary();
-      return with_signature(Bodies::check(direct.list, numbers_of<float>(factor, 1, direct.list)), direct.list);
-    });
+    PyObject* factor = nullptr;
+    const auto body = [&](const TensorList& list) {
+      if (has_repeated(list.entries())) throw NotOrdinary();
+      return with_signature(Bodies::check(list, numbers_of<float>(factor, 1, list)), list);
+    };
+    return with_list(body, arguments, "OO", &factor);
   }
 
   // clip_(tensors, max_norm, norm_type) -> norm | None
   static PyObject* clip_(PyObject*, PyObject* arguments) {
-    PyObject* tensors = nullptr;
     double max_norm = 0, norm_type = 0;
-    if (!PyArg_ParseTuple(arguments, "Odd", &tensors, &max_norm, &norm_type)) return nullptr;
-    return guarded([&] {
-      const Direct direct = direct_list(tensors);
-      return Bodies::clip(direct.list, max_norm, norm_type).to_python().release();
-    });
+    const auto body = [&](const TensorList& list) {
+      return Bodies::clip(list, max_norm, norm_type).to_python().release();
+    };
+    return with_list(body, arguments, "Odd", &max_norm, &norm_type);
   }
 
   // measure(tensors, max_norm, norm_type) -> (norm, memory that begins with the coefficient) | None
   static PyObject* measure(PyObject*, PyObject* arguments) {
-    PyObject* tensors = nullptr;
     double max_norm = 0, norm_type = 0;
-    if (!PyArg_ParseTuple(arguments, "Odd", &tensors, &max_norm, &norm_type)) return nullptr;
-    return guarded([&] {
-      const Direct direct = direct_list(tensors);
-      auto [norm, memory] = Bodies::measure(direct.list, max_norm, norm_type);
+    const auto body = [&](const TensorList& list) {
+      auto [norm, memory] = Bodies::measure(list, max_norm, norm_type);
       Ref made[] = {norm.to_python(), memory.to_python()};
       return Py_BuildValue("(NN)", made[0].release(), made[1].release());
-    });
+    };
+    return with_list(body, arguments, "Odd", &max_norm, &norm_type);
   }
 
   // measure_step(tensors, max_norm, norm_type, loss_scale | None, counters | None)
   //   -> (table, signature, norm, {coefficient, norm} as float64, verdict) | None
   static PyObject* measure_step(PyObject*, PyObject* arguments) {
-    PyObject *tensors = nullptr, *loss_scale = nullptr, *counters = nullptr;
+    PyObject *loss_scale = nullptr, *counters = nullptr;
     double max_norm = 0, norm_type = 0;
-    if (!PyArg_ParseTuple(arguments, "OddOO", &tensors, &max_norm, &norm_type, &loss_scale, &counters)) {
-      return nullptr;
-    }
-    return guarded([&] {
-      const Direct direct = direct_list(tensors);
+    const auto body = [&](const TensorList& list) {
       auto [table, norm, numbers, verdict] = Bodies::measure_step(
-          direct.list, max_norm, norm_type,
-          loss_scale != Py_None ? numbers_of<float>(loss_scale, 1, direct.list) : nullptr,
-          counters != Py_None ? numbers_of<int64_t>(counters, kCounters, direct.list) : nullptr);
+          list, max_norm, norm_type, loss_scale != Py_None ? numbers_of<float>(loss_scale, 1, list) : nullptr,
+          counters != Py_None ? numbers_of<int64_t>(counters, kCounters, list) : nullptr);
       Ref made[] = {table.to_python(), norm.to_python(), numbers.to_python(), verdict.to_python()};
-      return Py_BuildValue("(NLNNN)", made[0].release(), signature_of(direct.list), made[1].release(),
-                           made[2].release(), made[3].release());
-    });
+      return Py_BuildValue("(NLNNN)", made[0].release(), static_cast<long long>(list.signature()),
+                           made[1].release(), made[2].release(), made[3].release());
+    };
+    return with_list(body, arguments, "OddOO", &max_norm, &norm_type, &loss_scale, &counters);
   }
 
   // scale_(tensors, memory that begins with the coefficient) -> True | None
@@ -351,15 +319,13 @@ struct PythonOps {
 
  private:
   static PyObject* scaled(PyObject* arguments, int64_t stride) {
-    PyObject *tensors = nullptr, *coefficients = nullptr;
-    if (!PyArg_ParseTuple(arguments, "OO", &tensors, &coefficients)) return nullptr;
-    return guarded([&]() -> PyObject* {
-      const Direct direct = direct_list(tensors);
-      const int64_t count = stride == 0 ? kAtLeastOne : direct.list.size();
-      const double* first = numbers_of<double>(coefficients, count, direct.list);
-      scale_list<Unlocked<Device>>(direct.list, {first, stride}, false);
+    PyObject* coefficients = nullptr;
+    const auto body = [&](const TensorList& list) -> PyObject* {
+      const int64_t count = stride == 0 ? kAtLeastOne : list.size();
+      scale_list<Unlocked<Device>>(list, {numbers_of<double>(coefficients, count, list), stride}, false);
       Py_RETURN_TRUE;
-    });
+    };
+    return with_list(body, arguments, "OO", &coefficients);
   }
 
   // Where so many numbers lie that come along with a list, in order and on its device.
@@ -376,9 +342,8 @@ struct PythonOps {
     return static_cast<Number*>(view.data);
   }
 
-  static long long signature_of(const TensorList& list) { return list.signature(); }
   static PyObject* with_signature(NewTensor<Device> table, const TensorList& list) {
-    return Py_BuildValue("(NL)", table.to_python().release(), signature_of(list));
+    return Py_BuildValue("(NL)", table.to_python().release(), static_cast<long long>(list.signature()));
   }
 };
 

@@ -24,7 +24,7 @@ void launch_scale(const std::vector<Entry>& entries, const Coefficients& coeffic
   follows_stats = false;
 #endif
   const bool overlaps = follows_stats && facts_of(device).can_overlap && !is_capturing(stream);
-  with_table(entries, partition, workspace, device, stream, [&](const auto& table) {
+  with_table<GRADSTAT_TABLE_SIZES>(entries, partition, workspace, device, stream, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr bool kInParameters = !std::is_same_v<Table, DeviceTable>;
     launch(scale_kernel<Table>, blocks_for(partition, device), stream, overlaps && kInParameters,

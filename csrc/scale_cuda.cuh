@@ -52,9 +52,9 @@ GRADSTAT_DEVICE void scale_tiles_of(const Place& place, const Extent& extent, ui
     case DType::kFloat32:
       return scale_tiles<ScaleFloat32>(vectors, extent.vectors, begin, end, thread, by);
     case DType::kBFloat16:
-      return scale_tiles<ScaleBFloat16>(vectors, extent.vectors, begin, end, thread, by);
+      return scale_tiles<ScalePacked<PackedBFloat16>>(vectors, extent.vectors, begin, end, thread, by);
     case DType::kFloat16:
-      return scale_tiles<ScaleHalf>(vectors, extent.vectors, begin, end, thread, by);
+      return scale_tiles<ScalePacked<PackedHalf>>(vectors, extent.vectors, begin, end, thread, by);
     case DType::kFloat64:
       return scale_tiles<ScaleFloat64>(vectors, extent.vectors, begin, end, thread, by);
     default:

@@ -6,8 +6,16 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <array>
+// DLPack's header is plain C and versioned by itself. torch ships it in a folder that it closes to users of the
+// stable interface as a whole.
+#pragma push_macro("TORCH_TARGET_VERSION")
+#undef TORCH_TARGET_VERSION
+#include <ATen/dlpack.h>
+#pragma pop_macro("TORCH_TARGET_VERSION")
+
+#include <algorithm>
 #include <initializer_list>
+#include <iterator>
 
 #include "tensor_list.h"
 
@@ -15,42 +23,32 @@ namespace gradstat {
 
 using torch::stable::Tensor;
 
-// What torch calls the types the kernels read. Its numbers for them are asked for, not assumed: the values are
-// not part of the stable interface.
+// The types that the kernels read, as torch and as DLPack know them. torch's numbers are asked for, not
+// assumed: they are not part of the stable interface..
 struct KnownType {
-  int32_t torch_code;
   ElementType element;
+  uint8_t code, bits;
+  int32_t (*torch_code)();
+};
+constexpr KnownType kKnownTypes[] = {
+    {{DType::kFloat32, false}, kDLFloat, 32, aoti_torch_dtype_float32},
+    {{DType::kBFloat16, false}, kDLBfloat, 16, aoti_torch_dtype_bfloat16},
+    {{DType::kFloat16, false}, kDLFloat, 16, aoti_torch_dtype_float16},
+    {{DType::kFloat64, false}, kDLFloat, 64, aoti_torch_dtype_float64},
+    {{DType::kFloat32, true}, kDLComplex, 64, aoti_torch_dtype_complex64},
+    {{DType::kFloat64, true}, kDLComplex, 128, aoti_torch_dtype_complex128},
+    {{DType::kFloat16, true}, kDLComplex, 32, aoti_torch_dtype_complex32},
+    {{DType::kFloat8E4M3FN, false}, kDLFloat8_e4m3fn, 8, aoti_torch_dtype_float8_e4m3fn},
+    {{DType::kFloat8E5M2, false}, kDLFloat8_e5m2, 8, aoti_torch_dtype_float8_e5m2},
+    {{DType::kFloat8E4M3FNUZ, false}, kDLFloat8_e4m3fnuz, 8, aoti_torch_dtype_float8_e4m3fnuz},
+    {{DType::kFloat8E5M2FNUZ, false}, kDLFloat8_e5m2fnuz, 8, aoti_torch_dtype_float8_e5m2fnuz},
 };
 
-inline const std::array<KnownType, 11>& known_types() {
-  static const std::array<KnownType, 11> types = {{
-      {aoti_torch_dtype_float32(), {DType::kFloat32, false}},
-      {aoti_torch_dtype_bfloat16(), {DType::kBFloat16, false}},
-      {aoti_torch_dtype_float16(), {DType::kFloat16, false}},
-      {aoti_torch_dtype_float64(), {DType::kFloat64, false}},
-      {aoti_torch_dtype_complex64(), {DType::kFloat32, true}},
-      {aoti_torch_dtype_complex128(), {DType::kFloat64, true}},
-      {aoti_torch_dtype_complex32(), {DType::kFloat16, true}},
-      {aoti_torch_dtype_float8_e4m3fn(), {DType::kFloat8E4M3FN, false}},
-      {aoti_torch_dtype_float8_e5m2(), {DType::kFloat8E5M2, false}},
-      {aoti_torch_dtype_float8_e4m3fnuz(), {DType::kFloat8E4M3FNUZ, false}},
-      {aoti_torch_dtype_float8_e5m2fnuz(), {DType::kFloat8E5M2FNUZ, false}},
-  }};
-  return types;
-}
-
-inline const KnownType* known_type(int32_t torch_code) {
-  for (const KnownType& type : known_types()) {
-    if (type.torch_code == torch_code) return &type;
-  }
-  return nullptr;
-}
-
-inline int32_t torch_code_of(DType dtype) {
-  for (const KnownType& type : known_types()) {
-    if (type.element.dtype == dtype && !type.element.is_pair) return type.torch_code;
-  }
-  throw std::logic_error("gradstat: a dtype that torch has no name for");
+// A real type; they stand before the complex ones made of them.
+inline const KnownType& known_type(DType dtype) {
+  const KnownType* type = kKnownTypes;
+  while (type->element.dtype != dtype) ++type;
+  return *type;
 }
 
 inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_type) {
@@ -62,8 +60,9 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &scalar));
   if (layout != strided) list.reject("is not strided");
   if (type != device_type) list.reject("is on another type of device than the first");
-  const KnownType* known = known_type(scalar);
-  if (known == nullptr) list.reject("has a dtype without gradient statistics");
+  const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
+                                   [&](const KnownType& type) { return type.torch_code() == scalar; });
+  if (known == std::end(kKnownTypes)) list.reject("has a dtype without gradient statistics");
 
   TensorView view{};
   view.element = known->element;

@@ -218,4 +218,111 @@ GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
   return negative ? -value : value;
 }
 
+// Narrowing, to nearest even ----------------------------------------------------------------------------
+
+// Two floats as a pair of bfloat16, `low` in the low half.
+GRADSTAT_HD uint32_t to_bfloat16_pair(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#else
+  const auto narrow = [](float x) {
+    const uint32_t bits = float_to_bits(x);
+    if (x != x) return 0x7fffu;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  };
+  return narrow(low) | (narrow(high) << 16);
+#endif
+}
+
+// Any binary format narrower than float32, without sign: the bits of the magnitude, which may have reached
+// or passed the largest exponent. `bits` must not be NaN.
+GRADSTAT_HD uint32_t narrow_magnitude(uint32_t bits, int mantissa, int bias) {
+  // Below the smallest normal number the spacing is fixed: adding a number whose last place is that spacing
+  // rounds. Above, the bits themselves are rounded and the exponent is moved.
+  const int drop = 23 - mantissa;
+  const uint32_t smallest_normal = static_cast<uint32_t>(127 + 1 - bias) << 23;
+  if (bits < smallest_normal) {
+    const uint32_t magic = static_cast<uint32_t>(127 + 1 - bias + drop) << 23;
+    return float_to_bits(bits_to_float(bits) + bits_to_float(magic)) - magic;
+  }
+  const uint32_t rounded = bits + ((1u << (drop - 1)) - 1) + ((bits >> drop) & 1u);
+  return (rounded >> drop) - (static_cast<uint32_t>(127 - bias) << mantissa);
+}
+
+GRADSTAT_HD uint32_t to_half_pair(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#else
+  const auto narrow = [](float x) {
+    const uint32_t sign = (float_to_bits(x) >> 16) & 0x8000u;
+    const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
+    if (bits > 0x7f800000u) return 0x7fffu;
+    const uint32_t magnitude = narrow_magnitude(bits, 10, 15);
+    return sign | (magnitude > 0x7c00u ? 0x7c00u : magnitude);
+  };
+  return narrow(low) | (narrow(high) << 16);
+#endif
+}
+
+// The 8-bit formats round like torch's (2.13): past the largest value to infinity where there is one, else to
+// the largest (e4m3fn) or to NaN (the two without negative zero).
+GRADSTAT_HD uint8_t to_float8(float x, DType dtype) {
+  const uint32_t sign = (float_to_bits(x) >> 24) & 0x80u;
+  const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
+  const bool finite_only = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
+  const bool wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
+  const uint32_t nan = finite_only ? 0x80u : sign | 0x7fu;
+  if (bits > 0x7f800000u) return static_cast<uint8_t>(nan);
+  const uint32_t magnitude =
+      narrow_magnitude(bits, wide ? 2 : 3, wide ? (finite_only ? 16 : 15) : (finite_only ? 8 : 7));
+  if (dtype == DType::kFloat8E5M2) {
+    return static_cast<uint8_t>(sign | (magnitude > 0x7cu ? 0x7cu : magnitude));
+  }
+  if (!finite_only) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
+  if (magnitude > 0x7fu) return static_cast<uint8_t>(nan);
+  return static_cast<uint8_t>(magnitude == 0 ? 0 : sign | magnitude);
+}
+
+// One value of any type.
+GRADSTAT_HD double value_at(uint64_t address, DType dtype, int64_t index) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return reinterpret_cast<const float*>(address)[index];
+    case DType::kBFloat16:
+      return bfloat16_to_float(reinterpret_cast<const uint16_t*>(address)[index]);
+    case DType::kFloat16:
+      return half_to_float(reinterpret_cast<const uint16_t*>(address)[index]);
+    case DType::kFloat64:
+      return reinterpret_cast<const double*>(address)[index];
+    default:
+      return float8_to_float(reinterpret_cast<const uint8_t*>(address)[index], dtype);
+  }
+}
+
+// Writes `value` as one element of a real type.
+GRADSTAT_HD void write_value(void* out, DType dtype, double value) {
+  const auto narrow = static_cast<float>(value);
+  switch (dtype) {
+    case DType::kFloat64:
+      *static_cast<double*>(out) = value;
+      return;
+    case DType::kFloat32:
+      *static_cast<float*>(out) = narrow;
+      return;
+    case DType::kBFloat16:
+      *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_bfloat16_pair(narrow, narrow));
+      return;
+    case DType::kFloat16:
+      *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_half_pair(narrow, narrow));
+      return;
+    default:
+      *static_cast<uint8_t*>(out) = to_float8(narrow, dtype);
+      return;
+  }
+}
+
 }  // namespace gradstat

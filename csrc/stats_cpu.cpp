@@ -5,12 +5,6 @@
 #include <pthread.h>
 #include <sys/stat.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Float8_e4m3fn.h>
-#include <torch/headeronly/util/Float8_e4m3fnuz.h>
-#include <torch/headeronly/util/Float8_e5m2.h>
-#include <torch/headeronly/util/Float8_e5m2fnuz.h>
-#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <array>
@@ -44,42 +38,19 @@ constexpr int64_t kTensorBytes = 512;
 // Float8 elements for which a histogram takes longer than widening.
 constexpr int64_t kFewFloat8 = 1024;
 
-uint16_t float_to_half(float x) { return torch::headeronly::Half(x).x; }
-uint16_t float_to_bfloat16(float x) { return torch::headeronly::BFloat16(x).x; }
-
-uint8_t float_to_float8(float x, DType dtype) {
-  switch (dtype) {
-    case DType::kFloat8E4M3FN:
-      return torch::headeronly::Float8_e4m3fn(x).x;
-    case DType::kFloat8E5M2:
-      return torch::headeronly::Float8_e5m2(x).x;
-    case DType::kFloat8E4M3FNUZ:
-      return torch::headeronly::Float8_e4m3fnuz(x).x;
-    default:
-      return torch::headeronly::Float8_e5m2fnuz(x).x;
-  }
-}
-
 // The value of every code of a float8 type.
 const std::array<float, 256>& float8_values(DType dtype) {
-  constexpr DType kTypes[] = {DType::kFloat8E4M3FN, DType::kFloat8E5M2, DType::kFloat8E4M3FNUZ,
-                              DType::kFloat8E5M2FNUZ};
+  constexpr int kFirst = static_cast<int>(DType::kFloat8E4M3FN);
   static const auto tables = [&] {
     std::array<std::array<float, 256>, 4> values;
     for (int type = 0; type < 4; ++type) {
       for (int code = 0; code < 256; ++code) {
-        values[type][code] = float8_to_float(static_cast<uint8_t>(code), kTypes[type]);
+        values[type][code] = float8_to_float(static_cast<uint8_t>(code), static_cast<DType>(kFirst + type));
       }
     }
     return values;
   }();
-  return tables[std::find(std::begin(kTypes), std::end(kTypes), dtype) - kTypes];
-}
-
-void widen_float8(const Entry& entry, int64_t first, int64_t count, float* out) {
-  const auto* p = static_cast<const uint8_t*>(entry.data) + first;
-  const auto& values = float8_values(entry.dtype);
-  for (int64_t i = 0; i < count; ++i) out[i] = values[p[i]];
+  return tables[static_cast<int>(dtype) - kFirst];
 }
 
 // There are only 256 different elements, so a histogram holds everything but positions. There are several, as
@@ -113,8 +84,9 @@ void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
 
 void scale_float8(const Entry& entry, int64_t first, int64_t count, float coefficient) {
   auto* p = static_cast<uint8_t*>(entry.data) + first;
-  const auto& values = float8_values(entry.dtype);
-  const auto scaled = [&](int code) { return float_to_float8(values[code] * coefficient, entry.dtype); };
+  const DType dtype = entry.dtype;
+  const auto& values = float8_values(dtype);
+  const auto scaled = [&](int code) { return to_float8(values[code] * coefficient, dtype); };
   if (count <= 256) {
     for (int64_t i = 0; i < count; ++i) p[i] = scaled(p[i]);
     return;
@@ -311,23 +283,6 @@ void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficien
     const double coefficient = coefficients.of(tensor);
     if (coefficient != 1.0) scale(entries[tensor], first, count, coefficient);
   });
-}
-
-void write_norm_cpu(double value, DType dtype, void* out) {
-  switch (dtype) {
-    case DType::kFloat64:
-      *static_cast<double*>(out) = value;
-      return;
-    case DType::kFloat32:
-      *static_cast<float*>(out) = static_cast<float>(value);
-      return;
-    case DType::kBFloat16:
-      *static_cast<uint16_t*>(out) = float_to_bfloat16(static_cast<float>(value));
-      return;
-    default:
-      *static_cast<uint16_t*>(out) = float_to_half(static_cast<float>(value));
-      return;
-  }
 }
 
 const char* cpu_instructions() { return kernels().name; }

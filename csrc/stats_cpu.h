@@ -18,9 +18,6 @@ Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0)
 // with a coefficient of exactly 1 are not touched.
 void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficients);
 
-// Writes `value` as one element of `dtype`, rounded to nearest even.
-void write_norm_cpu(double value, DType dtype, void* out);
-
 // The instruction set chosen for this machine, for `python -m gradstat info`.
 const char* cpu_instructions();
 

@@ -101,9 +101,9 @@ GRADSTAT_INLINE VFloat widen_half(VHalfShort h) {
   return bitcast<VFloat>(sign | (magnitude >= 0x0f800000u ? special : finite));
 }
 GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
-  VHalfShort out;
-  for (int lane = 0; lane < kLanes; ++lane) out[lane] = float_to_half(x[lane]);
-  return out;
+  uint32_t pairs[kLanes / 2];
+  for (int i = 0; i < kLanes / 2; ++i) pairs[i] = to_half_pair(x[2 * i], x[2 * i + 1]);
+  return load<VHalfShort>(pairs);
 }
 GRADSTAT_INLINE VLong swap_pairs(VLong x) { return VLong{x[1], x[0]}; }
 GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
@@ -157,24 +157,9 @@ GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
 #endif
 
 // Lanes to one number: halved down to 16 bytes, then one by one, always in the same order.
-struct Add {
-  template <class T>
-  GRADSTAT_INLINE T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-struct Min {
-  template <class T>
-  GRADSTAT_INLINE T operator()(T a, T b) const {
-    return b < a ? b : a;
-  }
-};
-struct Max {
-  template <class T>
-  GRADSTAT_INLINE T operator()(T a, T b) const {
-    return b > a ? b : a;
-  }
-};
+constexpr auto kAdd = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
+constexpr auto kMin = [](auto a, auto b) __attribute__((always_inline)) { return b < a ? b : a; };
+constexpr auto kMax = [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; };
 template <class T, class Total = T, class Merge, int kBytes = kVectorBytes>
 GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
   if constexpr (kBytes > 16) {
@@ -216,8 +201,8 @@ struct FloatExtremes {
     low = vmin(other.low, low);
     high = vmax(other.high, high);
   }
-  double min() const { return reduce<typename Type::Storage>(low, Min()); }
-  double max() const { return reduce<typename Type::Storage>(high, Max()); }
+  double min() const { return reduce<typename Type::Storage>(low, kMin); }
+  double max() const { return reduce<typename Type::Storage>(high, kMax); }
 };
 
 // Smallest and largest of 16-bit floats, from their bits, twice as many to a vector as when widened. As
@@ -246,10 +231,10 @@ struct BitExtremes {
     unsigned_max = vmax_unsigned(unsigned_max, other.unsigned_max);
   }
   double min() const {
-    return value(reduce<int16_t>(ordered(unsigned_max < 0 ? unsigned_max : signed_min), Min()));
+    return value(reduce<int16_t>(ordered(unsigned_max < 0 ? unsigned_max : signed_min), kMin));
   }
   double max() const {
-    return value(reduce<int16_t>(ordered(signed_max >= 0 ? signed_max : signed_min), Max()));
+    return value(reduce<int16_t>(ordered(signed_max >= 0 ? signed_max : signed_min), kMax));
   }
 
  private:
@@ -293,14 +278,7 @@ struct Float32 : Narrow {
   static constexpr bool kGroupsOfEight = false;
   static constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   static GRADSTAT_INLINE VFloat load_vector(const float* p) { return load<VFloat>(p); }
-  static GRADSTAT_INLINE void load_two(const float* p, VFloat& a, VFloat& b) {
-    a = load<VFloat>(p);
-    b = load<VFloat>(p + kLanes);
-  }
-  static GRADSTAT_INLINE void store_two(float* p, VFloat a, VFloat b) {
-    store(p, a);
-    store(p + kLanes, b);
-  }
+  static GRADSTAT_INLINE void store_vector(float* p, VFloat x) { store(p, x); }
   static float to_real(float x) { return x; }
 };
 
@@ -337,14 +315,7 @@ struct Float16 : Narrow {
   static constexpr bool kGroupsOfEight = true;
   static constexpr uint16_t kNan = 0x7e00;
   static GRADSTAT_INLINE VFloat load_vector(const uint16_t* p) { return widen_half(load<VHalfShort>(p)); }
-  static GRADSTAT_INLINE void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
-    a = load_vector(p);
-    b = load_vector(p + kLanes);
-  }
-  static GRADSTAT_INLINE void store_two(uint16_t* p, VFloat a, VFloat b) {
-    store(p, narrow_half(a));
-    store(p + kLanes, narrow_half(b));
-  }
+  static GRADSTAT_INLINE void store_vector(uint16_t* p, VFloat x) { store(p, narrow_half(x)); }
   static float to_real(uint16_t x) { return half_to_float(x); }
 };
 
@@ -366,18 +337,31 @@ struct Float64 {
   static constexpr bool kGroupsOfEight = true;
 
   static GRADSTAT_INLINE VDouble load_vector(const double* p) { return load<VDouble>(p); }
-  static GRADSTAT_INLINE void load_two(const double* p, VDouble& a, VDouble& b) {
-    a = load<VDouble>(p);
-    b = load<VDouble>(p + kValues);
-  }
-  static GRADSTAT_INLINE void store_two(double* p, VDouble a, VDouble b) {
-    store(p, a);
-    store(p + kValues, b);
-  }
+  static GRADSTAT_INLINE void store_vector(double* p, VDouble x) { store(p, x); }
   static GRADSTAT_INLINE VDouble promote_sum(VDouble x) { return x; }
   static GRADSTAT_INLINE VDouble promote_squares(VDouble x) { return x * x; }
   static double to_real(double x) { return x; }
 };
+
+// Two vectors of neighbouring values, in an order of the type's own.
+template <class Type>
+GRADSTAT_INLINE void load_two(const typename Type::Storage* p, typename Type::V& a, typename Type::V& b) {
+  if constexpr (std::is_same_v<Type, BFloat16>) {
+    BFloat16::load_two(p, a, b);
+  } else {
+    a = Type::load_vector(p);
+    b = Type::load_vector(p + Type::kValues);
+  }
+}
+template <class Type>
+GRADSTAT_INLINE void store_two(typename Type::Storage* p, typename Type::V a, typename Type::V b) {
+  if constexpr (std::is_same_v<Type, BFloat16>) {
+    BFloat16::store_two(p, a, b);
+  } else {
+    Type::store_vector(p, a);
+    Type::store_vector(p + Type::kValues, b);
+  }
+}
 
 // What is added up lane by lane. A further sum is a name in each of the first three lines, and its lift.
 template <class Type>
@@ -390,7 +374,7 @@ struct Sums {
   GRADSTAT_INLINE void add(const typename Type::Storage* p) {
     typename Type::V x[8], squares[4];
     for (int k = 0; k < 4; ++k) {
-      Type::load_two(p + k * 2 * Type::kValues, x[2 * k], x[2 * k + 1]);
+      load_two<Type>(p + k * 2 * Type::kValues, x[2 * k], x[2 * k + 1]);
       squares[k] = fma(x[2 * k + 1], x[2 * k + 1], x[2 * k] * x[2 * k]);
     }
     const auto first = squares[0] + squares[1], second = squares[2] + squares[3];
@@ -406,7 +390,7 @@ struct Sums {
     sq_sum += Type::promote_squares(x);
     lift({x});
   }
-  static double total(VDouble lanes) { return reduce<double>(lanes, Add()); }
+  static double total(VDouble lanes) { return reduce<double>(lanes, kAdd); }
 
  private:
   // Zeros may stand in for what is not to be counted.
@@ -448,7 +432,7 @@ struct Zeros {
     if constexpr (std::is_same_v<Counter<Integer>, int64_t>) {
       return count / kLanesPerElement;
     } else {
-      return reduce<Integer, int64_t>(count, Add()) / kLanesPerElement;
+      return reduce<Integer, int64_t>(count, kAdd) / kLanesPerElement;
     }
   }
 };
@@ -545,7 +529,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     std::fill(std::copy(p + i, p + count, rest), rest + Type::kValues, Type::kNan);
     add(rest);
   }
-  const auto elements = [](Bits counts) { return reduce<Integer, int64_t>(counts, Add()) / kPerElement; };
+  const auto elements = [](Bits counts) { return reduce<Integer, int64_t>(counts, kAdd) / kPerElement; };
   const int64_t zero_count = elements(zeros);
   const int64_t nan_count = elements(nans) - padding / kPerElement;
   const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
@@ -568,8 +552,8 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   row.zero_count += zero_count;
   row.nan_count += nan_count;
   row.inf_count += bad_count - nan_count;
-  row.min = merge::min(row.min, reduce<typename Type::Real>(low, Min()));
-  row.max = merge::max(row.max, reduce<typename Type::Real>(high, Max()));
+  row.min = merge::min(row.min, reduce<typename Type::Real>(low, kMin));
+  row.max = merge::max(row.max, reduce<typename Type::Real>(high, kMax));
   if (bad_count > 0 && row.first_nonfinite == kInf) {  // blocks come in order
     int64_t k = 0;
     while (std::isfinite(Type::to_real(p[k]))) ++k;
@@ -586,8 +570,8 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
   constexpr int kTwo = 2 * Type::kValues;
   const auto scale_two = [&](typename Type::Storage* at) __attribute__((always_inline)) {
     V a, b;
-    Type::load_two(at, a, b);
-    Type::store_two(at, a * coefficient, b * coefficient);
+    load_two<Type>(at, a, b);
+    store_two<Type>(at, a * coefficient, b * coefficient);
   };
   int64_t i = 0;
   for (; i + kTwo <= count; i += kTwo) scale_two(p + i);
@@ -625,57 +609,48 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
   if (any) total.add_to(row);
 }
 
-template <class Type>
-typename Type::Storage* values_of(const Entry& entry, int64_t first) {
-  return static_cast<typename Type::Storage*>(entry.data) + first;
-}
-
-template <class Type, bool kPair>
-void read_tensor(const Entry& entry, int64_t first, int64_t count, double factor, Row& row) {
-  read_values<Type, kPair>(values_of<Type>(entry, first), first, count, factor, row);
+// Calls body(type, first value) unless these are 8-bit ones; returns whether it did.
+template <class Body>
+bool with_values(const Entry& entry, int64_t first, const Body& body) {
+  const auto call = [&](auto type) {
+    body(type, static_cast<typename decltype(type)::Storage*>(entry.data) + first);
+    return true;
+  };
+  switch (entry.dtype) {
+    case DType::kFloat32:
+      return call(Float32());
+    case DType::kBFloat16:
+      return call(BFloat16());
+    case DType::kFloat16:
+      return call(Float16());
+    case DType::kFloat64:
+      return call(Float64());
+    default:
+      return false;
+  }
 }
 
 void read(const Entry& entry, int64_t first, int64_t count, double factor, Row& row) {
-  switch (entry.dtype) {
-    case DType::kFloat32:
-      return entry.is_pair ? read_tensor<Float32, true>(entry, first, count, factor, row)
-                           : read_tensor<Float32, false>(entry, first, count, factor, row);
-    case DType::kBFloat16:
-      return read_tensor<BFloat16, false>(entry, first, count, factor, row);
-    case DType::kFloat16:
-      return entry.is_pair ? read_tensor<Float16, true>(entry, first, count, factor, row)
-                           : read_tensor<Float16, false>(entry, first, count, factor, row);
-    case DType::kFloat64:
-      return entry.is_pair ? read_tensor<Float64, true>(entry, first, count, factor, row)
-                           : read_tensor<Float64, false>(entry, first, count, factor, row);
-    default:
-      break;
-  }
+  const bool is_read = with_values(entry, first, [&](auto type, auto* values) {
+    using Type = decltype(type);
+    if constexpr (!std::is_same_v<Type, BFloat16>) {
+      if (entry.is_pair) return read_values<Type, true>(values, first, count, factor, row);
+    }
+    return read_values<Type, false>(values, first, count, factor, row);
+  });
+  if (is_read) return;
   if (factor != 1.0) scale_float8(entry, first, count, static_cast<float>(factor));
   if (count > kFewFloat8) return read_float8(entry, first, count, row);
   float widened[kFewFloat8];
-  widen_float8(entry, first, count, widened);
+  const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
+  for (int64_t i = 0; i < count; ++i) widened[i] = float8_values(entry.dtype)[codes[i]];
   read_values<Float32, false>(widened, first, count, 1.0, row);
 }
 
-template <class Type>
-void scale_tensor(const Entry& entry, int64_t first, int64_t count, double coefficient) {
-  scale_values<Type>(values_of<Type>(entry, first), count, coefficient);
-}
-
 void scale(const Entry& entry, int64_t first, int64_t count, double coefficient) {
-  switch (entry.dtype) {
-    case DType::kFloat32:
-      return scale_tensor<Float32>(entry, first, count, coefficient);
-    case DType::kBFloat16:
-      return scale_tensor<BFloat16>(entry, first, count, coefficient);
-    case DType::kFloat16:
-      return scale_tensor<Float16>(entry, first, count, coefficient);
-    case DType::kFloat64:
-      return scale_tensor<Float64>(entry, first, count, coefficient);
-    default:
-      return scale_float8(entry, first, count, static_cast<float>(coefficient));
-  }
+  const bool is_scaled = with_values(
+      entry, first, [&](auto type, auto* values) { scale_values<decltype(type)>(values, count, coefficient); });
+  if (!is_scaled) scale_float8(entry, first, count, static_cast<float>(coefficient));
 }
 
 }  // namespace GRADSTAT_NAMESPACE

@@ -47,14 +47,14 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
   const auto start = [&](auto kernel, const auto& entries_table) {
     launch(kernel, blocks, stream, false, "launching the statistics kernel", entries_table, arguments);
   };
+  char* room = memory + layout.table;
   if (factor != nullptr) {
-    with_table<kLargeTable>(entries, partition, memory + layout.table, device, stream,
-                            [&](const auto& entries_table) {
-                              start(unscale_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
-                            });
+    with_table<kLargeTable>(entries, partition, room, device, stream, [&](const auto& tensors) {
+      start(unscale_kernel<std::decay_t<decltype(tensors)>>, tensors);
+    });
   } else {
-    with_table(entries, partition, memory + layout.table, device, stream, [&](const auto& entries_table) {
-      start(stats_kernel<std::decay_t<decltype(entries_table)>>, entries_table);
+    with_table<GRADSTAT_TABLE_SIZES>(entries, partition, room, device, stream, [&](const auto& tensors) {
+      start(stats_kernel<std::decay_t<decltype(tensors)>>, tensors);
     });
   }
 }

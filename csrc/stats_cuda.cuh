@@ -4,12 +4,10 @@
 // read by one warp, while the others go on to the next; of any other the warps read a share each, then one of
 // them merges their rows while the rest go on. A tensor that lies within one range is done with that; for one
 // that spans several, each leaves its row in a slot, and the block that arrives last merges the slots in their
-// order. The norm of everything is made in the same way from one total per range. Nothing depends on which
-// block comes last: the same input and grid give the same bits.
+// order. The norm of everything is made in the same way from one total per range.
 //
-// A second kernel is the same but for one thing: it multiplies elements by a factor, in place, just before it
-// reads them. A thread re-reads only what it stored itself, so nothing is multiplied twice and no barrier is
-// needed.
+// A second kernel also multiplies elements by a factor, in place, just before it reads them. A thread re-reads
+// only what it stored itself, so nothing is multiplied twice and no barrier is needed.
 #pragma once
 
 #include "formats.cuh"

@@ -38,10 +38,9 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kChunkVectors = 32 * kVectorsPerThread;  // what a warp reads at once
 constexpr int kTileVectors = kWarps * kChunkVectors;
 
-// Blocks of any kernel that a multiprocessor holds at once, at least; a launch has as many as the device
-// holds. It leaves each thread up to 80 registers. Because a thread of the statistics kernel asks for its next
-// 64 bytes before it works on the last, 48 KB are in flight all the time; an H200 needs about 33 KB for each
-// multiprocessor to cover 0.9 microseconds of latency.
+// Blocks of any kernel that a multiprocessor holds at once, at least: each thread has up to 80 registers, and
+// 48 KB are in flight, as a thread asks for its next 64 bytes before it works on the last. An H200 needs about
+// 33 KB for each multiprocessor to cover 0.9 microseconds of latency.
 constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;
 
 // Ranges of tiles that a block reads. More than one are dealt by a counter, to whichever block is free.
@@ -184,6 +183,19 @@ void fill_table(const std::vector<Entry>& entries, const Partition& partition, T
   }
   table.first_tiles[entries.size()] = tiles;
   for (; range <= partition.ranges; ++range) table.first_tensors[range] = static_cast<Tensor>(entries.size());
+}
+
+// Calls body(table) with the first of these sizes of table that holds all entries; whether one does.
+template <int kCapacity, int... kLarger, class Body>
+bool with_parameter_table(const std::vector<Entry>& entries, const Partition& partition, const Body& body) {
+  if (entries.size() <= kCapacity) {
+    ParameterTable<kCapacity> table;
+    fill_table(entries, partition, table);
+    body(table);
+    return true;
+  }
+  if constexpr (sizeof...(kLarger) > 0) return with_parameter_table<kLarger...>(entries, partition, body);
+  return false;
 }
 
 }  // namespace gradstat

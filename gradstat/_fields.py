@@ -1,22 +1,12 @@
-"""The statistic: which fields a row has, how they merge, and what is derived from them.
-
-Everything else in gradstat reads this module: the C++ header ``csrc/stat_fields.def`` is rendered from
-it, the Triton kernels and the reference take their columns from it. It needs the standard library only,
-so that ``setup.py`` and code generators can run it without torch::
+"""The statistic: which fields a row has, how they merge, and what is derived from them; standard library only.
 
     python gradstat/_fields.py            # print the C++ header
     python gradstat/_fields.py --write    # write csrc/stat_fields.def
 
-A *row* describes one tensor. Rows form a monoid: the row of a tensor is the merge of the rows of its
-chunks, the totals are the merge of the rows of all tensors, in whatever grouping. Only the *lift*, which
-turns elements into a row, is written once per language.
-
-The sum of squares is kept in three columns, after J. L. Blue's norm (A Portable Fortran Program to Find
-the Euclidean Norm of a Vector, ACM TOMS 4(1), 1978; constants as in LAPACK 3.10 ``la_constants``, from
-E. Anderson, Algorithm 978, ACM TOMS 44(1), 2017). A float64 element whose square would overflow or
-vanish is scaled by a power of two first and counted in ``sq_sum_large`` or ``sq_sum_small``. Every
-narrower dtype squares exactly within the range of float64 and uses ``sq_sum`` alone. Because all three
-are plain sums they merge, across chunks, tensors and ranks, with no extra step.
+A *row* describes one tensor. Rows form a monoid: that of a tensor is the merge of those of its chunks, in whatever
+grouping. The sum of squares is kept in three columns, after J. L. Blue (ACM TOMS 4(1), 1978; constants as in LAPACK
+3.10 ``la_constants``, from E. Anderson, Algorithm 978, ACM TOMS 44(1), 2017): a float64 element whose square would
+overflow or vanish is scaled by a power of two first. Narrower dtypes use ``sq_sum`` alone.
 """
 
 from __future__ import annotations

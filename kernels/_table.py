@@ -1,9 +1,7 @@
-"""The table that tells a Triton kernel where its tensors lie, and its upload to the device.
+"""The table that tells a Triton kernel where its tensors lie, its upload to the device, and the launch.
 
-One launch serves any list of tensors because the kernel reads addresses, lengths and element types from
-this table. A tensor is a row of vectors of 16 bytes, counted from its address rounded down to 16; the
-vectors are cut into chunks, and each chunk is one program. How a tensor is cut depends on that tensor
-alone, so that its statistics do not change with its neighbours.
+A tensor is a row of vectors of 16 bytes, counted from its address rounded down to 16; the vectors are cut into chunks,
+and each chunk is one program. How a tensor is cut depends on that tensor alone, and so do the bits of its statistics.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,34 +30,23 @@ CHUNK_VECTORS = 4096
 MAX_CHUNKS = 8192
 """Chunks per tensor. Beyond it chunks double, because one program merges the rows of all groups of chunks."""
 
-ENTRY_COLUMNS = ("address", "values", "kind", "shift", "first_chunk")
-"""The int64 columns of an entry. ``values`` counts reals, so a complex element is two of them."""
-
-# The same for the kernels, which read no Python numbers.
-ENTRY_WIDTH = tl.constexpr(len(ENTRY_COLUMNS))
-ADDRESS, VALUES, KIND, SHIFT, FIRST_CHUNK = map(tl.constexpr, range(len(ENTRY_COLUMNS)))
+# The int64 columns of an entry, for the kernels. ``values`` counts reals, so a complex element is two of them.
+ADDRESS, VALUES, KIND, SHIFT, FIRST_CHUNK, CHUNKS = map(tl.constexpr, range(6))
+ENTRY_WIDTH = tl.constexpr(6)
 
 # Real element types, numbered as DType in csrc/stat.h.
-FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, FLOAT8_E5M2FNUZ = range(8)
+_REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_REAL += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, _ = map(tl.constexpr, range(8))
 
-PAIR = 16
+PAIR = tl.constexpr(16)
 """Added to the number of a real type: complex elements, each a pair of that type."""
 
-KINDS: dict[torch.dtype, int] = {
-    torch.float32: FLOAT32,
-    torch.bfloat16: BFLOAT16,
-    torch.float16: FLOAT16,
-    torch.float64: FLOAT64,
-    torch.float8_e4m3fn: FLOAT8_E4M3FN,
-    torch.float8_e5m2: FLOAT8_E5M2,
-    torch.float8_e4m3fnuz: FLOAT8_E4M3FNUZ,
-    torch.float8_e5m2fnuz: FLOAT8_E5M2FNUZ,
-    torch.complex64: FLOAT32 + PAIR,
-    torch.complex128: FLOAT64 + PAIR,
-    torch.complex32: FLOAT16 + PAIR,
+KINDS: dict[torch.dtype, int] = {dtype: kind for kind, dtype in enumerate(_REAL)} | {
+    dtype: _REAL.index(dtype.to_real()) + PAIR.value for dtype in (torch.complex64, torch.complex128, torch.complex32)
 }
 
-_REAL_BYTES = np.array([4, 2, 2, 8, 1, 1, 1, 1], dtype=np.int64)
+_REAL_BYTES = np.array([dtype.itemsize for dtype in _REAL], dtype=np.int64)
 
 _dtype_of = operator.attrgetter("dtype")
 
@@ -148,8 +136,8 @@ def _upload(
 ) -> Table:
     address = np.array(addresses, dtype=np.int64)
     kind = np.array([KINDS[dtype] for dtype in dtypes], dtype=np.int64)
-    is_pair = kind >= PAIR
-    real_bytes = _REAL_BYTES[kind % PAIR]
+    is_pair = kind >= PAIR.value
+    real_bytes = _REAL_BYTES[kind % PAIR.value]
     values = np.array(lengths, dtype=np.int64) * np.where(is_pair, 2, 1)
     misaligned = (values > 0) & (address % np.where(is_pair, 2 * real_bytes, real_bytes) != 0)
     if misaligned.any():
@@ -171,15 +159,54 @@ def _upload(
 
     count = len(address)
     total = int(chunks.sum())
-    entries = count * len(ENTRY_COLUMNS)
+    entries = count * ENTRY_WIDTH.value
     pin = device.type != "cpu"
     source = torch.empty(entries + (total + 1) // 2, dtype=torch.int64, device="cpu", pin_memory=pin)
     words = source.numpy()
     first_chunk = np.cumsum(chunks) - chunks
-    words[:entries] = np.stack([address, values, kind, shift, first_chunk], axis=1).reshape(-1)
+    words[:entries] = np.stack([address, values, kind, shift, first_chunk, chunks], axis=1).reshape(-1)
     words[entries:].view(np.int32)[:total] = np.repeat(np.arange(count, dtype=np.int32), chunks)
     if captured:
         _sources_of_captured_uploads.append(source)
     # torch's allocator of pinned memory hands a block out again only when copies from it have finished.
     buffer = source.to(device, non_blocking=True)
     return Table(buffer, count, total, total > count)
+
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles pointers that are multiples of this differently, so it is part of what must not vary."""
+
+
+class Launcher:
+    """Launches one kernel, on whichever device is current, without what Triton does before each launch.
+
+    Binding, specialization and cache keys take it tens of microseconds of Python, more than the GPU needs for a small
+    model. Our kernels are compiled once for each device, whatever the tensors, so the second launch can use what the
+    first one returned: ``CompiledKernel.__getitem__`` (Triton 3.5 to 3.9). Where there is no such thing, as in the
+    interpreter, every launch goes through ``kernel[grid]``.
+    """
+
+    def __init__(self, kernel: Any, warps: int) -> None:
+        self.kernel = kernel
+        self.warps = warps
+        self.handles: dict[torch.device, Any] = {}
+
+    def __call__(
+        self, device: torch.device, programs: int, pointers: tuple[torch.Tensor, ...], *rest: torch.Tensor | int
+    ) -> None:
+        """Enqueues ``programs`` programs.
+
+        Args:
+            device: Where everything lies; current.
+            programs: The size of the grid.
+            pointers: The kernel's first arguments, which it is compiled to find aligned.
+            rest: Its other arguments, compiled alike for every value.
+        """
+        is_aligned = not any(pointer.data_ptr() % ALIGNMENT for pointer in pointers)
+        handle = self.handles.get(device) if is_aligned else None
+        if handle is not None:
+            handle[(programs, 1, 1)](*pointers, *rest)
+            return
+        compiled = self.kernel[(programs,)](*pointers, *rest, num_warps=self.warps, enable_fp_fusion=FUSE)
+        if is_aligned and hasattr(compiled, "__getitem__"):
+            self.handles[device] = compiled

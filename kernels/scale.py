@@ -6,23 +6,19 @@ chunks are visited in reverse, because what the statistics read last is most lik
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import triton
 import triton.language as tl
 
 from gradstat.kernels import _table
-from gradstat.kernels._launch import Launcher
-from gradstat.kernels._table import ADDRESS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES
+from gradstat.kernels._table import ADDRESS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES, Launcher
 
 WARPS = 4
 LANES = tl.constexpr(32 * WARPS)
 UNROLL = tl.constexpr(4)
 CHUNK_VECTORS = tl.constexpr(_table.CHUNK_VECTORS)
-
-PAIR = tl.constexpr(_table.PAIR)
-FLOAT32 = tl.constexpr(_table.FLOAT32)
-BFLOAT16 = tl.constexpr(_table.BFLOAT16)
-FLOAT16 = tl.constexpr(_table.FLOAT16)
 
 _UNSUPPORTED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
@@ -100,14 +96,14 @@ def scale_kernel(table, coefficients, tensors, chunks, stride):
         address = tl.load(entry + ADDRESS)
         values = tl.load(entry + VALUES)
         # The parts of complex elements scale like any reals.
-        real = tl.load(entry + KIND) % PAIR
+        real = tl.load(entry + KIND) % _table.PAIR
         chunk_vectors = CHUNK_VECTORS << tl.load(entry + SHIFT)
         chunk = program - tl.load(entry + FIRST_CHUNK)
-        if real == BFLOAT16:
+        if real == _table.BFLOAT16:
             _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.bfloat16)
-        elif real == FLOAT32:
+        elif real == _table.FLOAT32:
             _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float32)
-        elif real == FLOAT16:
+        elif real == _table.FLOAT16:
             _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float16)
         else:
             _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float64)
@@ -122,13 +118,12 @@ def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     Every part is as long as the list, with empty tensors for those in other parts.
     """
     rounds = [list(tensors)]
-    times_seen: dict[int, int] = {}
+    times_seen: Counter[int] = Counter()
     for i, tensor in enumerate(tensors):
         if tensor.numel() == 0:
             continue
-        address = tensor.data_ptr()
-        times = times_seen.get(address, 0)
-        times_seen[address] = times + 1
+        times = times_seen[tensor.data_ptr()]
+        times_seen[tensor.data_ptr()] += 1
         if times == 0:
             continue
         empty = tensor.new_empty(0)

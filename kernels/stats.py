@@ -1,16 +1,11 @@
 """Gradient statistics in one Triton launch for any list of tensors.
 
-Method. Each program reads one chunk of one tensor (see _table.py). Its whole 16-byte vectors are read fast,
-in tiles: the squares and values of one vector are summed as a balanced tree in float32, so that at most
-three roundings reach any term (norm error at most 9e-8 for any input), and each vector is promoted to
-float64 once, which consumer GPUs afford where promoting every element they do not. Nothing in that loop
-looks for NaN, Inf, overflow or underflow: each of them shows in the tile's sum of squares, which then leaves
-[SAFE_LOW, SAFE_HIGH], and the tile is read again exactly, every element in float64. What does not fill a
-step, and the partial vectors at a tensor's ends, are always read exactly.
+Each program reads one chunk of one tensor (see _table.py). Whole 16-byte vectors are read fast, in tiles, by the
+method of csrc/stats_cpu_kernel.h: a vector is summed in float32 and promoted to float64 once. A tile whose sum of
+squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly; so is what does not fill a step, and the ends of a tensor.
 
 The chunks of a tensor form groups. The program that finishes a group last merges the rows of its chunks, and the
-one that finishes the last group the rows of the groups, in an order that does not depend on which program that
-is: equal input gives equal bits.
+one that finishes the last group the rows of the groups, in an order that does not depend on which program that is.
 """
 
 from __future__ import annotations
@@ -23,8 +18,7 @@ import triton.language as tl
 
 from gradstat import _fields
 from gradstat.kernels import _table
-from gradstat.kernels._launch import Launcher
-from gradstat.kernels._table import ADDRESS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES
+from gradstat.kernels._table import ADDRESS, CHUNKS, ENTRY_WIDTH, FIRST_CHUNK, KIND, SHIFT, VALUES, Launcher
 
 WARPS = 4
 
@@ -73,17 +67,6 @@ MERGED_ROWS = tl.constexpr(128)
 COLUMNS = tl.constexpr(16)
 assert GROUP.value * MERGED_ROWS.value >= _table.MAX_CHUNKS
 
-FLOAT32 = tl.constexpr(_table.FLOAT32)
-BFLOAT16 = tl.constexpr(_table.BFLOAT16)
-FLOAT16 = tl.constexpr(_table.FLOAT16)
-FLOAT64 = tl.constexpr(_table.FLOAT64)
-FLOAT8_E4M3FN = tl.constexpr(_table.FLOAT8_E4M3FN)
-FLOAT8_E5M2 = tl.constexpr(_table.FLOAT8_E5M2)
-FLOAT8_E4M3FNUZ = tl.constexpr(_table.FLOAT8_E4M3FNUZ)
-FLOAT32_PAIR = tl.constexpr(_table.FLOAT32 + _table.PAIR)
-FLOAT16_PAIR = tl.constexpr(_table.FLOAT16 + _table.PAIR)
-FLOAT64_PAIR = tl.constexpr(_table.FLOAT64 + _table.PAIR)
-
 INF = tl.constexpr(float("inf"))
 NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -91,14 +74,14 @@ NO_INDEX = tl.constexpr(2**31 - 1)
 @triton.jit
 def _decode_float8(x, kind):
     """Bytes as float32: float8_to_float of csrc/stat.h."""
-    four_three = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E4M3FNUZ)
-    ordinary = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E5M2)
+    four_three = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E4M3FNUZ)
+    ordinary = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E5M2)
     # 2**(127 - bias), with the biases 7, 15, 8 and 16: moves the exponent, and makes subnormals normal.
     scale = tl.where(four_three, 2.0**120, 2.0**112) * tl.where(ordinary, 1.0, 0.5)
     # Codes that are not numbers: for the fnuz types 0x80 alone, otherwise the largest magnitudes.
     highest = tl.where(ordinary, tl.where(four_three, 0x7E, 0x7B), 0x7F)
     nan_code = tl.where(ordinary, 0x100, 0x80)
-    inf_magnitude = tl.where(kind == FLOAT8_E5M2, 0x7C, 0x100)
+    inf_magnitude = tl.where(kind == _table.FLOAT8_E5M2, 0x7C, 0x100)
     bits = x.to(tl.int32)
     magnitude = bits & 0x7F
     value = (magnitude << tl.where(four_three, 20, 21)).to(tl.float32, bitcast=True) * scale
@@ -239,8 +222,8 @@ def _read_float8_tile(address, steps, kind):
     WORDS: tl.constexpr = 4
     AT_ONCE: tl.constexpr = 2
     STEP: tl.constexpr = AT_ONCE * LANES * WORDS
-    four_three = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E4M3FNUZ)
-    ordinary = (kind == FLOAT8_E4M3FN) | (kind == FLOAT8_E5M2)
+    four_three = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E4M3FNUZ)
+    ordinary = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E5M2)
     # 2**(15 - bias), with the biases 7, 15, 8 and 16.
     scale = tl.where(four_three, 256.0, 1.0) * tl.where(ordinary, 1.0, 0.5)
     shift = tl.where(four_three, 1, 0)
@@ -270,7 +253,7 @@ def _read_float8_tile(address, steps, kind):
     for byte in tl.static_range(4):
         zeros += (packed_zeros >> (8 * byte)) & 0xFF
     # The NaN of e4m3fn looks like 480, which nothing else exceeds; that of the fnuz types is the negative zero.
-    limit = tl.where(kind == FLOAT8_E4M3FN, 1.75, INF)
+    limit = tl.where(kind == _table.FLOAT8_E4M3FN, 1.75, INF)
     sign = tl.where(ordinary, 0, 0x80808080)
     marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
     hidden = (sums[SUMMED + 1] > limit) | (sums[SUMMED] < -limit) | (marked != 0)
@@ -496,17 +479,7 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
     first_chunk = tl.load(entry + FIRST_CHUNK)
     chunk = program - first_chunk
 
-    bytes_of_value = tl.where(
-        (kind == FLOAT64) | (kind == FLOAT64_PAIR),
-        8,
-        tl.where(
-            (kind == FLOAT32) | (kind == FLOAT32_PAIR),
-            4,
-            tl.where((kind == FLOAT16) | (kind == FLOAT16_PAIR) | (kind == BFLOAT16), 2, 1),
-        ),
-    )
-    vectors = (address % 16 + values * bytes_of_value + 15) // 16
-    count = tl.maximum((vectors + chunk_vectors - 1) // chunk_vectors, 1).to(tl.int32)
+    count = tl.load(entry + CHUNKS).to(tl.int32)
     row_of_tensor = out + tensor * FIELD_COUNT
     # The row of a tensor's only chunk is that of the tensor.
     row = row_of_tensor
@@ -515,19 +488,19 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
         row = rows + program
         row_stride = chunks.to(tl.int64)
 
-    if kind == BFLOAT16:
+    if kind == _table.BFLOAT16:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.bfloat16, False)
-    elif kind == FLOAT32:
+    elif kind == _table.FLOAT32:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, False)
-    elif kind == FLOAT16:
+    elif kind == _table.FLOAT16:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, False)
-    elif kind == FLOAT64:
+    elif kind == _table.FLOAT64:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, False)
-    elif kind == FLOAT32_PAIR:
+    elif kind == _table.FLOAT32 + _table.PAIR:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, True)
-    elif kind == FLOAT16_PAIR:
+    elif kind == _table.FLOAT16 + _table.PAIR:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, True)
-    elif kind == FLOAT64_PAIR:
+    elif kind == _table.FLOAT64 + _table.PAIR:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, True)
     else:
         _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.uint8, False)

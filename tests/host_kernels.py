@@ -7,19 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from exact import FLOAT8, REAL
 
 from gradstat import _fields
 
-DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float64: 3,
-    torch.float8_e4m3fn: 4,
-    torch.float8_e5m2: 5,
-    torch.float8_e4m3fnuz: 6,
-    torch.float8_e5m2fnuz: 7,
-}
+DTYPES = {dtype: number for number, dtype in enumerate([*REAL, *FLOAT8])}
 
 
 @dataclass

@@ -1,12 +1,8 @@
-"""The backends there are, which of them can run on this machine, and which one serves a call.
-
-A backend fills a table from a list of tensors and scales a list by numbers on the device. The registry
-is fixed; what varies is whether an entry loads on this machine, which is found out on first use and
-remembered.
-"""
+"""The backends there are, which of them run on this machine (found out on first use), and which one serves a call."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -28,9 +24,8 @@ ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 class Kernels:
     """What a backend does on one type of device, with tensors as `gradstat._core.tensors.readable` returns them.
 
-    It is made of three functions: one fills a table, one scales by one number, one scales by one for each. Everything
-    else is composed of them here, in more passes than a kernel of its own would take; units are a view each, which
-    takes the host microseconds for every one.
+    It is made of three functions: one fills a table, one scales by one number, one by one each. The rest is composed
+    of them here, in more passes than kernels of their own take; units are a view each, microseconds of the host.
 
     Attributes:
         direct: A shorter way for lists of ordinary tensors, which need no `readable`; None if there is none.
@@ -216,11 +211,9 @@ def _load(name: str, device_type: str) -> Kernels:
 def requested_by_environment() -> str | None:
     """The backend GRADSTAT_BACKEND asks for, None if it is unset or ``auto``. Read once, on first use."""
     name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
-    if name in ("", "auto"):
-        return None
-    if name not in REGISTRY:
+    if name not in ("", "auto", *REGISTRY):
         raise ValueError(f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(REGISTRY)}")
-    return name
+    return name if name in REGISTRY else None
 
 
 @functools.cache
@@ -285,10 +278,9 @@ def _status(name: str, device_type: str) -> BackendStatus:
         kernels = _load(name, device_type)
     except BackendUnavailableError as error:
         return BackendStatus(name, device_type, False, False, str(error))
-    try:
+    chosen = False
+    with contextlib.suppress(BackendUnavailableError, ValueError):
         chosen = resolve(None, device_type) is kernels
-    except (BackendUnavailableError, ValueError):
-        chosen = False
     return BackendStatus(name, device_type, True, chosen, _how(name, device_type))
 
 

@@ -1,9 +1,7 @@
 """Loads the compiled extension, refuses a stale build, and gives its operators fake implementations.
 
-There are two libraries: ``_C`` with the schemas, the CPU kernels and the helpers of the host path, and
-``_C_cuda``, which is loaded only when torch has a CUDA device, because a CPU-only torch lacks symbols it needs.
-Both register operators with torch, and are Python modules whose functions take lists of ordinary tensors past
-torch's dispatcher, which costs more per tensor than a small model's kernels do.
+``_C`` has the schemas, the CPU kernels and the helpers of the host path; ``_C_cuda`` is loaded only when torch has a
+CUDA device. Both register operators, and are Python modules whose functions take lists of ordinary tensors directly.
 """
 
 from __future__ import annotations
@@ -35,12 +33,6 @@ class StaleExtensionError(BackendUnavailableError):
 
 class DeviceModule(Protocol):
     """What both libraries have in common."""
-
-    def fingerprint(self) -> str:
-        """The fields it was built with."""
-
-    def use_exchange(self, capsule: object, tensor: type, parameter: type, *predicates: object) -> bool:
-        """Gives it torch's C interface to tensors, is_conj, is_neg and is_sparse; whether that has what is needed."""
 
     def check(self, tensors: list[Tensor], /) -> tuple[Tensor, int] | None:
         """Table and signature; None, and nothing done, unless all are ordinary tensors on one such device."""

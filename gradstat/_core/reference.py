@@ -1,7 +1,6 @@
-"""The statistic in plain torch, float64, on any device: the executable specification.
+"""The statistic in plain torch, float64, on any device, without a sync: the specification, held against every backend.
 
-Every other backend is held against this one. It is written to be read, not to be fast: it makes several
-passes and float64 copies. It neither syncs with the device nor looks at values on the host.
+Written to be read, not to be fast: it makes several passes and float64 copies.
 """
 
 from __future__ import annotations

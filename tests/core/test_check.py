@@ -62,13 +62,6 @@ def test_every_kind_of_target_gives_the_same_numbers(backend: str) -> None:
     assert single.total_norm == pytest.approx(model[0].weight.grad.norm().item())
 
 
-def test_total_norm_is_torchs() -> None:
-    model = trained(make_model())
-    report = gradstat.check(model)
-    assert report.ok
-    assert report.total_norm == pytest.approx(nn.utils.clip_grad_norm_(model.parameters(), math.inf).item())
-
-
 def test_missing_gradients_are_reported_and_frozen_parameters_are_not() -> None:
     model = make_model()
     model[3].weight.requires_grad_(False)
@@ -132,12 +125,7 @@ def test_a_changed_module_is_noticed(change: str) -> None:
 def test_a_model_and_its_gradients_are_not_kept_alive() -> None:
     model = trained(make_model())
     report = gradstat.check(model)
-    gone = [
-        weakref.ref(model),
-        weakref.ref(model[0]),
-        weakref.ref(model[0].weight),
-        weakref.ref(model[0].weight.grad),
-    ]
+    gone = [weakref.ref(part) for part in (model, model[0], model[0].weight, model[0].weight.grad)]
     del model
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4
@@ -154,18 +142,14 @@ def test_a_checked_model_can_be_copied() -> None:
     assert gradstat.check(model)["0.weight"].max != 2.0
 
 
-def test_check_async_is_done_on_the_cpu_and_gives_one_report() -> None:
-    pending = gradstat.check_async(trained(make_model()))
-    assert pending.done()
-    assert pending.result() is pending.result()
-
-
 def test_a_pending_report_shows_the_gradients_as_they_were(device: str) -> None:
     parameter = nn.Parameter(torch.zeros(4, device=device))
     parameter.grad = torch.ones(4, device=device)
     pending = gradstat.check_async([parameter])
+    assert pending.done() or device != "cpu"
     parameter.grad.zero_()
     assert pending.result().total_norm == 2.0
+    assert pending.result() is pending.result()
 
 
 def test_check_tensors_names_any_tensors(device: str) -> None:
@@ -242,12 +226,9 @@ def test_any_shape_stride_and_value(data: st.DataObject) -> None:
         place = data.draw(st.integers(0, x.numel() - 1))
         flat[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e4]))
     x = flat.reshape(shape).permute(data.draw(st.permutations(range(len(shape))), label="order"))
-    for dimension in range(x.dim()):
-        x = (
-            x.narrow(dimension, min(1, x.shape[dimension]), max(0, x.shape[dimension] - 1))
-            if data.draw(st.booleans())
-            else x
-        )
+    for dimension, size in enumerate(x.shape):
+        if data.draw(st.booleans()):
+            x = x.narrow(dimension, min(1, size), max(0, size - 1))
     for backend in ("native", "reference"):
         assert_rows_match(gradstat.stats([x], backend=backend), [x])
 
@@ -291,9 +272,9 @@ def test_what_has_no_statistics_is_refused_by_name(
 
 @pytest.mark.filterwarnings("ignore:Sparse CSC tensor support")
 def test_unsupported_layouts_are_refused_with_the_remedy() -> None:
-    csr = torch.eye(3).to_sparse(layout=torch.sparse_csc)  # torch warns that these are in beta
+    csc = torch.eye(3).to_sparse(layout=torch.sparse_csc)  # torch warns that these are in beta
     with pytest.raises(ValueError, match=r"'x'.*sparse_csc.*to_sparse_coo"):
-        gradstat.check_tensors({"x": csr})
+        gradstat.check_tensors({"x": csc})
 
 
 @pytest.mark.parametrize("target", [3, None, {"a": torch.ones(2)}, "model"], ids=repr)

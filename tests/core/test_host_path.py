@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact import COMPLEX, FLOAT8, REAL
 from forks import Forks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,19 +21,6 @@ from gradstat._core import parameters as _plan
 
 HELPERS = native.load_cpu()
 OPS = torch.ops.gradstat
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-]
 
 
 def direct(device: str) -> native.DeviceModule:
@@ -41,7 +29,7 @@ def direct(device: str) -> native.DeviceModule:
 
 def ordinary(device: str = "cpu") -> list[Tensor]:
     tensors = [
-        *(torch.randn(5, 7).to(dtype) for dtype in DTYPES),
+        *(torch.randn(5, 7).to(dtype) for dtype in [*REAL, *FLOAT8, *COMPLEX]),
         torch.tensor(2.5),
         torch.zeros(0, 3),
         torch.zeros(3, 0),
@@ -115,23 +103,25 @@ def test_a_tensor_listed_twice_is_not_unscaled_directly() -> None:
     assert x.tolist() == [7.5] * 3
 
 
-@pytest.mark.parametrize(
-    "factor", [torch.tensor(0.5, dtype=torch.float64), torch.full((2,), 0.5), torch.zeros(0), torch.tensor(0.5j), 0.5]
-)
-def test_a_factor_of_another_kind_is_refused(factor: Any) -> None:
-    tensor = torch.ones(2)
-    assert HELPERS.unscale_([tensor], factor) is None
-    assert tensor.tolist() == [1.0, 1.0]
-
-
 WIDE = torch.full((4, 4), 0.5, dtype=torch.float64)
-COEFFICIENTS = [WIDE[0].float(), WIDE[0, :3], WIDE[:, 0], WIDE[:2, :2].contiguous().t(), WIDE[:2, :2], None]
+REFUSED_NUMBERS: dict[str, list[Any]] = {
+    "unscale_": [
+        torch.tensor(0.5, dtype=torch.float64),
+        torch.full((2,), 0.5),
+        torch.zeros(0),
+        torch.tensor(0.5j),
+        0.5,
+    ],
+    "scale_": [torch.tensor(0.5), torch.zeros(0, dtype=torch.float64), 0.5],
+    "scale_each_": [WIDE[0].float(), WIDE[0, :3], WIDE[:, 0], WIDE[:2, :2].contiguous().t(), WIDE[:2, :2], None],
+}
 
 
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
-def test_coefficients_of_another_kind_are_refused(coefficients: Any) -> None:
+@pytest.mark.parametrize("call", REFUSED_NUMBERS)
+def test_numbers_of_another_kind_are_refused(call: str) -> None:
     tensors = [torch.ones(2) for _ in range(4)]
-    assert not HELPERS.scale_each_(tensors, coefficients)
+    for numbers in REFUSED_NUMBERS[call]:
+        assert getattr(HELPERS, call)(tensors, numbers) is None
     assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
 
 
@@ -204,13 +194,6 @@ def test_measuring_and_scaling_are_a_clip(device: str) -> None:
     assert kernels.scale_(tensors, measured[1])
     assert measured[0] == kernels.clip_(again, 0.5, 2.0)
     assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
-
-
-@pytest.mark.parametrize("coefficient", [torch.tensor(0.5), torch.zeros(0, dtype=torch.float64), 0.5])
-def test_a_coefficient_of_another_kind_is_refused(coefficient: Any) -> None:
-    tensor = torch.ones(2)
-    assert not HELPERS.scale_([tensor], coefficient)
-    assert tensor.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("error_if_nonfinite", [False, True])

@@ -52,27 +52,18 @@ def test_fakes_agree_with_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_stats_compile_without_a_break(backend: str, device: str) -> None:
+def test_statistics_and_units_compile_without_a_break(backend: str, device: str) -> None:
     @torch.compile(fullgraph=True, backend=backend)
-    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return gradstat.stats([x * 2, y]) + 0.0
-
-    x, y = torch.randn(5, 3, device=device), torch.randn(9, device=device)
-    torch.testing.assert_close(f(x, y), gradstat.stats([x * 2, y]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_units_compile_without_a_break(backend: str, device: str) -> None:
-    @torch.compile(fullgraph=True, backend=backend)
-    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         table = OPS.unit_stats([x, y])
+        stats = gradstat.stats([x * 2, y]) + 0.0
         OPS.scale_units_([x, y], table[:, 0] + 0.5)
-        return table
+        return stats, table
 
     x, y = torch.randn(5, 3, device=device), torch.randn(9, device=device)
-    expected = [x * 0.5, y * 0.5]
-    assert torch.equal(f(x, y), OPS.unit_stats([2 * e for e in expected]))
-    assert all(torch.equal(*pair) for pair in zip((x, y), expected, strict=True))
+    stats, table, scaled = gradstat.stats([x * 2, y]), OPS.unit_stats([x, y]), [x * 0.5, y * 0.5]
+    for got, expected in zip((*f(x, y), x, y), (stats, table, *scaled), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -28,7 +28,7 @@ import triton.language as tl
 from gradstat.kernels import _table
 from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
-from gradstat.kernels._launch import Launcher
+from gradstat.kernels._table import Launcher
 from gradstat.kernels.scale import scale_, scale_each_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
 
@@ -146,41 +146,30 @@ def test_only_special_values(dtype: torch.dtype) -> None:
     check([tensor.to(dtype).to(DEVICE) for tensor in tensors])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "magnitude"),
-    [
-        (torch.float32, 1e30),
-        (torch.float32, 1e-30),
-        (torch.float32, 1e-44),
-        (torch.float32, 1e-22),
-        (torch.float32, 1e-19),
-        (torch.float32, 3e17),
-        (torch.bfloat16, 1e30),
-        (torch.bfloat16, 1e-30),
-        (torch.bfloat16, 1e-22),
-        (torch.float16, 6e4),
-        (torch.float16, 6e-8),
-        (torch.float64, 1e200),
-        (torch.float64, 1e-200),
-        (torch.float64, 1e-160),
-        (torch.float64, 1e300),
-        (torch.float64, 5e-324),
-        (torch.float64, 2.0**486),
-        (torch.float64, 2.0**-511),
-        (torch.complex64, 1e30),
-        (torch.complex128, 1e-200),
-        (torch.complex128, 1e200),
-    ],
-)
-def test_extreme_magnitudes(dtype: torch.dtype, magnitude: float) -> None:
+MAGNITUDES = {
+    torch.float32: (1e30, 1e-30, 1e-44, 1e-22, 1e-19, 3e17),
+    torch.bfloat16: (1e30, 1e-30, 1e-22),
+    torch.float16: (6e4, 6e-8),
+    torch.float64: (1e200, 1e-200, 1e-160, 1e300, 5e-324, 2.0**486, 2.0**-511),
+    torch.complex64: (1e30,),
+    torch.complex128: (1e-200, 1e200),
+}
+
+
+@by_dtype(list(MAGNITUDES))
+def test_extreme_magnitudes(dtype: torch.dtype) -> None:
     """All elements extreme, and one extreme element among ordinary ones."""
     count = STEP_BYTES // dtype.itemsize + 5
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    factors = (1 + torch.arange(count, dtype=torch.float64) % 7 / 7).to(wide)
-    uniform = (factors * magnitude).to(dtype).to(DEVICE)
-    mixed = random_tensor(count, dtype)
-    mixed[17] = uniform[3]
-    check([uniform, mixed])
+    factors = (1 + torch.arange(count, dtype=torch.float64) % 7 / 7).to(
+        torch.complex128 if dtype.is_complex else torch.float64
+    )
+    tensors = []
+    for magnitude in MAGNITUDES[dtype]:
+        uniform = (factors * magnitude).to(dtype).to(DEVICE)
+        mixed = random_tensor(count, dtype)
+        mixed[17] = uniform[3]
+        tensors += [uniform, mixed]
+    check(tensors)
 
 
 def test_worst_rounding() -> None:

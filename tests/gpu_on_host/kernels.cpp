@@ -19,13 +19,7 @@ std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const in
 
 template <class Run>
 void with_table_of(const std::vector<Entry>& entries, const Partition& partition, const Run& run) {
-  const auto by_parameters = [&](auto table) {
-    fill_table(entries, partition, *table);
-    run(*table);
-  };
-  if (entries.size() <= kSmallTable) return by_parameters(std::make_unique<ParameterTable<kSmallTable>>());
-  if (entries.size() <= kMediumTable) return by_parameters(std::make_unique<ParameterTable<kMediumTable>>());
-  if (entries.size() <= kLargeTable) return by_parameters(std::make_unique<ParameterTable<kLargeTable>>());
+  if (with_parameter_table<kSmallTable, kMediumTable, kLargeTable>(entries, partition, run)) return;
   std::vector<uint64_t> memory((DeviceTable::bytes(entries.size(), partition.ranges) + 7) / 8);
   DeviceTable table = DeviceTable::at(memory.data(), entries.size());
   fill_table(entries, partition, table);

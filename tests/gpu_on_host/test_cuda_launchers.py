@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +79,14 @@ class Stream:
 
     def clip(self, tensors: list[np.ndarray], max_norm: float, times: int = 1) -> Result:
         return Result(self, tensors, max_norm, times)
+
+    @contextmanager
+    def capture(self) -> Iterator[Callable[[Stream], None]]:
+        """Of what is given to the stream inside; yields what replays it on a stream, and is usable afterwards."""
+        graph = ctypes.c_void_p()
+        self.library.begin_capture(self.handle)
+        yield lambda stream: self.library.replay(graph, stream.handle)
+        graph.value = self.library.end_capture(self.handle)
 
     def check(self, failed: int) -> None:
         if failed:
@@ -209,15 +218,14 @@ def test_a_graph_is_replayed_on_new_values_beside_other_work(library: ctypes.CDL
     warm = stream.stats(some)
     stream.synchronize()
     warm.assert_right()
-    library.begin_capture(stream.handle)
-    captured = stream.stats(some)
-    graph = ctypes.c_void_p(library.end_capture(stream.handle))
+    with stream.capture() as replay:
+        captured = stream.stats(some)
     for _ in range(3):
         for tensor in some:
             tensor *= -1.5
         # On another stream than the captured one, between eager launches of both.
         beside = [stream.stats(eager), other.stats(eager)]
-        library.replay(graph, other.handle)
+        replay(other)
         beside.append(other.stats(some))
         other.synchronize()
         stream.synchronize()
@@ -238,6 +246,10 @@ def test_a_refused_allocation_is_reported_and_the_next_call_works(library: ctype
     result.assert_right()
 
 
+def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return all(map(np.array_equal, a, b))
+
+
 def times(tensors: list[np.ndarray], coefficient: float) -> list[np.ndarray]:
     return [tensor * np.float32(coefficient) for tensor in tensors]
 
@@ -252,7 +264,7 @@ def test_unscaling_is_one_launch_that_scales_and_measures(library: ctypes.CDLL, 
     table = stream.unscale(some, np.array([0.25], dtype=np.float32))
     assert spent(library, before) == {"launches": 1}
     stream.synchronize()
-    assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+    assert equal(some, expected)
     measured = stream.stats(some)
     stream.synchronize()
     assert table.tobytes() == measured.table.tobytes()
@@ -264,15 +276,14 @@ def test_a_captured_unscale_is_replayed_with_new_factors(fresh: ctypes.CDLL, cou
     """It may be the first call of a process: its kernel is loaded with the others."""
     stream, some = Stream(fresh), tensors(count, 9000 if count == 3 else 30, 5)
     factor = np.array([0.5], dtype=np.float32)
-    fresh.begin_capture(stream.handle)
-    table = stream.unscale(some, factor)
-    graph = ctypes.c_void_p(fresh.end_capture(stream.handle))
+    with stream.capture() as replay:
+        table = stream.unscale(some, factor)
     for value in (0.5, 1.0, -3.0):
         factor[0] = value
         expected = times(some, value)
-        fresh.replay(graph, stream.handle)
+        replay(stream)
         stream.synchronize()
-        assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+        assert equal(some, expected)
         measured = stream.stats(some)
         stream.synchronize()
         assert table.tobytes() == measured.table.tobytes()
@@ -286,7 +297,7 @@ def test_each_tensor_has_its_coefficient(library: ctypes.CDLL, count: int) -> No
     expected = [tensor * np.float32(c) for tensor, c in zip(some, coefficients, strict=True)]
     stream.scale(some, coefficients, stride=1)
     stream.synchronize()
-    assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+    assert equal(some, expected)
 
 
 @pytest.mark.parametrize(("count", "size"), [(3, 30_000), (190, 60), (600, 50), (1550, 30)])
@@ -308,7 +319,7 @@ def test_the_scale_kernel_overlaps_the_statistics_kernel(library: ctypes.CDLL, c
     unclipped = [tensor.copy() for tensor in some]
     stream.clip(some, 1e9)
     stream.synchronize()
-    assert all(np.array_equal(*pair) for pair in zip(some, unclipped, strict=True))
+    assert equal(some, unclipped)
 
 
 def test_scale_kernels_in_a_row_overlap(library: ctypes.CDLL) -> None:
@@ -322,7 +333,7 @@ def test_scale_kernels_in_a_row_overlap(library: ctypes.CDLL) -> None:
     expected = originals
     for _ in range(3):
         expected = times(expected, result.coefficient[0])
-    assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+    assert equal(some, expected)
 
 
 def test_scaling_alone_and_uploaded_tables_do_not_overlap(library: ctypes.CDLL) -> None:
@@ -337,18 +348,17 @@ def test_scaling_alone_and_uploaded_tables_do_not_overlap(library: ctypes.CDLL) 
 @pytest.mark.parametrize("count", [3, 1800])
 def test_a_captured_clip_does_not_overlap_and_is_right(library: ctypes.CDLL, count: int) -> None:
     stream, some = Stream(library), tensors(count, 9000 if count == 3 else 30, 5)
-    library.begin_capture(stream.handle)
     before = counted(library)
-    captured = stream.clip(some, 1.0)
+    with stream.capture() as replay:
+        captured = stream.clip(some, 1.0)
     assert "overlaps" not in spent(library, before)
-    graph = ctypes.c_void_p(library.end_capture(stream.handle))
     for _ in range(2):
         originals = [tensor.copy() for tensor in some]
-        library.replay(graph, stream.handle)
+        replay(stream)
         stream.synchronize()
         captured.assert_right(originals)
         expected = times(originals, captured.coefficient[0]) if captured.coefficient[0] != 1 else originals
-        assert all(np.array_equal(*pair) for pair in zip(some, expected, strict=True))
+        assert equal(some, expected)
         for tensor in some:
             tensor *= 50
 
@@ -357,10 +367,9 @@ def test_a_captured_clip_does_not_overlap_and_is_right(library: ctypes.CDLL, cou
 def test_the_first_call_of_a_process_may_be_captured(fresh: ctypes.CDLL, count: int) -> None:
     """CUDA loads a kernel when it is first launched, which a capture refuses: ours are loaded before."""
     stream, some = Stream(fresh), tensors(count, 5000 if count == 3 else 30)
-    fresh.begin_capture(stream.handle)
-    captured = stream.clip(some, 1e9)
-    graph = ctypes.c_void_p(fresh.end_capture(stream.handle))
-    fresh.replay(graph, stream.handle)
+    with stream.capture() as replay:
+        captured = stream.clip(some, 1e9)
+    replay(stream)
     stream.synchronize()
     captured.assert_right()
 
@@ -368,9 +377,8 @@ def test_the_first_call_of_a_process_may_be_captured(fresh: ctypes.CDLL, count: 
 def test_a_check_loads_what_a_later_capture_needs(fresh: ctypes.CDLL) -> None:
     stream, some = Stream(fresh), tensors(3)
     stream.stats(some)
-    fresh.begin_capture(stream.handle)
-    stream.clip(tensors(700), 1.0)
-    fresh.end_capture(stream.handle)
+    with stream.capture():
+        stream.clip(tensors(700), 1.0)
 
 
 def overlaps_of(library: ctypes.CDLL) -> int:

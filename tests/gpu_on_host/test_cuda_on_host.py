@@ -45,18 +45,8 @@ def test_the_last_block_decides_about_a_step(library: ctypes.CDLL, loss_scale: f
     expected_counters = torch.from_numpy(counters.copy())
     for seed in range(3):
         verdict = np.full(3, 55.0, dtype=np.float32)
-        table, norm, coefficient = stats(
-            library,
-            pieces,
-            9,
-            seed,
-            None,
-            torch.float64,
-            2.0,
-            loss_scale=loss_scale,
-            verdict=verdict,
-            counters=counters,
-        )
+        step = {"loss_scale": loss_scale, "verdict": verdict, "counters": counters}
+        table, norm, coefficient = stats(library, pieces, 9, seed, None, torch.float64, 2.0, **step)
         scale_tensor = None if loss_scale is None else torch.tensor(loss_scale)
         expected = norms.decide(torch.from_numpy(table), norms.StepRequest(2.0, scale_tensor, expected_counters))
         np.testing.assert_allclose(verdict, expected.verdict.numpy(), rtol=1e-6)
@@ -89,6 +79,25 @@ def random_values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, generator=generator, dtype=torch.float64).mul(0.7).to(dtype)
 
 
+def random_piece(dtype: torch.dtype, is_pair: bool, numel: int, seed: int, offset: int = 0) -> Piece:
+    """`offset` is taken for as much as fits between 16-byte boundaries."""
+    element = dtype.itemsize * (2 if is_pair else 1)
+    return Piece(random_values(dtype, numel * (2 if is_pair else 1), seed), is_pair, offset % max(16 // element, 1))
+
+
+def mixed(count: int, first: float | None = None) -> list[Piece]:
+    """Tensors of all types, three of each in a row, mostly small; each begins with ``first``."""
+    random, pieces = np.random.default_rng(count), []
+    for number in range(count):
+        dtype, is_pair = KINDS[number // 3 % len(KINDS)]
+        made = random_piece(dtype, is_pair, int(random.integers(0, 60 if number % 40 else 9000)), number)
+        if first is not None and made.numel:
+            made.values[0] = first
+            made = Piece(made.values, is_pair)
+        pieces.append(made)
+    return pieces
+
+
 def sizes_around_tiles(tile: int, element: int) -> list[int]:
     per_tile, vector = tile // element, 16 // element
     around = [per_tile + d for d in (-vector - 1, -1, 0, 1, vector, vector + 1)]
@@ -98,10 +107,9 @@ def sizes_around_tiles(tile: int, element: int) -> list[int]:
 @pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
 def test_sizes_and_alignments(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
     element = dtype.itemsize * (2 if is_pair else 1)
-    pieces = []
-    for seed, numel in enumerate(sizes_around_tiles(library.tile_bytes(), element)):
-        values = random_values(dtype, numel * (2 if is_pair else 1), seed)
-        pieces += [Piece(values, is_pair, offset) for offset in {0, 1, 16 // element - 1} if offset * element < 16]
+    sizes = sizes_around_tiles(library.tile_bytes(), element)
+    offsets = {0, 1 % (16 // element), 16 // element - 1}
+    pieces = [random_piece(dtype, is_pair, numel, numel, offset) for numel in sizes for offset in offsets]
     for blocks in (1, 4, 1000):
         check(pieces, stats(library, pieces, blocks, seed=blocks)[0])
 
@@ -116,30 +124,24 @@ def special_values(dtype: torch.dtype) -> list[float]:
     return numbers
 
 
-@pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
-@pytest.mark.parametrize("background", ["normal", "zero", "tiny"])
-def test_special_values(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool, background: str) -> None:
-    random = np.random.default_rng(5)
+def with_special_values(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool, background: float) -> list[Piece]:
+    """For each special value a tensor of two tiles with some of it, the first or the last element among them."""
+    random, pieces = np.random.default_rng(5), []
     numel = 2 * library.tile_bytes() // dtype.itemsize + 70
-    numel -= numel % 2
-    pieces = []
-    for offset, special in enumerate(special_values(dtype)):
-        values = random_values(dtype, numel, offset).double()
-        values *= {"normal": 1.0, "zero": 0.0, "tiny": 1e-25}[background]
-        places = random.choice(numel, 3, replace=False)
-        values[places] = special
-        values[[0, numel - 1][offset % 2]] = special
-        piece_offset = offset % 3 if dtype.itemsize * (2 if is_pair else 1) * (offset % 3) < 16 else 0
-        pieces.append(Piece(values.to(dtype), is_pair, piece_offset))
-    check(pieces, stats(library, pieces, blocks=9, seed=3)[0])
+    for number, special in enumerate(special_values(dtype)):
+        values = random_values(dtype, numel, number).double() * background
+        values[random.choice(numel, 3, replace=False)] = special
+        values[[0, numel - 1][number % 2]] = special
+        offset = number % 3 if dtype.itemsize * (2 if is_pair else 1) * (number % 3) < 16 else 0
+        pieces.append(Piece(values.to(dtype), is_pair, offset))
+    return pieces
 
 
 @pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
-def test_nothing_but_one_value(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
-    """Also whole tensors of NaN, of zeros, and of values whose squares leave float32."""
-    count = library.tile_bytes() // dtype.itemsize // 4 + 66
-    pieces = [Piece(torch.full((count,), x, dtype=torch.float64).to(dtype), is_pair) for x in special_values(dtype)]
-    check(pieces, stats(library, pieces, blocks=3)[0])
+@pytest.mark.parametrize("background", [1.0, 0.0, 1e-25])
+def test_special_values(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool, background: float) -> None:
+    pieces = with_special_values(library, dtype, is_pair, background)
+    check(pieces, stats(library, pieces, blocks=9, seed=3)[0])
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize <= 2])
@@ -183,23 +185,28 @@ def test_random_bits(library: ctypes.CDLL, seed: int) -> None:
     check(pieces, stats(library, pieces, blocks=11, seed=seed)[0])
 
 
+@pytest.mark.parametrize("exponent", [0, 30, -20, -22, -30, 153, 200, -157, -200])
+def test_norm_where_squares_leave_the_range(library: ctypes.CDLL, exponent: int) -> None:
+    """Those of float32 and float64 are infinite, subnormal or nothing, or finite while their sum is not."""
+    for dtype in [torch.float64] if abs(exponent) > 30 else [torch.float32, torch.bfloat16]:
+        pieces = [Piece(random_values(torch.float64, 30000, 0).mul(10.0**exponent).to(dtype))]
+        table, norm, _ = stats(library, pieces, norm_dtype=torch.float64)
+        check(pieces, table)
+        assert norm.item() == pytest.approx(exact_norm(pieces), rel=1e-7, abs=0)
+
+
 def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
     """More than the parameters of a launch hold, and each smaller table too."""
     check_thousands_of_tensors(library)
 
 
 def check_thousands_of_tensors(library: ctypes.CDLL) -> None:
-    random = np.random.default_rng(1)
-    pieces = []
-    for number in range(3000):
-        dtype, is_pair = KINDS[random.integers(len(KINDS))]
-        numel = int(random.integers(0, 40)) if number % 50 else int(random.integers(0, 9000))
-        pieces.append(Piece(random_values(dtype, numel * (2 if is_pair else 1), number), is_pair))
-    assert len(pieces) > library.table_capacity() > 600
+    assert 3000 > library.table_capacity() > 1200
     for count, blocks in ((3000, 64), (1200, 4000), (500, 3), (100, 20)):
-        table, norm, _ = stats(library, pieces[:count], blocks, seed=count, norm_dtype=torch.float64)
-        check(pieces[:count], table)
-        assert norm.item() == pytest.approx(exact_norm(pieces[:count]), rel=1e-7, abs=0.0)
+        pieces = mixed(count)
+        table, norm, _ = stats(library, pieces, blocks, seed=count, norm_dtype=torch.float64)
+        check(pieces, table)
+        assert norm.item() == pytest.approx(exact_norm(pieces), rel=1e-7, abs=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -229,21 +236,6 @@ def test_variants_to_be_measured_are_right(tmp_path: Path) -> None:
     assert_same_bits_in_any_order(variant, torch.float32)
     pieces = [Piece(random_values(torch.float8_e5m2, numel, numel)) for numel in (70_000, 3, 200_000)]
     assert_unscale_is_scale_and_stats(variant, pieces, 0.3, 9)
-
-
-# Squares that are infinite, ordinary, subnormal or nothing in float32; in float64, squares that are finite
-# while their sum is not, and squares that are subnormal.
-RANGES = [(dtype, 10.0**e) for dtype in (torch.float32, torch.bfloat16) for e in (0, 30, -16, -20, -21, -22, -30)]
-RANGES += [(torch.float64, 10.0**e) for e in (0, 153, 200, -154, -157, -160, -200)]
-
-
-@pytest.mark.parametrize(("dtype", "scale_of"), RANGES)
-def test_norm_where_squares_leave_the_range(library: ctypes.CDLL, dtype: torch.dtype, scale_of: float) -> None:
-    values = random_values(torch.float64, 30000, 0).mul(scale_of).to(dtype)
-    pieces = [Piece(values), Piece(values.abs()), Piece(torch.full((5000,), scale_of * 1.0000001, dtype=dtype))]
-    table, norm, _ = stats(library, pieces, norm_dtype=torch.float64)
-    check(pieces, table)
-    assert norm.item() == pytest.approx(exact_norm(pieces), rel=1e-7, abs=0)
 
 
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -300,21 +292,27 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
 
 
+def assert_nothing_around(piece: Piece) -> None:
+    begin = piece.address - piece.memory.ctypes.data
+    assert (piece.memory[:begin] == 0xA5).all()
+    assert (piece.memory[begin + len(piece.bytes) :] == 0xA5).all()
+
+
+def assert_scaled(pieces: list[Piece], before: list[torch.Tensor], coefficients: list[float]) -> None:
+    for piece, values, coefficient in zip(pieces, before, coefficients, strict=True):
+        assert same(piece.now(), product(values, coefficient))
+        assert_nothing_around(piece)
+
+
 @pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
 def test_scale(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
-    element = dtype.itemsize * (2 if is_pair else 1)
+    sizes = sizes_around_tiles(library.tile_bytes(), dtype.itemsize * (2 if is_pair else 1))
     for coefficient in (0.3, 1e-4, 7.0, math.nan):
-        pieces = []
-        for seed, numel in enumerate(sizes_around_tiles(library.tile_bytes(), element)[:: 1 if is_pair else 2]):
-            values = random_values(dtype, numel * (2 if is_pair else 1), seed)
-            pieces.append(Piece(values, is_pair, seed % max(16 // element, 1)))
+        pieces = [random_piece(dtype, is_pair, numel, seed, seed) for seed, numel in enumerate(sizes)]
         for blocks in (1, 6):
             before = [piece.now() for piece in pieces]
             scale(library, pieces, coefficient, blocks, seed=blocks)
-            for piece, values in zip(pieces, before, strict=True):
-                assert same(piece.now(), product(values, coefficient))
-                inside = len(piece.bytes)
-                assert (piece.memory == 0xA5).sum() >= len(piece.memory) - inside, "wrote outside"
+            assert_scaled(pieces, before, [coefficient] * len(pieces))
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize <= 2])
@@ -328,42 +326,25 @@ def test_scale_rounds_like_torch(library: ctypes.CDLL, dtype: torch.dtype, coeff
 
 
 def test_scale_mixes_types_and_leaves_everything_alone_at_one(library: ctypes.CDLL) -> None:
-    random = np.random.default_rng(2)
-    pieces = []
-    for number in range(2000):
-        dtype, is_pair = KINDS[random.integers(len(KINDS))]
-        values = random_values(dtype, int(random.integers(0, 60)) * (2 if is_pair else 1), number)
-        if values.numel():
-            values[0] = math.nan
-        pieces.append(Piece(values, is_pair))
+    pieces = mixed(2000, math.nan)
     memory = [piece.memory.copy() for piece in pieces]
     scale(library, pieces, 1.0)
     assert all((piece.memory == before).all() for piece, before in zip(pieces, memory, strict=True))
     scale(library, pieces, 0.77, blocks=33)
-    for piece in pieces:
-        assert same(piece.now(), product(piece.values, 0.77))
+    assert_scaled(pieces, [piece.values for piece in pieces], [0.77] * len(pieces))
 
 
 def test_scale_each_takes_a_coefficient_for_each_and_skips_ones(library: ctypes.CDLL) -> None:
     """Neighbouring 8-bit tensors of one type with different coefficients among them."""
     random = np.random.default_rng(6)
     for count, blocks in ((12, 5), (150, 1), (2000, 33)):
-        pieces, coefficients = [], []
-        for number in range(count):
-            dtype, is_pair = KINDS[number // 3 % len(KINDS)]
-            numel = int(random.integers(0, 60)) if number % 7 else int(random.integers(0, 9000))
-            values = random_values(dtype, numel * (2 if is_pair else 1), number)
-            if values.numel():
-                values[0] = math.nan
-            pieces.append(Piece(values, is_pair))
-            coefficients.append([1.0, 0.77, -3.0, math.nan, 1e-3][int(random.integers(5))])
+        pieces = mixed(count, math.nan)
+        coefficients = random.choice([1.0, 0.77, -3.0, math.nan, 1e-3], count).tolist()
         memory = [piece.memory.copy() for piece in pieces]
         scale_each(library, pieces, coefficients, blocks)
+        assert_scaled(pieces, [piece.values for piece in pieces], coefficients)
         for piece, before, coefficient in zip(pieces, memory, coefficients, strict=True):
-            if coefficient == 1:
-                assert (piece.memory == before).all()
-            assert same(piece.now(), product(piece.values, coefficient))
-            assert (piece.memory == before)[: piece.address - piece.memory.ctypes.data].all(), "wrote outside"
+            assert coefficient != 1 or (piece.memory == before).all()
 
 
 FACTORS = (1 / 1024, 0.3, 7.0, 1.0, math.nan, math.inf)
@@ -378,48 +359,29 @@ def assert_unscale_is_scale_and_stats(library: ctypes.CDLL, pieces: list[Piece],
     assert table.tobytes() == stats(library, twins, blocks)[0].tobytes()
     for piece, twin in zip(pieces, twins, strict=True):
         assert (piece.bytes == twin.bytes).all()
-        begin = piece.address - piece.memory.ctypes.data
-        assert (piece.memory[:begin] == 0xA5).all()
-        assert (piece.memory[begin + len(piece.bytes) :] == 0xA5).all()
+        assert_nothing_around(piece)
 
 
 @pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
 def test_unscale_sizes_and_alignments(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
-    element = dtype.itemsize * (2 if is_pair else 1)
-    sizes = sizes_around_tiles(library.tile_bytes(), element)
+    sizes = sizes_around_tiles(library.tile_bytes(), dtype.itemsize * (2 if is_pair else 1))
     for factor, blocks in zip(FACTORS, (1, 4, 1000, 4, 1000, 1), strict=True):
-        pieces = [
-            Piece(random_values(dtype, numel * (2 if is_pair else 1), seed), is_pair, (seed + blocks) % (16 // element))
-            for seed, numel in enumerate(sizes)
-        ]
+        pieces = [random_piece(dtype, is_pair, numel, seed, seed + blocks) for seed, numel in enumerate(sizes)]
         assert_unscale_is_scale_and_stats(library, pieces, factor, blocks)
 
 
 @pytest.mark.parametrize(("dtype", "is_pair"), KINDS)
 def test_unscale_special_values(library: ctypes.CDLL, dtype: torch.dtype, is_pair: bool) -> None:
     """Read twice by the exact path, they are still multiplied once; also where the product leaves the range."""
-    random = np.random.default_rng(5)
-    numel = 2 * library.tile_bytes() // dtype.itemsize + 70
     for factor, background in zip(FACTORS, (1.0, 1e-25, 0.0, 1.0, 1e-25, 1.0), strict=True):
-        pieces = []
-        for number, special in enumerate(special_values(dtype)):
-            values = random_values(torch.float64, numel, number) * background
-            values[random.choice(numel, 3, replace=False)] = special
-            values[[0, numel - 1][number % 2]] = special
-            offset = number % 3 if dtype.itemsize * (2 if is_pair else 1) * (number % 3) < 16 else 0
-            pieces.append(Piece(values.to(dtype), is_pair, offset))
+        pieces = with_special_values(library, dtype, is_pair, background)
         assert_unscale_is_scale_and_stats(library, pieces, factor, 9)
 
 
 def test_unscale_mixes_types_and_measures_the_products(library: ctypes.CDLL) -> None:
     """More tensors than the parameters of a launch hold, and each smaller table too; against the exact account."""
     for count, blocks in ((2500, 64), (1200, 4000), (500, 3), (100, 20)):
-        pieces = []
-        for number in range(count):
-            dtype, is_pair = KINDS[number // 2 % len(KINDS)]
-            numel = number * 7 % 41 if number % 50 else number * 131 % 9001
-            pieces.append(Piece(random_values(dtype, numel * (2 if is_pair else 1), number), is_pair))
+        pieces = mixed(count)
         table, _, _ = stats(library, pieces, blocks, seed=count, factor=0.3)
-        for piece in pieces:
-            assert same(piece.now(), product(piece.values, float(np.float32(0.3))))
+        assert_scaled(pieces, [piece.values for piece in pieces], [float(np.float32(0.3))] * count)
         check([Piece(piece.now(), piece.is_pair) for piece in pieces], table)
