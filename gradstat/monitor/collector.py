@@ -43,6 +43,10 @@ class Pending(NamedTuple):
     origin: Callable[[], Any] | None
     seen_at_once: list[Observation]
 
+    def kinds(self) -> set[str]:
+        """What was measured."""
+        return {segment.kind for numbers in self.numbers for segment in numbers.segments}
+
 
 class Collector:
     """Knows the model and what is to be looked at when. Arguments as for `gradstat.Monitor`.
@@ -272,15 +276,15 @@ class Collector:
         if wanted("optimizer") and self._optimizer is not None:
             yield from observers.states_of(self._optimizer, parameters, names)
 
-    def look_closer(self, has: Callable[[str], bool]) -> list[PendingRows]:
-        """Everything that has a state, measured now, less the kinds that ``has`` says are known; nothing over ranks."""
+    def look_closer(self, known: set[str]) -> list[PendingRows]:
+        """Everything that has a state, measured now, less the kinds that are ``known``; nothing over ranks."""
         source = source_of(self._model)
         if is_distributed(source.parameters):
             return []  # a rank alone cannot, and the others do not know
         segments, tensors = [], []
         names = source.names()
         for segment, some in self.states(source.parameters, tuple(names), lambda kind: bool(self._watch[kind])):
-            if not has(segment.kind):
+            if segment.kind not in known:
                 segments.append(segment)
                 tensors += some
         return measure_segments(segments, tensors, None, self._backend) if segments else []
