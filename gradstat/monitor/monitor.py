@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, find_stack_level
+from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner, warn
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer
@@ -336,8 +335,7 @@ class Monitor:
         try:
             self.save(path, why)
         except (OSError, ValueError) as error:  # a full disk must not end what is watched
-            text = f"gradstat: {path} could not be saved: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
+            warn(f"{path} could not be saved: {error}", RuntimeWarning)
 
     def _replay_once(self, finding: Finding) -> None:
         """Replays the step that was found bad, once in an incident; says what came of it."""
@@ -348,14 +346,13 @@ class Monitor:
             self.replay()
         except Exception as error:  # watching must not end what is watched
             self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {finding.step}: {self._replayed}", AnomalyWarning, stacklevel=find_stack_level())
+        warn(f"step {finding.step}: {self._replayed}")
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
         step = self._snapshots.go_back()
         if step is None:
-            text = f"gradstat: no healthy state of this model to go back to, at {finding}"
-            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
+            warn(f"no healthy state of this model to go back to, at {finding}", RuntimeWarning)
         else:
             self._pending.clear()
             self._collector.forget()
@@ -510,7 +507,7 @@ class Monitor:
         except AnomalyError as found:
             if error is None:
                 raise
-            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=find_stack_level())
+            warn(str(found))
 
 
 def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) -> None:
@@ -542,7 +539,7 @@ def _save_at_exit() -> None:
             try:
                 monitor._save_or_warn(monitor._save_to, "the program ended")
             except AnomalyError as found:
-                warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=1)
+                warn(str(found))
 
 
 if hasattr(os, "register_at_fork"):

@@ -25,6 +25,9 @@ from gradstat.monitor.observers import Outputs
 from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
 
+# Rules are asked while numpy warns of nothing.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 NAMES = ("a.weight", "a.bias", "b.weight")
 SHAPES = ((8, 8), (8,), (8, 8))
 ABSENT = [math.nan] * len(_fields.FIELDS)

@@ -117,8 +117,7 @@ class SecondMomentDrop(Rule):
             before, when = self._norms.of(names), self._when.of(names)
             for look, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[look]
-                with np.errstate(invalid="ignore"):
-                    dropped = norms < self.factor * decay ** (step - when) * before
+                dropped = norms < self.factor * decay ** (step - when) * before
                 due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[look, i] == 0]
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:

@@ -47,9 +47,8 @@ class Underflow(LastingRule):
         floor, scale = self._floors(rows, window)
         if not floor.any():
             return
-        with np.errstate(invalid="ignore", divide="ignore"):
-            left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
-            low = (floor > 0) & (rows.zero_fraction > self.share) & (left < self.normals * floor)
+        left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
+        low = (floor > 0) & (rows.zero_fraction > self.share) & (left < self.normals * floor)
         for look, fresh, _, since in self.lasting(rows, low, self.in_a_row):
             worst = max(fresh, key=lambda i: rows.zero_fraction[look, i])
             zeros = rows.zero_fraction[look, worst]

@@ -53,14 +53,13 @@ class GradientWeightRatio(Rule):
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
         norms = gradients.l2_norm
-        with np.errstate(invalid="ignore", divide="ignore"):
-            # The root mean square is never below the standard deviation, and cheaper.
-            high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
-            if high.any():
-                high &= gradients.std > self.std_ratio * spreads
-            low = norms < smallest
-            if low.any():
-                low &= norms > 0
+        # The root mean square is never below the standard deviation, and cheaper.
+        high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
+        if high.any():
+            high &= gradients.std > self.std_ratio * spreads
+        low = norms < smallest
+        if low.any():
+            low &= norms > 0
         for condition, state, needed, words in (
             (high, self._high_for, self.in_a_row, "as large as the weight's own spread"),
             (low, self._low_for, self.long, "of the weight's norm"),
@@ -104,9 +103,8 @@ class UpdateWeightRatio(LastingRule):
         if updates is None or parameters is None or parameters.names != updates.names:
             return
         judged = parameters.layout.matrices
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = updates.l2_norm / parameters.l2_norm[-1]
-            off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
+        ratio = updates.l2_norm / parameters.l2_norm[-1]
+        off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
         for look, fresh, _, since in self.lasting(updates, off, self.looks):
             worst = max(fresh, key=lambda i: abs(math.log(ratio[look, i])))
             name, value = updates.names[worst], ratio[look, worst]
@@ -147,12 +145,10 @@ class ParameterJump(Rule):
         judged = rows.layout.matrices
         for look, step in enumerate(rows.steps.tolist()):
             largest = rows.max_abs[look]
-            with np.errstate(invalid="ignore"):
-                leapt = judged & (known > 0) & (largest > self.factor * known)
-                leapt &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
+            leapt = judged & (known > 0) & (largest > self.factor * known)
+            leapt &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
             if leapt.any():
-                with np.errstate(invalid="ignore", divide="ignore"):
-                    i = int(np.nanargmax(np.where(leapt, largest / known, np.nan)))
+                i = int(np.nanargmax(np.where(leapt, largest / known, np.nan)))
                 if self._episodes.begins(rows.names[i], step):
                     text = f"the largest element of {rows.names[i]} has leapt from {known[i]:.3g} to {largest[i]:.3g}"
                     evidence = {"before": known[i], "now": largest[i], "parameters": int(leapt.sum())}
