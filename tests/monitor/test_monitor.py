@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import math
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,13 +47,18 @@ def made(**options: Any) -> tuple[Net, torch.optim.Optimizer, gradstat.Monitor]:
 
 
 def trained(
-    model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gradstat.Monitor, steps: int, bad: int | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    monitor: gradstat.Monitor,
+    steps: int,
+    bad: int | None = None,
+    batch: Tensor | None = None,
 ) -> list[list[Finding]]:
-    """Some steps; in step ``bad`` one gradient gets a NaN. Returns what each step found."""
+    """Some steps, on ``batch`` or random ones; in step ``bad`` one gradient gets a NaN. What each step found."""
     found = []
     for _ in range(steps):
         step = monitor.steps
-        x = torch.randn(32, 8)
+        x = torch.randn(32, 8) if batch is None else batch
         loss = cross_entropy(model(x), (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
         optimizer.zero_grad()
         loss.backward()
@@ -188,26 +192,21 @@ def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
 # Policies ------------------------------------------------------------------------------------------------
 
 
-def test_warns_and_says_where_and_what_to_try() -> None:
-    model, optimizer, monitor = made(on_anomaly=None)
-    with pytest.warns(AnomalyWarning, match=r"step 3.*second\.weight.*What to try") as caught:
-        trained(model, optimizer, monitor, 4, bad=3)
-    assert caught[0].filename == __file__
+def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> None:
+    only = next(r for r in default_rules() if r.name == "nonfinite-gradient")
+    model, optimizer, monitor = made(on_anomaly=None, rules=[only])
 
-
-def test_warnings_of_a_rule_are_rate_limited() -> None:
-    model, optimizer, monitor = made(
-        on_anomaly=None, rules=[next(r for r in default_rules() if r.name == "nonfinite-gradient")]
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(60):
-            trained(model, optimizer, monitor, 1, bad=monitor.steps if monitor.steps % 4 == 0 else None)
+    def train() -> None:
+        for step in range(60):
+            trained(model, optimizer, monitor, 1, bad=step if step % 4 == 3 else None)
             for p in model.parameters():  # the NaN came with the step of the optimizer
                 p.data.nan_to_num_()
             optimizer.state.clear()
+
+    with pytest.warns(AnomalyWarning, match=r"step 3.*second\.weight.*What to try") as caught:
+        train()
     assert len(monitor.findings) > 5
-    assert len(caught) == 1
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_raises_with_the_first_finding_when_all_are_acted_on() -> None:
@@ -259,18 +258,13 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
     trained(model, optimizer, monitor, 3)
     with torch.no_grad():
         model.first.weight[0, 0] = math.inf
-    optimizer.zero_grad()
-    loss = cross_entropy(model(torch.randn(32, 8)), torch.zeros(32, dtype=torch.long))
-    loss.backward()
-    monitor.step(loss)
+    trained(model, optimizer, monitor, 1)  # the optimizer steps on no gradients, which changes nothing
     state, optimizer_state = model.state_dict(), optimizer.state_dict()
     for key, value in at_ten[0].items():
         if "num_batches" not in key and "running" not in key:  # the snapshot is from within step 10
             assert torch.equal(state[key], value), key
     for number, held in at_ten[1]["state"].items():
         assert torch.equal(optimizer_state["state"][number]["exp_avg"], held["exp_avg"])
-    optimizer.step()  # on no gradients: changes nothing
-    assert torch.equal(model.first.weight, at_ten[0]["first.weight"])
     trained(model, optimizer, monitor, 5)
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -414,10 +408,7 @@ def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis(wrapped: Callable
     x = torch.randn(32, 8)
     x[7, 2] = math.nan
     monitor.batch(wrapped(x))
-    loss = cross_entropy(model(x), torch.zeros(32, dtype=torch.long))
-    optimizer.zero_grad()
-    loss.backward()
-    monitor.step(loss)
+    trained(model, optimizer, monitor, 1, batch=x)
     first = monitor.diagnose().findings[0]
     assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", name, [7, 2])
 
