@@ -24,24 +24,15 @@ from gradstat.monitor.segments import PendingRows, Segment, measure_segments
 
 
 class Pending(NamedTuple):
-    """A step that was measured and not read yet.
-
-    Attributes:
-        numbers: On their way. The first has the gradients as its first segment.
-        on_device: The scalars that are numbers of the next segment.
-        scalars: What is known on the host already.
-        is_scaled: Whether the gradients carry the loss scale.
-        origin: Asks all ranks who brought NaN, if that is watched.
-        seen_at_once: What needed no measuring.
-    """
+    """A step that was measured and not read yet."""
 
     step: int
-    numbers: list[PendingRows]
-    on_device: list[str]
-    scalars: dict[str, float]
-    is_scaled: bool
-    origin: Callable[[], Any] | None
-    seen_at_once: list[Observation]
+    numbers: list[PendingRows]  # the first has the gradients as its first segment
+    on_device: list[str]  # the scalars that are numbers of the next segment
+    scalars: dict[str, float]  # known on the host
+    is_scaled: bool  # whether the gradients carry the loss scale
+    origin: Callable[[], Any] | None  # asks all ranks who brought NaN, if that is watched
+    seen_at_once: list[Observation]  # what needed no measuring
 
     def kinds(self) -> set[str]:
         """What was measured."""

@@ -18,17 +18,11 @@ _WIDTH = len(_fields.FIELDS)
 
 
 class Segment(NamedTuple):
-    """Tensors of one kind among those measured together.
+    """Tensors of one kind among those measured together."""
 
-    Attributes:
-        kind: As in `Recording.tables`, or ``"scalars"``.
-        names: Of all tensors of the kind, those included that were not there.
-        positions: Of those measured among ``names``; None for all of them.
-    """
-
-    kind: str
-    names: tuple[str, ...]
-    positions: list[int] | None = None
+    kind: str  # as in `Recording.tables`, or "scalars"
+    names: tuple[str, ...]  # of all tensors of the kind, those included that were not there
+    positions: list[int] | None = None  # of those measured among names; None for all of them
 
     @property
     def measured(self) -> int:
