@@ -54,7 +54,7 @@ format: $(VENV)/.for-lint ## Rewrite the sources in the enforced style
 
 # RECORD=--record appends what they saw to benchmarks/results, from which docs/testing.md is rendered.
 fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, and 500 random programs under a monitor
-	$(BIN)/python tests/monitored_programs.py 500
+	GRADSTAT_LONG=1 $(BIN)/python -m pytest -q tests/life/test_life_monitor.py
 	$(BIN)/python tools/fuzz.py $(RECORD)
 
 sanitize: $(VENV)/.for-test ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it

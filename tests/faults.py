@@ -245,10 +245,6 @@ def _without_branch(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model[2:](hidden), batch[1])  # type: ignore[index]
 
 
-def _summed(model: nn.Module, batch: Batch) -> Tensor:
-    return cross_entropy(model, batch) * len(batch[0])
-
-
 def _with_hidden_infinity(model: nn.Module, batch: Batch) -> Tensor:
     # The loss is finite, the derivative of the root is not, whatever the loss is scaled by.
     return cross_entropy(model, batch) + torch.sqrt(0 * model[0].bias).sum()  # type: ignore[index]
@@ -277,26 +273,6 @@ class _Alternating:
 def _with_nan(batch: Batch) -> Batch:
     _poke(batch[0], math.nan, 37)
     return batch
-
-
-def _from_one(batch: Batch) -> Batch:
-    return batch[0], batch[1] + 1
-
-
-def _huge(batch: Batch) -> Batch:
-    return batch[0] * 1e3, batch[1]
-
-
-def _constant(batch: Batch) -> Batch:
-    return batch[0][:1].expand_as(batch[0]), batch[1]
-
-
-def _ignored(batch: Batch) -> Batch:
-    return batch[0], torch.full_like(batch[1], -100)
-
-
-def _permuted(batch: Batch) -> Batch:
-    return batch[0], (batch[1] + 1) % CLASSES
 
 
 # Trainings for faults -----------------------------------------------------------------------------------------
@@ -344,25 +320,9 @@ def _two_rates() -> Training:
     return made
 
 
-def _stale_head(training: Training) -> None:
-    training.model.head.weight = training.model.tokens.weight  # type: ignore[union-attr]
-
-
-def _new_head(training: Training) -> None:
-    training.model[4] = nn.Linear(32, CLASSES)  # type: ignore[index]
-
-
-def _frozen(training: Training) -> None:
-    training.model[0].requires_grad_(False)  # type: ignore[index]
-
-
 def _hooked(training: Training) -> None:
     name = "blocks.1.up.weight"
     training.model.get_parameter(name).register_hook(lambda g: g * torch.full_like(g[:1], math.nan))
-
-
-def _dead(training: Training) -> None:
-    nn.init.constant_(training.model[2].bias, -1e3)  # type: ignore[index]
 
 
 def _sporadic(training: Training) -> None:
@@ -381,20 +341,6 @@ def _sporadic(training: Training) -> None:
     training.loss = loss
 
 
-def _tiny_weight(training: Training) -> None:
-    with torch.no_grad():
-        training.model[2].weight *= 1e-7  # type: ignore[index]
-
-
-def _bad_momentum(training: Training) -> None:
-    _poke(training.optimizer.state[training.model.get_parameter("2.weight")]["exp_avg"], -1e6)
-
-
-def _silent_momentum(training: Training) -> None:
-    # The weight falls so far that its unit is dead from then on, and the loss hardly notices.
-    _poke(training.optimizer.state[training.model.get_parameter("2.weight")]["exp_avg"], 1e6)
-
-
 FAULTS: tuple[Fault, ...] = (
     # NaN and Inf
     Fault("log of a softmax that is 0", "MLP", "nonfinite-loss", "loss", loss(_log_of_softmax),
@@ -403,7 +349,8 @@ FAULTS: tuple[Fault, ...] = (
           loss(_pairwise_distances)),
     Fault("softmax written by hand overflows", "MLP", "nonfinite-loss", "loss", loss(_softmax_by_hand)),
     Fault("division by the norm of a vector that is 0", "MLP", "nonfinite-loss", "loss", loss(_cosine)),
-    Fault("a batch with everything masked out", "MLP", "nonfinite-loss", "loss", next_batch(_ignored)),
+    Fault("a batch with everything masked out", "MLP", "nonfinite-loss", "loss",
+          next_batch(lambda batch: (batch[0], torch.full_like(batch[1], -100)))),
     Fault("NaN in a batch", "CNN", "nonfinite-batch", "batch[0]", next_batch(_with_nan), train_cnn,
           also=("nonfinite-loss", "nonfinite-gradient", "nonfinite-buffer")),
     Fault("NaN in a weight", "GPT", "nonfinite-parameter", "blocks.0.qkv.weight",
@@ -440,9 +387,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault("learning rate is 0", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: 0.0), further=60),
     Fault("one group of parameters with learning rate 1", "MLP", "update-weight-ratio", "4.weight",
           lambda training: None, _two_rates, step=0, late=1, further=40, watch={"updates": 1, "parameters": 1}),
-    Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight", _bad_momentum, step=120, late=1,
-          also=("parameter-jump",)),
-    Fault("one element of exp_avg is 1e6, and its unit dies", "MLP", "momentum-drift", "2.weight", _silent_momentum,
+    Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight",
+          state("2.weight", "exp_avg", lambda s: _poke(s, -1e6)), step=120, late=1, also=("parameter-jump",)),
+    # The weight falls so far that its unit is dead from then on, and the loss hardly notices.
+    Fault("one element of exp_avg is 1e6, and its unit dies", "MLP", "momentum-drift", "2.weight",
+          state("2.weight", "exp_avg", lambda s: _poke(s, 1e6)),
           step=120, late=30, further=40),
     Fault("exp_avg_sq is zeroed", "MLP", "second-moment-drop", "2.weight",
           state("2.weight", "exp_avg_sq", lambda s: s.zero_()), step=120, late=30, further=60),
@@ -454,26 +403,31 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: None, lambda: train_mlp(model=_deep_sigmoid, optimize=by(torch.optim.SGD, 0.1)), step=0,
           late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
-          _tiny_weight, lambda: train_mlp(lr=1e-9), step=0, further=70),
+          multiplied("2.weight", 1e-7), lambda: train_mlp(lr=1e-9), step=0, further=70),
     Fault("a loss so small that AdamW divides by its eps", "MLP", "small-second-moment", "0.weight",
           loss(lambda model, batch: 1e-7 * cross_entropy(model, batch)), step=0, late=50, further=160),
-    Fault("a layer of ReLUs that are never positive", "MLP", "dead-gradient", "2.bias", _dead, further=60),
+    Fault("a layer of ReLUs that are never positive", "MLP", "dead-gradient", "2.bias",
+          lambda training: nn.init.constant_(training.model[2].bias, -1e3), further=60),
     Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=40),
     Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",
           "0.weight", lambda training: None, _stalled, step=0, further=120),
     # The course of training
-    Fault("labels are permuted from now on", "MLP", "loss-spike", "loss", every_batch(_permuted), step=150,
-          late=1, further=12),
-    Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss", loss(_summed)),
+    Fault("labels are permuted from now on", "MLP", "loss-spike", "loss",
+          every_batch(lambda batch: (batch[0], (batch[1] + 1) % CLASSES)), step=150, late=1, further=12),
+    Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss",
+          loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "saturated-logits", "logits",
           replaced_forward("head", lambda module, out: out * 1e3), lambda: train_gpt(lr=1e-4), step=0, further=110,
           classes=TOKENS),
     Fault("tied weights: the optimizer holds the old head", "GPT", "optimizer-coverage",
-          "param_groups[0]['params'][28]", _stale_head, train_gpt, step=0, further=5),
-    Fault("a layer replaced after the optimizer was made", "MLP", "optimizer-coverage", "4.weight", _new_head,
+          "param_groups[0]['params'][28]",
+          lambda training: setattr(training.model.head, "weight", training.model.tokens.weight), train_gpt,
+          step=0, further=5),
+    Fault("a layer replaced after the optimizer was made", "MLP", "optimizer-coverage", "4.weight",
+          lambda training: training.model.__setitem__(4, nn.Linear(32, CLASSES)),
           further=100, also=("unchanged-parameter",)),
-    Fault("frozen layers left in the optimizer", "MLP", "optimizer-coverage", "0.weight", _frozen, late=50,
-          further=60),
+    Fault("frozen layers left in the optimizer", "MLP", "optimizer-coverage", "0.weight",
+          lambda training: training.model[0].requires_grad_(False), late=50, further=60),
     # Several ranks
     Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
           lambda: train_mlp(torch.distributed.get_rank(), shown=False), step=20, ranks=2, bad_ranks=(1,),
@@ -484,13 +438,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", lambda training: None,
           step=0, ranks=2, watch={"batches": 10}),
     # Data
-    Fault("labels counted from 1", "MLP", "label-out-of-range", "batch[1]", every_batch(_from_one), step=0,
-          classes=CLASSES),
+    Fault("labels counted from 1", "MLP", "label-out-of-range", "batch[1]",
+          every_batch(lambda batch: (batch[0], batch[1] + 1)), step=0, classes=CLASSES),
     Fault("labels out of range in one batch", "GPT", "label-out-of-range", "batch[1]",
           next_batch(lambda batch: (batch[0], batch[1] - 1)), train_gpt, classes=TOKENS),
-    Fault("a batch that was not normalised", "MLP", "batch-range", "batch[0]", next_batch(_huge)),
-    Fault("the same sample throughout every batch", "MLP", "constant-feature", "batch[0]", every_batch(_constant),
-          late=50, further=200, step=10),
+    Fault("a batch that was not normalised", "MLP", "batch-range", "batch[0]",
+          next_batch(lambda batch: (batch[0] * 1e3, batch[1]))),
+    Fault("the same sample throughout every batch", "MLP", "constant-feature", "batch[0]",
+          every_batch(lambda batch: (batch[0][:1].expand_as(batch[0]), batch[1])), late=50, further=200, step=10),
 )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Programs that do to a monitored model whatever comes to a random generator's mind, and know what should be recorded.
 
-`tests/life/test_life_monitor.py` runs some; ``python tests/monitored_programs.py 500`` runs others and says which
-failed.
+`tests/life/test_life_monitor.py` runs some; with ``GRADSTAT_LONG=1`` 500 others.
 """
 
 from __future__ import annotations
@@ -10,11 +9,6 @@ import contextlib
 import io
 import math
 import random
-import secrets
-import sys
-import tempfile
-import traceback
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import gradstat
-from gradstat.monitor import AnomalyError, AnomalyWarning
+from gradstat.monitor import AnomalyError
 from gradstat.monitor.recording import load
 from gradstat.monitor.segments import PendingRows
 
@@ -333,30 +327,3 @@ def finite_norm(tensor: Tensor) -> float:
 def is_close(recorded: float, norm: float) -> bool:
     """Whether a norm is the one of the finite elements; NaN and Inf stand for those of tensors that have others."""
     return not math.isfinite(recorded) or math.isclose(recorded, norm, rel_tol=1e-5, abs_tol=1e-12)
-
-
-def main() -> int:
-    warnings.simplefilter("error")
-    warnings.simplefilter("ignore", AnomalyWarning)
-    warnings.filterwarnings("ignore", "gradstat: no healthy state")
-    torch.set_num_threads(1)
-    failed = 0
-    for _ in range(int(sys.argv[1])):
-        seed, late = secrets.randbits(32), bool(secrets.randbits(1))
-        with tempfile.TemporaryDirectory() as folder, arriving(late):
-            program = Program(seed, Path(folder), late)
-            try:
-                for _ in range(4):
-                    program.run(15)
-            except Exception:
-                failed += 1
-                print(
-                    f"seed {seed}, late {late}: {program.options}, {program.done[-8:]}\n{traceback.format_exc()}",
-                    flush=True,
-                )
-    print(f"{failed} failed")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

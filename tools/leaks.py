@@ -12,7 +12,6 @@ import gc
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ import gradstat
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import rows
+import tables
 from rows import Row
 
 GROUP = "leaks"
@@ -182,22 +182,14 @@ def main() -> int:
     options = parser.parse_args()
     steps = options.steps
     torch.set_num_threads(1)  # the tensors are small, and threads that wait for each other take time
-    print("| steps of | number | seconds | memory grew by | objects | tensors |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
     failed = []
     found: list[Row] = []
     for kind, (_, _, divisor) in KINDS.items():
-        begun = time.perf_counter()
         grown = growth(kind, steps // divisor)
-        seconds = time.perf_counter() - begun
-        print(
-            f"| {kind} | {steps // divisor:,} | {seconds:.1f} | {grown.resident / 1024:,.0f} KiB | {grown.objects} | "
-            f"{grown.tensors} |",
-            flush=True,
-        )
         found += as_rows(kind, steps // divisor, grown)
         if grown.resident > MOST_BYTES or grown.objects > MOST_OBJECTS or grown.tensors > 0:
             failed.append(kind)
+    print(tables.leaks(found))
     if failed:
         print(f"memory is not flat: {', '.join(failed)}", file=sys.stderr)
     if options.record:

@@ -24,24 +24,19 @@ from gradstat.monitor.segments import PendingRows, Segment, measure_segments
 
 
 class Pending(NamedTuple):
-    """A step that was measured and not read yet.
-
-    Attributes:
-        numbers: On their way. The first has the gradients as its first segment.
-        on_device: The scalars that are numbers of the next segment.
-        scalars: What is known on the host already.
-        is_scaled: Whether the gradients carry the loss scale.
-        origin: Asks all ranks who brought NaN, if that is watched.
-        seen_at_once: What needed no measuring.
-    """
+    """A step that was measured and not read yet."""
 
     step: int
-    numbers: list[PendingRows]
-    on_device: list[str]
-    scalars: dict[str, float]
-    is_scaled: bool
-    origin: Callable[[], Any] | None
-    seen_at_once: list[Observation]
+    numbers: list[PendingRows]  # the first has the gradients as its first segment
+    on_device: list[str]  # the scalars that are numbers of the next segment
+    scalars: dict[str, float]  # known on the host
+    is_scaled: bool  # whether the gradients carry the loss scale
+    origin: Callable[[], Any] | None  # asks all ranks who brought NaN, if that is watched
+    seen_at_once: list[Observation]  # what needed no measuring
+
+    def kinds(self) -> set[str]:
+        """What was measured."""
+        return {segment.kind for numbers in self.numbers for segment in numbers.segments}
 
 
 class Collector:
@@ -272,15 +267,15 @@ class Collector:
         if wanted("optimizer") and self._optimizer is not None:
             yield from observers.states_of(self._optimizer, parameters, names)
 
-    def look_closer(self, has: Callable[[str], bool]) -> list[PendingRows]:
-        """Everything that has a state, measured now, less the kinds that ``has`` says are known; nothing over ranks."""
+    def look_closer(self, known: set[str]) -> list[PendingRows]:
+        """Everything that has a state, measured now, less the kinds that are ``known``; nothing over ranks."""
         source = source_of(self._model)
         if is_distributed(source.parameters):
             return []  # a rank alone cannot, and the others do not know
         segments, tensors = [], []
         names = source.names()
         for segment, some in self.states(source.parameters, tuple(names), lambda kind: bool(self._watch[kind])):
-            if not has(segment.kind):
+            if segment.kind not in known:
                 segments.append(segment)
                 tensors += some
         return measure_segments(segments, tensors, None, self._backend) if segments else []

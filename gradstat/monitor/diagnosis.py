@@ -58,8 +58,20 @@ class Diagnosis:
             recording: Of a run, as a monitor or a file has it.
             culprit: What a replay found, in words.
         """
-        place = _Places(recording)
-        ranked = sorted(recording.findings, key=lambda f: (f.severity == "info", f.step, *place.of(f)))
+        rules = [rule.name for rule in RULES]
+        order = {kind: {name: i for i, name in enumerate(table.names)} for kind, table in recording.tables.items()}
+        backward = {name: i for i, name in enumerate(recording.backward_order)}
+
+        def place(finding: Finding) -> tuple[bool, int, int, int]:
+            rule = rules.index(finding.rule) if finding.rule in rules else len(rules)  # those of users are last
+            known = order.get(finding.about, {})
+            place = known.get(finding.name, len(known))
+            if finding.about == "gradient":
+                # Without the backward order, the parameters nearest to the loss are those at the end of the model.
+                place = backward.get(finding.name, -place)
+            return finding.severity == "info", finding.step, rule, place
+
+        ranked = sorted(recording.findings, key=place)
         serious = [finding for finding in ranked if finding.severity != "info"]
         groups: list[list[Finding]] = []
         for finding in serious:
@@ -147,27 +159,6 @@ class Diagnosis:
         return "".join(out) + "</div>"
 
     _repr_html_ = to_html
-
-
-class _Places:
-    """How far upstream what a finding is about lies."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._rules = {rule.name: i for i, rule in enumerate(RULES)}
-        self._order = {
-            kind: {name: i for i, name in enumerate(series.names)} for kind, series in recording.tables.items()
-        }
-        self._backward = {name: i for i, name in enumerate(recording.backward_order)}
-
-    def of(self, finding: Finding) -> tuple[int, int]:
-        """The place of its rule in the order of cause and effect, rules of users last; and of what it names."""
-        rule = self._rules.get(finding.rule, len(self._rules))
-        known = self._order.get(finding.about, {})
-        forward = known.get(finding.name, len(known))
-        if finding.about == "gradient":
-            # Backward order; without it, the parameters nearest to the loss are those at the end of the model.
-            return rule, self._backward.get(finding.name, -forward)
-        return rule, forward
 
 
 def _when(incident: Incident) -> str:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from gradstat.monitor.recording.recording import Recording, Series
-from gradstat.monitor.rows import Floats, Rows
+from gradstat.monitor.rows import Floats, Rows, Window
 
 
 class History:
@@ -26,17 +26,17 @@ class History:
         self._length = length
         self._max_bytes = max_bytes
         self._chunks: dict[str, deque[Series]] = {}
-        self._scalars: deque[tuple[npt.NDArray[np.int64], dict[str, Floats]]] = deque()
+        self._scalars: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats]]] = deque()
         self.latest: dict[str, Rows] = {}
 
-    def keep(self, steps: npt.NDArray[np.int64], scalars: dict[str, Floats], tables: Mapping[str, Rows]) -> None:
+    def keep(self, window: Window) -> None:
         """Takes up new steps."""
-        for kind, rows in tables.items():
+        for kind, rows in window.tables.items():
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
                 self._chunks.setdefault(kind, deque()).append(rows.series())
-        if self._length and len(steps):  # none if a batch was reviewed before the first step
-            self._scalars.append((steps, scalars))
+        if self._length and len(window.steps):  # none if a batch was reviewed before the first step
+            self._scalars.append((window.steps, window.scalars))
             self._forget()
 
     def _forget(self) -> None:

@@ -7,20 +7,13 @@ from typing import Literal, NamedTuple
 
 
 class Kind(NamedTuple):
-    """One kind of tensors.
+    """One kind of tensors."""
 
-    Attributes:
-        name: As in `gradstat.monitor.Recording.tables`, `Window.tables` and `Finding.about`.
-        watch, period: What ``watch=`` calls it; measured every so many steps unless that says otherwise, 0 for never.
-        names: What its tensors are named after.
-        sizes_vary: Whether they have other sizes with another input.
-    """
-
-    name: str
-    watch: str
-    period: int
-    names: Literal["batch", "module", "parameter"]
-    sizes_vary: bool = False
+    name: str  # as in `Recording.tables`, `Window.tables` and `Finding.about`
+    watch: str  # what `watch=` calls it
+    period: int  # measured every so many steps unless that says otherwise, 0 for never
+    names: Literal["batch", "module", "parameter"]  # what its tensors are named after
+    sizes_vary: bool = False  # with the input
 
 
 STATE = Kind("optimizer state", "optimizer", 50, "parameter")

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +26,13 @@ from gradstat.monitor.collector import Collector, Pending, eps_of, model_name, s
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
-from gradstat.monitor.hooks import Hook
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.policies import AnomalyError, AnomalyWarning, Policies, PolicyTable, Warner, find_stack_level
+from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner, warn
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer
-from gradstat.monitor.rows import Facts, Window
+from gradstat.monitor.rows import Facts
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.step_buffer import LatestStep, StepBuffer
@@ -133,7 +131,7 @@ class Monitor:
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, flagged=skips
         )
-        self._buffer = StepBuffer(Hook(self._judge), self._collector.judged_label)
+        self._buffer = StepBuffer(self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if skips else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
@@ -268,24 +266,18 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            bad = self._buffer.take(pending)
+            bad = self._buffer.read(pending)
             self.nonfinite_steps += "nonfinite" in pending.scalars
             odd = bad or self._rules.is_out_of_band(pending.scalars)
-            if odd:
-                self._look_closer(pending.step)
+            # Everything that has a state, if it still is as it was in the step.
+            if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer >= _QUIET:
+                self._looked_closer = pending.step
+                pending.numbers.extend(self._collector.look_closer(pending.kinds()))
+            self._buffer.take(pending, self._judge)
             if odd or self._to_act_on or self._rules.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
-
-    def _look_closer(self, step: int) -> None:
-        """Measures everything that has a state, if it still is as it was in ``step``."""
-        if step + 1 != self.steps or step - self._looked_closer < _QUIET:
-            return
-        self._looked_closer = step
-        for numbers in self._collector.look_closer(lambda kind: self._buffer.has_rows(kind, step)):
-            for arrived in numbers.split(numbers.table()):
-                self._buffer.take_rows(step, arrived)
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
@@ -297,17 +289,17 @@ class Monitor:
             replayed = f"\n{self._replayed}" if self._replayed else ""
             raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
 
-    def _judge(self, before: int | None = None) -> None:
-        """Lets all rules look at the steps before ``before``, a step that is just being taken in, or at all steps."""
+    def _judge(self) -> None:
+        """Lets all rules look at the steps since the last review."""
         if self._buffer.is_empty:
             return
-        steps, scalars, tables, observations = self._buffer.close(before)
-        self._history.keep(steps, scalars, tables)
         collector = self._collector
         eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
         is_scaled = self.scaler is not None
         facts = Facts(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes)
-        found = self._rules.review(Window(steps, scalars, tables, facts, observations, self._history.latest))
+        window = self._buffer.close(facts, self._history.latest)
+        self._history.keep(window)
+        found = self._rules.review(window)
         self.findings += found
         self._to_act_on += found
 
@@ -343,8 +335,7 @@ class Monitor:
         try:
             self.save(path, why)
         except (OSError, ValueError) as error:  # a full disk must not end what is watched
-            text = f"gradstat: {path} could not be saved: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
+            warn(f"{path} could not be saved: {error}", RuntimeWarning)
 
     def _replay_once(self, finding: Finding) -> None:
         """Replays the step that was found bad, once in an incident; says what came of it."""
@@ -355,14 +346,13 @@ class Monitor:
             self.replay()
         except Exception as error:  # watching must not end what is watched
             self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {finding.step}: {self._replayed}", AnomalyWarning, stacklevel=find_stack_level())
+        warn(f"step {finding.step}: {self._replayed}")
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
         step = self._snapshots.go_back()
         if step is None:
-            text = f"gradstat: no healthy state of this model to go back to, at {finding}"
-            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
+            warn(f"no healthy state of this model to go back to, at {finding}", RuntimeWarning)
         else:
             self._pending.clear()
             self._collector.forget()
@@ -399,7 +389,7 @@ class Monitor:
     def latest(self) -> LatestStep | None:
         """The newest step whose numbers were read: report and scalars. None before the first. No host sync."""
         newest = self._buffer.newest
-        return None if newest is None else LatestStep.of(*newest)
+        return None if newest is None else LatestStep.of(newest)
 
     def diagnose(self) -> Diagnosis:
         """What was found so far, in the order of cause and effect; ``print`` it. Waits for the device."""
@@ -517,7 +507,7 @@ class Monitor:
         except AnomalyError as found:
             if error is None:
                 raise
-            warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=find_stack_level())
+            warn(str(found))
 
 
 def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) -> None:
@@ -549,7 +539,7 @@ def _save_at_exit() -> None:
             try:
                 monitor._save_or_warn(monitor._save_to, "the program ended")
             except AnomalyError as found:
-                warnings.warn(f"gradstat: {found}", AnomalyWarning, stacklevel=1)
+                warn(str(found))
 
 
 if hasattr(os, "register_at_fork"):

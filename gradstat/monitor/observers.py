@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
-from gradstat._core.tensors import TensorInfo
+from gradstat._core.tensors import TensorInfo, by_device
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
 from gradstat.monitor.segments import Segment
@@ -145,11 +145,10 @@ class Activations:
         """What was seen since the last call."""
         seen, self._seen = self._seen, {}
         names = sorted(seen, key=self._order.__getitem__)
-        by_device: dict[torch.device, list[int]] = {}
-        for i, name in enumerate(names):
-            by_device.setdefault(seen[name][0].device, []).append(i)
-        tables = [torch.cat([seen[names[i]][0] for i in positions]) for positions in by_device.values()]
-        order = [i for positions in by_device.values() for i in positions] if len(tables) > 1 else None
+        rows = [seen[name][0] for name in names]
+        groups = by_device(rows).values()
+        tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
+        order = [i for positions in groups for i in positions] if len(tables) > 1 else None
         infos = [seen[name][1] for name in names]
         return Segment("activation", tuple(names)), Measurement(tables, order, infos)
 

@@ -103,7 +103,12 @@ class Warner:
         held = self._held.pop(finding.rule, 0)
         more = f" ({held} more since the last warning)" if held else ""
         advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
-        warnings.warn(f"gradstat: {finding}{more}.{advice}", AnomalyWarning, stacklevel=find_stack_level())
+        warn(f"{finding}{more}.{advice}")
+
+
+def warn(text: str, category: type[Warning] = AnomalyWarning) -> None:
+    """Warns where gradstat was called from."""
+    warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
 
 
 def find_stack_level() -> int:

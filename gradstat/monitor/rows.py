@@ -23,21 +23,13 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Layout(NamedTuple):
-    """Which tensors the rows of a kind belong to.
+    """Which tensors the rows of a kind belong to."""
 
-    Attributes:
-        names: ``[n]`` in the order of the model.
-        infos: Of each; None where it was never seen.
-        numel: ``[n]`` int64.
-        values: ``[n]`` float64: elements, complex ones twice.
-        matrices: ``[n]`` bool: those of two dimensions and more.
-    """
-
-    names: tuple[str, ...]
-    infos: tuple[TensorInfo | None, ...]
+    names: tuple[str, ...]  # in the order of the model
+    infos: tuple[TensorInfo | None, ...]  # None where it was never seen
     numel: npt.NDArray[np.int64]
-    values: Floats
-    matrices: Bools
+    values: Floats  # how many numbers: complex elements are two
+    matrices: Bools  # those of two dimensions and more
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,17 +18,11 @@ _WIDTH = len(_fields.FIELDS)
 
 
 class Segment(NamedTuple):
-    """Tensors of one kind among those measured together.
+    """Tensors of one kind among those measured together."""
 
-    Attributes:
-        kind: As in `Recording.tables`, or ``"scalars"``.
-        names: Of all tensors of the kind, those included that were not there.
-        positions: Of those measured among ``names``; None for all of them.
-    """
-
-    kind: str
-    names: tuple[str, ...]
-    positions: list[int] | None = None
+    kind: str  # as in `Recording.tables`, or "scalars"
+    names: tuple[str, ...]  # of all tensors of the kind, those included that were not there
+    positions: list[int] | None = None  # of those measured among names; None for all of them
 
     @property
     def measured(self) -> int:
@@ -53,41 +47,33 @@ class SegmentRows(NamedTuple):
 class PendingRows:
     """Rows of some segments on their way to the host."""
 
-    __slots__ = ("_rows", "flag", "segments")
+    __slots__ = ("_table", "flag", "rows", "segments")
 
     def __init__(self, segments: list[Segment], measured: Measurement, flagged: bool = False) -> None:
         """With ``flagged`` they have a ``flag``: 1 if a tensor of the first segment is not finite, on the device."""
         self.segments = segments
         self.flag = _nonfinite_flag(segments[0].measured, measured) if flagged and measured.tables else None
-        self._rows = HostRows(measured)
+        self.rows = HostRows(measured)
+        self._table: Floats | None = None
 
     @property
     def travels(self) -> bool:
         """Whether they have to be copied: not from the CPU."""
-        return self._rows.travels
+        return self.rows.travels
 
     def table(self) -> Floats:
         """The rows of all segments, one behind the other; waits for them, once per device."""
-        table: Floats = self._rows.table()
-        return table[:, :_WIDTH]  # distributed tensors have a column more
+        if self._table is None:
+            self._table = self.rows.table()[:, :_WIDTH]  # distributed tensors have a column more
+        return self._table
 
-    def total(self) -> Floats | None:
-        """The row of all tensors of all ranks, if they are distributed; waits for it."""
-        total: Floats | None = self._rows.total()
-        return total
-
-    def infos(self) -> Sequence[TensorInfo]:
-        """Of the tensors of all rows; the same object as long as they stay alike."""
-        return self._rows.infos
-
-    def split(self, table: Floats) -> list[SegmentRows]:
+    def split(self) -> Iterator[SegmentRows]:
         """The rows of each segment."""
-        arrived, start, infos = [], 0, self.infos()
+        start = 0
         for segment in self.segments:
             end = start + segment.measured
-            arrived.append(SegmentRows(segment, table[start:end], infos, start))
+            yield SegmentRows(segment, self.table()[start:end], self.rows.infos, start)
             start = end
-        return arrived
 
 
 def _nonfinite_flag(count: int, measured: Measurement) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gradstat import _fields
 from gradstat._step.measured import without_scale
 from gradstat.monitor.collector import Pending
-from gradstat.monitor.rows import Floats, Layout, Observation, Rows
+from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Rows, Window
 from gradstat.monitor.segments import SegmentRows
 from gradstat.report import Report
 from gradstat.tensor_stats import l2_norm_of
@@ -30,13 +30,6 @@ _UNKNOWN: tuple[Any, Any, Layout | None] = (None, None, None)
 JudgeLabel = Callable[[int, str, float, float], list[Observation]]
 
 
-class _Step(NamedTuple):
-    """A step, pending until now, whose numbers have arrived."""
-
-    pending: Pending
-    table: Floats
-
-
 class LatestStep(NamedTuple):
     """A step of a monitor, on the host.
 
@@ -51,12 +44,12 @@ class LatestStep(NamedTuple):
     scalars: dict[str, float]
 
     @classmethod
-    def of(cls, pending: Pending, table: Floats) -> LatestStep:
-        """A step, ``pending`` until now, whose numbers have arrived: ``table``."""
+    def of(cls, pending: Pending) -> LatestStep:
+        """A step, ``pending`` until now, whose numbers have been read."""
         numbers = pending.numbers[0]
         names, positions = numbers.segments[0].names, numbers.segments[0].positions
         count = numbers.segments[0].measured
-        rows, total = table[:count], numbers.total()
+        rows, total = numbers.table()[:count], numbers.rows.total()
         scale = pending.scalars.get("loss_scale")
         if pending.is_scaled and scale:
             rows, total = without_scale(rows, scale), without_scale(total, scale)
@@ -64,16 +57,12 @@ class LatestStep(NamedTuple):
         report = Report(
             lambda: names if positions is None else [names[position] for position in positions],
             rows,
-            numbers.infos()[:count],
+            numbers.rows.infos[:count],
             lambda: [names[position] for position in missing],
             loss_scale=scale,
             total=total,
         )
         return cls(pending.step, report, dict(pending.scalars))
-
-
-Closed = tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Rows], list[Observation]]
-"""What had come of some steps: the steps, scalars, tables whose every row is of one of them, and observations."""
 
 
 class StepBuffer:
@@ -82,33 +71,30 @@ class StepBuffer:
     A healthy step costs a look at its totals; everything else is worked out for all steps together in `close`.
     """
 
-    def __init__(self, make_room: Callable[[int], None], judge_label: JudgeLabel) -> None:
-        """``make_room`` is called with a step whose tensors are others than before, and has to `close` those before."""
-        self._make_room, self._judge_label = make_room, judge_label
-        self._steps: list[_Step] = []
+    def __init__(self, judge_label: JudgeLabel) -> None:
+        self._judge_label = judge_label
+        self._steps: list[Pending] = []
         self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
-        self._newest_of: dict[str, int] = {}  # by kind: the step of its newest rows, whether closed or not
         self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
         self._memory: Floats | None = None
         self.observations: list[Observation] = []
-        self.newest: _Step | None = None
+        self.newest: Pending | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has come since the last `close`."""
         return not self._steps and not self.observations
 
-    def take(self, pending: Pending) -> bool:
-        """Takes in a step; whether a gradient or the loss is not finite. Waits for the numbers.
+    def read(self, pending: Pending) -> bool:
+        """Puts ``"norm"``, ``"loss"`` and the like into a step's scalars; whether a gradient or the loss is not finite.
 
-        Puts ``"norm"`` and ``"loss"`` into the step's scalars.
+        Waits for the numbers.
         """
         numbers, scalars = pending.numbers[0], pending.scalars
-        table, total = numbers.table(), numbers.total()
-        gradients = numbers.segments[0]
-        count = gradients.measured
+        table, total = numbers.table(), numbers.rows.total()
+        count = numbers.segments[0].measured
         if total is None:
             if len(self._ones) != count:
                 self._ones = np.ones(count)
@@ -118,9 +104,9 @@ class StepBuffer:
         bad = sums[_NAN] or sums[_INF]
         if pending.on_device:
             # Beside distributed gradients every segment is measured by itself.
-            rows = table[count:] if len(numbers.segments) > 1 else pending.numbers[1].table()
-            for name, row in zip(pending.on_device, rows[: len(pending.on_device)].tolist(), strict=True):
-                scalars[name] = _value(row)
+            rows, first = (table, count) if len(numbers.segments) > 1 else (pending.numbers[1].table(), 0)
+            for i, name in enumerate(pending.on_device, first):
+                scalars[name] = _value(rows[i].tolist())
         if pending.is_scaled:
             norm /= scalars["loss_scale"]
         scalars["finite_norm"] = scalars["norm"] = norm
@@ -131,71 +117,53 @@ class StepBuffer:
         if not math.isfinite(loss):
             scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
             bad = True
-        if gradients.names is not self._names:
-            if gradients.names != self._names and self._steps:
-                self._make_room(pending.step)
-            self._names = gradients.names
-        self.newest = _Step(pending, table)
-        self._steps.append(self.newest)
-        if pending.seen_at_once:
-            self.observations += pending.seen_at_once
-        if len(numbers.segments) + len(pending.numbers) > 2 + bool(pending.on_device):
-            for each in pending.numbers:
-                for arrived in each.split(table if each is numbers else each.table()):
-                    if arrived.segment.kind not in ("gradient", "scalars"):
-                        self.take_rows(pending.step, arrived)
-        if bad and pending.origin is not None and "nonfinite" in scalars:
-            self.observations.append(Observation("origin", pending.step, pending.origin()))
         return bool(bad)
 
-    def has_rows(self, kind: str, step: int) -> bool:
-        """Whether rows of a kind have come for a step, the newest of its kind."""
-        return self._newest_of.get(kind) == step
-
-    def take_rows(self, step: int, arrived: SegmentRows) -> None:
-        """Takes in rows of another kind than gradients; nothing if there are some of that kind and step already."""
-        kind = arrived.segment.kind
-        if kind == "label":
-            for name, row in zip(arrived.segment.names, arrived.rows, strict=True):
-                self.observations += self._judge_label(step, name, float(row[_MIN]), float(row[_MAX]))
-            return
-        if self.has_rows(kind, step):
-            return
-        self._newest_of[kind] = step
-        layout = self._layout_of(arrived)
-        held = self._others.get(kind)
-        if held and held[-1][1].names != layout.names:
-            self._make_room(step)
-            held = None
-        if held is None:  # in one piece: an interrupt leaves no list that is empty
-            self._others[kind] = [(step, layout, arrived.rows)]
-        else:
-            held.append((step, layout, arrived.rows))
+    def take(self, pending: Pending, judge: Callable[[], None]) -> None:
+        """Takes in a step that was read; if its tensors are others than those held, ``judge`` has to `close` them."""
+        names = pending.numbers[0].segments[0].names
+        is_other = names is not self._names and names != self._names
+        others: list[tuple[SegmentRows, Layout]] = []
+        if len(pending.numbers[0].segments) + len(pending.numbers) > 2 + bool(pending.on_device):
+            for arrived in (arrived for numbers in pending.numbers for arrived in numbers.split()):
+                kind = arrived.segment.kind
+                if kind not in ("gradient", "scalars"):
+                    others.append((arrived, self._layout_of(arrived)))
+                    held = self._others.get(kind)
+                    is_other = is_other or (held is not None and held[-1][1].names != arrived.segment.names)
+        if is_other:
+            judge()
+        self._names = names
+        self.newest = pending
+        self._steps.append(pending)
+        if pending.seen_at_once:
+            self.observations += pending.seen_at_once
+        for arrived, layout in others:
+            kind = arrived.segment.kind
+            if kind == "label":
+                for name, row in zip(arrived.segment.names, arrived.rows, strict=True):
+                    self.observations += self._judge_label(pending.step, name, float(row[_MIN]), float(row[_MAX]))
+            elif kind in self._others:
+                self._others[kind].append((pending.step, layout, arrived.rows))
+            else:  # in one piece: an interrupt leaves no list that is empty
+                self._others[kind] = [(pending.step, layout, arrived.rows)]
+        if pending.origin is not None and "nonfinite" in pending.scalars:
+            self.observations.append(Observation("origin", pending.step, pending.origin()))
 
     def clear(self) -> None:
         """Drops the steps that were not closed: steps of these numbers will come again."""
-        self._steps, self._others, self._newest_of, self.observations, self.newest = [], {}, {}, [], None
+        self._steps, self._others, self.observations, self.newest = [], {}, [], None
 
-    def close(self, before: int | None = None) -> Closed:
-        """All that has come since the last call; its memory serves the next steps.
-
-        Args:
-            before: What belongs to this step stays, as it is just being taken in; None if all of it is there.
-        """
-        end = math.inf if before is None else before
-        closed = [one for one in self._steps if one.pending.step < end]
-        seen = [one for one in self.observations if one.step < end]
-        others = self._others
-        later = {kind: [row for row in rows if row[0] >= end] for kind, rows in others.items()}
-        self._others = {kind: rows for kind, rows in later.items() if rows}
-        self._steps = self._steps[len(closed) :]
-        self.observations = [one for one in self.observations if one.step >= end]
-        steps = np.array([one.pending.step for one in closed], dtype=np.int64)
+    def close(self, facts: Facts, latest: Mapping[str, Rows]) -> Window:
+        """All that has come since the last call, for rules; its memory serves the next steps."""
+        closed, others, seen = self._steps, self._others, self.observations
+        self._steps, self._others, self.observations = [], {}, []
+        steps = np.array([one.step for one in closed], dtype=np.int64)
         absent = dict.fromkeys(_COUNTS, 0.0) if closed else {}
         for one in closed:
-            absent |= {name: math.nan for name in one.pending.scalars if name not in absent}
+            absent |= {name: math.nan for name in one.scalars if name not in absent}
         scalars = {
-            name: np.array([one.pending.scalars.get(name, value) for one in closed], dtype=np.float64)
+            name: np.array([one.scalars.get(name, value) for one in closed], dtype=np.float64)
             for name, value in absent.items()
         }
         tables: dict[str, Rows] = {}
@@ -207,27 +175,27 @@ class StepBuffer:
             if of_these:
                 at = np.array([step for step, _, _ in of_these], dtype=np.int64)
                 tables[kind] = Rows(of_these[-1][1], at, np.stack([raw for _, _, raw in of_these]))
-        return steps, scalars, tables, seen
+        return Window(steps, scalars, tables, facts, seen, latest)
 
-    def _gradients(self, held: list[_Step], steps: npt.NDArray[np.int64]) -> Rows:
+    def _gradients(self, held: list[Pending], steps: npt.NDArray[np.int64]) -> Rows:
         raw = self._memory
         if raw is None or raw.shape[0] < len(held) or raw.shape[1] != len(self._names):
             raw = self._memory = np.empty((len(held), len(self._names), len(_fields.FIELDS)))
         raw = raw[: len(held)]
         known: tuple[object, object] = (None, None)
         for one, rows in zip(held, raw, strict=True):
-            numbers = one.pending.numbers[0]
-            segment, infos = numbers.segments[0], numbers.infos()
+            numbers = one.numbers[0]
+            segment, table, infos = numbers.segments[0], numbers.table(), numbers.rows.infos
             if segment is not known[0] or infos is not known[1]:
                 known, count = (segment, infos), segment.measured
-                layout = self._layout_of(SegmentRows(segment, one.table, infos, 0))
+                layout = self._layout_of(SegmentRows(segment, table, infos, 0))
             if segment.positions is None:
-                rows[:] = one.table[:count]
+                rows[:] = table[:count]
             else:
                 rows.fill(math.nan)
-                rows[segment.positions] = one.table[:count]
-            if one.pending.is_scaled:
-                rows[:] = without_scale(rows, one.pending.scalars["loss_scale"])
+                rows[segment.positions] = table[:count]
+            if one.is_scaled:
+                rows[:] = without_scale(rows, one.scalars["loss_scale"])
         return Rows(layout, steps, raw)
 
     def _layout_of(self, arrived: SegmentRows) -> Layout:

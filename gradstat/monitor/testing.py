@@ -69,17 +69,15 @@ def assert_healthy(
     """
     if severity not in SEVERITIES:
         raise ValueError(f"severity is {severity!r}; expected one of {', '.join(SEVERITIES)}")
-    counted = isinstance(steps, int)
-    if counted and step_fn is None:
-        raise TypeError("a number of steps needs step_fn, which does one; or pass an iterable that yields losses")
-    if not counted and step_fn is not None:
+    if isinstance(steps, int):
+        if step_fn is None:
+            raise TypeError("a number of steps needs step_fn, which does one; or pass an iterable that yields losses")
+        steps = _counted(steps, step_fn, optimizer)
+    elif step_fn is not None:
         raise TypeError("pass a number of steps with step_fn, or an iterable without it")
     allowed = {allow} if isinstance(allow, str) else set(allow)
     monitor = Monitor(model, optimizer, **{"on_anomaly": dict.fromkeys(SEVERITIES, "record"), **options})
     losses: list[float] = []
-    if isinstance(steps, int):
-        assert step_fn is not None
-        steps = _counted(steps, step_fn, optimizer)
     with monitor:
         for loss in steps:
             monitor.step(loss)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import random
+from datetime import date
 from pathlib import Path
 
 import pytest
 from monitored_programs import Program, arriving
 
+LONG = os.environ.get("GRADSTAT_LONG") == "1"
+# Others each day, and the same in all processes of a parallel run.
+SEEDS = random.Random(date.today().toordinal()).sample(range(2**32), 500) if LONG else range(20)
+
 
 @pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 @pytest.mark.filterwarnings("ignore:gradstat. no healthy state:RuntimeWarning")
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_recorded_is_what_was_there(seed: int, tmp_path: Path) -> None:
     late = seed % 2 == 1
     program = Program(seed, tmp_path, late)

@@ -529,27 +529,6 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
     assert not monitor.findings
 
 
-def test_a_policy_that_raises_ends_the_step_and_not_the_monitor() -> None:
-    model, optimizer = net()
-    seen = []
-
-    def fail(monitor: gradstat.Monitor, finding: Any) -> None:
-        seen.append(finding.step)
-        raise KeyboardInterrupt
-
-    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": fail})
-    train(model, optimizer, monitor, 2)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, math.nan)
-    with pytest.raises(KeyboardInterrupt):
-        monitor.step(1.0)
-    optimizer.zero_grad()
-    train(model, optimizer, monitor, 2)
-    assert seen == [2]
-    assert monitor.steps == 5
-    assert monitor.recording().tables["gradient"].steps.tolist() == [0, 1, 2, 3, 4]
-
-
 def test_functional_calls_do_not_confuse_the_plan() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model(torch.ones(1, 3)).sum().backward()

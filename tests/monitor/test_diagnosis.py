@@ -32,8 +32,3 @@ def test_the_healthy_trainings_are_those_that_are_run() -> None:
     ((seeds, steps),) = re.findall(r"^\| training, (\d+) seeds of ([\d,]+) steps each \|", document, re.MULTILINE)
     assert int(seeds) >= 3
     assert int(steps.replace(",", "")) >= 500
-
-
-def test_the_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", diagnosis.DOCUMENT.read_text(), re.DOTALL)
-    exec(example, {})

@@ -23,10 +23,6 @@ def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureReq
     assert Finding.from_dict(first.to_dict()) == first
 
 
-def test_faults_have_names_of_their_own() -> None:
-    assert len({fault.id for fault in FAULTS}) == len(FAULTS)
-
-
 def test_every_rule_that_is_no_mere_info_is_met_by_a_fault() -> None:
     met = {fault.rule for fault in FAULTS} | {rule for fault in FAULTS for rule in fault.also}
     assert {rule.name for rule in RULES if rule.severity != "info"} <= met

@@ -1,6 +1,6 @@
 """Of trainings that are healthy the monitor says nothing.
 
-``GRADSTAT_LONG=1`` trains longer, with more seeds; ``python tests/healthy.py`` shows more of it.
+``GRADSTAT_LONG=1`` trains longer, with more seeds; ``python tools/diagnosis.py --only healthy`` shows more of it.
 """
 
 import math

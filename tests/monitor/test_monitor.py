@@ -8,9 +8,8 @@ import dataclasses
 import gc
 import math
 import pickle
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from torch.nn.functional import cross_entropy, relu
 
 import gradstat
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, rule
-from gradstat.monitor.collector import Collector
 from gradstat.monitor.kinds import in_order
+from gradstat.monitor.segments import PendingRows
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -48,13 +47,18 @@ def made(**options: Any) -> tuple[Net, torch.optim.Optimizer, gradstat.Monitor]:
 
 
 def trained(
-    model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gradstat.Monitor, steps: int, bad: int | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    monitor: gradstat.Monitor,
+    steps: int,
+    bad: int | None = None,
+    batch: Tensor | None = None,
 ) -> list[list[Finding]]:
-    """Some steps; in step ``bad`` one gradient gets a NaN. Returns what each step found."""
+    """Some steps, on ``batch`` or random ones; in step ``bad`` one gradient gets a NaN. What each step found."""
     found = []
     for _ in range(steps):
         step = monitor.steps
-        x = torch.randn(32, 8)
+        x = torch.randn(32, 8) if batch is None else batch
         loss = cross_entropy(model(x), (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
         optimizer.zero_grad()
         loss.backward()
@@ -77,6 +81,9 @@ def test_a_healthy_run_finds_nothing_and_records_what_check_says() -> None:
         norms.append((loss.item(), report.total_norm))
         rows.append(report.to_numpy())
         monitor.step(loss)
+        latest = monitor.latest()
+        assert latest is not None
+        assert (latest.step, latest.report.total_norm) == (monitor.steps - 1, report.total_norm)
         optimizer.step()
     assert monitor.findings == []
     recording = monitor.recording()
@@ -98,11 +105,20 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     model, optimizer, monitor = made(watch={"parameters": 10, "optimizer": 10, "buffers": 10, "updates": 10,
                                             "activations": 10, "outputs": 10})  # fmt: skip
     before = {}
+    seen: list[weakref.ref[Tensor]] = []
+    model.second.register_forward_hook(lambda _m, _i, output: seen.append(weakref.ref(output)))
     for step in range(25):
         if step in (10, 11):
             before[step] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        monitor.batch([torch.randn(8, 4)])
         trained(model, optimizer, monitor, 1)
+    gc.collect()
+    assert [activation() for activation in seen] == [None] * 25
     tables = monitor.recording().tables
+    assert in_order(tables) == [
+        *("batch", "constant", "parameter", "buffer", "activation", "output", "gradient"),
+        *("exp_avg", "exp_avg_sq", "update"),
+    ]
     assert tables["parameter"].steps.tolist() == [0, 10, 20]
     assert tables["buffer"].names == ("norm.running_mean", "norm.running_var")
     assert tables["exp_avg"].steps.tolist() == [10, 20]  # there is none before the first step of the optimizer
@@ -116,18 +132,6 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     np.testing.assert_allclose(tables["parameter"].column("l2_norm")[1], expected, rtol=1e-6)
 
 
-def test_activations_are_not_kept_alive() -> None:
-    model, _, monitor = made(watch={"activations": 1})
-    seen: list[weakref.ref[Tensor]] = []
-    handle = model.second.register_forward_hook(lambda _m, _i, output: seen.append(weakref.ref(output)))
-    model(torch.randn(4, 8)).sum().backward()
-    handle.remove()
-    gc.collect()
-    assert len(seen) == 1
-    assert seen[0]() is None
-    monitor.step()
-
-
 def test_a_bad_step_is_found_at_once_on_the_cpu_whatever_the_lag() -> None:
     for lag in (0, 1, 3):
         model, optimizer, monitor = made(options={"lag": lag})
@@ -139,43 +143,20 @@ def test_a_bad_step_is_found_at_once_on_the_cpu_whatever_the_lag() -> None:
         assert finding.about == "gradient"
 
 
-class _Late:
-    """Stands in for numbers that are still on their way when asked for early."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.travels = True
-        self.flag = inner.flag
-        self.segments = inner.segments
-        self.asked = 0
-
-    def table(self) -> Any:
-        self.asked += 1
-        return self._inner.table()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 @pytest.mark.parametrize("lag", [1, 2])
 def test_numbers_that_travel_are_read_so_many_steps_later(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
-    late: list[_Late] = []
-    collect = Collector.collect
-
-    def collected(self: Collector, *arguments: Any) -> Any:
-        pending = collect(self, *arguments)
-        late.append(_Late(pending.numbers[0]))
-        return pending._replace(numbers=[late[-1], *pending.numbers[1:]])
-
-    monkeypatch.setattr(Collector, "collect", collected)
+    asked: set[PendingRows] = set()
+    table = PendingRows.table
+    monkeypatch.setattr(PendingRows, "table", lambda self: (asked.add(self), table(self))[1])
+    monkeypatch.setattr(PendingRows, "travels", True)
     model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
-    assert [one.asked > 0 for one in late] == [True] * (12 - lag) + [False] * lag
+    assert len(asked) == 12 - lag
     assert not any(found[: 10 + lag])
     if lag == 1:
         assert found[11][0].step == 10
     monitor.flush()
-    assert all(one.asked for one in late)
+    assert len(asked) > 12  # and a closer look
     assert monitor.findings[0].step == 10
 
 
@@ -203,32 +184,31 @@ def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
 # Policies ------------------------------------------------------------------------------------------------
 
 
-def test_warns_and_says_where_and_what_to_try() -> None:
-    model, optimizer, monitor = made(on_anomaly=None)
-    with pytest.warns(AnomalyWarning, match=r"step 3.*second\.weight.*What to try") as caught:
-        trained(model, optimizer, monitor, 4, bad=3)
-    assert caught[0].filename == __file__
+def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> None:
+    only = next(r for r in default_rules() if r.name == "nonfinite-gradient")
+    model, optimizer, monitor = made(on_anomaly=None, rules=[only])
 
-
-def test_warnings_of_a_rule_are_rate_limited() -> None:
-    model, optimizer, monitor = made(
-        on_anomaly=None, rules=[next(r for r in default_rules() if r.name == "nonfinite-gradient")]
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(60):
-            trained(model, optimizer, monitor, 1, bad=monitor.steps if monitor.steps % 4 == 0 else None)
+    def train() -> None:
+        for step in range(60):
+            trained(model, optimizer, monitor, 1, bad=step if step % 4 == 3 else None)
             for p in model.parameters():  # the NaN came with the step of the optimizer
                 p.data.nan_to_num_()
             optimizer.state.clear()
+
+    with pytest.warns(AnomalyWarning, match=r"step 3.*second\.weight.*What to try") as caught:
+        train()
     assert len(monitor.findings) > 5
-    assert len(caught) == 1
+    assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_raises_with_the_finding() -> None:
-    model, optimizer, monitor = made(on_anomaly="raise")
-    with pytest.raises(AnomalyError, match=r"second\.weight") as caught:
-        trained(model, optimizer, monitor, 5, bad=4)
+def test_raises_with_the_first_finding_when_all_are_acted_on() -> None:
+    seen: list[str] = []
+    model, optimizer, monitor = made(on_anomaly={"error": ("raise", lambda _, finding: seen.append(finding.rule))})
+    with torch.no_grad():
+        model.first.weight[0, 0] = math.nan
+    with pytest.raises(AnomalyError, match=r"nonfinite-parameter.*first\.weight") as caught:
+        trained(model, optimizer, monitor, 1)
+    assert {"nonfinite-parameter", "nonfinite-loss", "nonfinite-gradient"} <= set(seen)
     assert caught.value.finding == monitor.findings[0]
     assert "what to try" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -270,18 +250,13 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
     trained(model, optimizer, monitor, 3)
     with torch.no_grad():
         model.first.weight[0, 0] = math.inf
-    optimizer.zero_grad()
-    loss = cross_entropy(model(torch.randn(32, 8)), torch.zeros(32, dtype=torch.long))
-    loss.backward()
-    monitor.step(loss)
+    trained(model, optimizer, monitor, 1)  # the optimizer steps on no gradients, which changes nothing
     state, optimizer_state = model.state_dict(), optimizer.state_dict()
     for key, value in at_ten[0].items():
         if "num_batches" not in key and "running" not in key:  # the snapshot is from within step 10
             assert torch.equal(state[key], value), key
     for number, held in at_ten[1]["state"].items():
         assert torch.equal(optimizer_state["state"][number]["exp_avg"], held["exp_avg"])
-    optimizer.step()  # on no gradients: changes nothing
-    assert torch.equal(model.first.weight, at_ten[0]["first.weight"])
     trained(model, optimizer, monitor, 5)
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -388,14 +363,8 @@ def test_an_interrupt_never_makes_two_steps_of_one_number() -> None:
 
 def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
     class Interrupted(dict[str, Any]):
-        """Interrupted after whatever it has done."""
-
         def __setitem__(self, key: str, value: Any) -> None:
             super().__setitem__(key, value)
-            raise KeyboardInterrupt
-
-        def setdefault(self, key: str, default: Any = None) -> Any:
-            super().setdefault(key, default)
             raise KeyboardInterrupt
 
     model, optimizer, monitor = made(watch={"parameters": 2})
@@ -411,61 +380,20 @@ def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
     assert "parameter" in recording.tables, list(recording.tables)
 
 
-def rising(monitor: gradstat.Monitor) -> bool:
-    """Whether the steps of all that is recorded rise, so that it can be saved."""
-    recording = monitor.recording()
-    return all((np.diff(steps) > 0).all() for steps in (recording.steps, *(t.steps for t in recording.tables.values())))
-
-
-def test_what_other_modules_ran_in_a_bad_step_is_recorded_once(tmp_path: Path) -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right, self.goes_right = nn.Linear(4, 1), nn.Linear(4, 1), False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            branch = self.right if self.goes_right else self.left
-            result: torch.Tensor = branch(x)
-            return result
-
-    model = Branching()
-    monitor = gradstat.Monitor(model, on_anomaly="record", watch={"parameters": 1, "activations": 1})
-    for step in range(8):
-        model.goes_right = step == 6
-        loss = model(torch.ones(2, 4)).sum() * (math.nan if step == 6 else 1.0)
-        loss.backward()
-        monitor.step(loss)
-    assert rising(monitor)
-    assert monitor.recording().tables["parameter"].steps.tolist() == list(range(8))
-    monitor.save(tmp_path / "run.gradstat")
-
-
 @dataclasses.dataclass
 class Sample:
     inputs: torch.Tensor
 
 
-@pytest.mark.parametrize(
-    ("wrapped", "name"),
-    [
-        (lambda x: x, "batch"),
-        (lambda x: {"inputs": x}, "batch['inputs']"),
-        (lambda x: ("id", [x]), "batch[1][0]"),
-        (lambda x: {"a": Sample(x)}, "batch['a'].inputs"),
-    ],
-)
-def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis(wrapped: Callable[[Any], Any], name: str) -> None:
+def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
     model, optimizer, monitor = made()
     trained(model, optimizer, monitor, 5)
     x = torch.randn(32, 8)
     x[7, 2] = math.nan
-    monitor.batch(wrapped(x))
-    loss = cross_entropy(model(x), torch.zeros(32, dtype=torch.long))
-    optimizer.zero_grad()
-    loss.backward()
-    monitor.step(loss)
+    monitor.batch({"a": ("id", [Sample(x)])})
+    trained(model, optimizer, monitor, 1, batch=x)
     first = monitor.diagnose().findings[0]
-    assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", name, [7, 2])
+    assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", "batch['a'][1][0].inputs", [7, 2])
 
 
 # Rules ---------------------------------------------------------------------------------------------------
@@ -491,6 +419,8 @@ def test_every_step_is_reviewed_once_in_order() -> None:
 
 def test_a_model_that_changes() -> None:
     model, optimizer, monitor = made(rules=[])
+    monitor.step()
+    assert monitor.recording().scalars["missing"].tolist() == [8.0]
     trained(model, optimizer, monitor, 3)
     model.extra = nn.Linear(2, 2)
     trained(model, optimizer, monitor, 3)
@@ -500,40 +430,10 @@ def test_a_model_that_changes() -> None:
     assert set(table.names) == {name for name, _ in model.named_parameters()}
     column = table.column("l2_norm")
     first, extra = table.names.index("first.weight"), table.names.index("extra.weight")
-    assert np.isfinite(column[:6, first]).all()
-    assert np.isnan(column[6:, first]).all()
+    assert np.isfinite(column[1:7, first]).all()
+    assert np.isnan(column[7:, first]).all()
     assert np.isnan(column[:, extra]).all()
     assert table.numel[first] == 128
-
-
-def test_a_model_without_any_gradient() -> None:
-    _, _, monitor = made()
-    for _ in range(3):
-        monitor.step()
-    assert monitor.recording().scalars["missing"].tolist() == [8.0] * 3
-
-
-def test_gradients_under_a_loss_scale_are_told_without_it() -> None:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    monitor = gradstat.Monitor(model, optimizer, scaler, on_anomaly="record")
-    x = torch.randn(32, 8)
-    for unscale_first in (False, True):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        scaler.scale(loss).backward()
-        if unscale_first:
-            scaler.unscale_(optimizer)
-        monitor.step(loss)
-        scaler.step(optimizer)
-        scaler.update()
-    recording = monitor.recording()
-    assert recording.scalars["norm"][0] == pytest.approx(recording.scalars["norm"][1], rel=1e-6)
-    assert recording.scalars["loss_scale"][0] == 2.0**10
-    scaled, unscaled = recording.tables["gradient"].column("l2_norm")
-    assert scaled == pytest.approx(unscaled, rel=1e-5)
 
 
 # Life ----------------------------------------------------------------------------------------------------
@@ -580,9 +480,8 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     assert monitor.findings == []
     with pytest.warns(RuntimeWarning, match="no healthy state"), pytest.warns(AnomalyWarning, match="step 11"):
         trained(model, optimizer, monitor, 2, bad=11)  # warned of anew, and no state is of a step that has not been
-    assert rising(monitor)
     assert monitor.recording().steps.tolist() == list(range(12))
-    monitor.save(tmp_path / "run.gradstat")
+    monitor.save(tmp_path / "run.gradstat")  # which refuses steps that do not rise
 
 
 def test_no_update_is_measured_across_a_rollback() -> None:
@@ -592,15 +491,6 @@ def test_no_update_is_measured_across_a_rollback() -> None:
     trained(model, optimizer, monitor, 4, bad=3)
     trained(model, optimizer, monitor, 3)
     assert monitor.recording().tables["update"].steps.tolist() == [1, 2, 3, 5, 6]
-
-
-def test_a_loss_on_the_host_takes_nothing_from_what_is_due_alone() -> None:
-    model = nn.Linear(3, 2)
-    monitor = gradstat.Monitor(model, on_anomaly="record", watch={"parameters": 2})
-    for loss in (0.5, torch.tensor(0.5), 0.5, 0.5, None):
-        model(torch.ones(3)).sum().backward()
-        monitor.step(loss)
-    assert monitor.recording().tables["parameter"].steps.tolist() == [0, 2, 4]
 
 
 def test_a_layer_may_get_another_shape_while_updates_are_measured() -> None:
@@ -627,11 +517,11 @@ def test_what_has_grown_too_old_to_keep_is_no_part_of_a_state() -> None:
     assert resumed.recording().steps.tolist() == [16, 17, 18, 19]
 
 
-def refuse(_monitor: gradstat.Monitor, finding: Finding) -> None:
-    raise AnomalyError("no more", finding)
+def interrupt(_monitor: gradstat.Monitor, finding: Finding) -> None:
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("policy", ["raise", refuse])
+@pytest.mark.parametrize("policy", ["raise", interrupt])
 def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
     @rule("late", severity="error")
     def late(self: Rule, window: Any) -> list[Finding]:
@@ -646,7 +536,7 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
         model(torch.ones(3)).sum().backward()
         try:
             monitor.step(0.5)
-        except AnomalyError:
+        except (AnomalyError, KeyboardInterrupt):
             raised.append(step)
     assert raised == [7]
     assert monitor.recording().steps.tolist() == list(range(9))
@@ -658,15 +548,6 @@ def test_a_state_of_the_future_is_refused() -> None:
     state["version"] = 2
     with pytest.raises(ValueError, match="newer gradstat"):
         monitor.load_state_dict(state)
-
-
-def test_history_is_bounded() -> None:
-    model, optimizer, monitor = made(options={"history": 100, "review_every": 10})
-    trained(model, optimizer, monitor, 350)
-    recording = monitor.recording()
-    assert recording.steps[-1] == 349
-    assert len(recording.steps) == 100
-    assert len(recording.tables["gradient"].steps) == 100
 
 
 def test_detaching_takes_everything_away() -> None:
@@ -820,6 +701,8 @@ def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone()
 
 
 def test_a_clean_replay_says_what_that_means() -> None:
+    with pytest.raises(RuntimeError, match="replay=True"):
+        made()[2].replay(lambda: None)
     model, optimizer, monitor = made(replay=True)
     trained(model, optimizer, monitor, 2)
     x = torch.randn(32, 8)
@@ -829,12 +712,6 @@ def test_a_clean_replay_says_what_that_means() -> None:
     monitor.step()
     assert monitor.replay(lambda: cross_entropy(model(x), torch.zeros(32, dtype=torch.long)).backward()) is None
     assert "hardware" in str(monitor.diagnose())
-
-
-def test_a_replay_needs_to_have_been_prepared() -> None:
-    _, _, monitor = made()
-    with pytest.raises(RuntimeError, match="replay=True"):
-        monitor.replay(lambda: None)
 
 
 # Files ---------------------------------------------------------------------------------------------------
@@ -865,28 +742,6 @@ def test_a_disk_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert monitor.steps == 3
 
 
-def test_all_findings_are_acted_on_before_one_raises() -> None:
-    seen: list[str] = []
-    model, optimizer, monitor = made(on_anomaly={"error": ("raise", lambda _, finding: seen.append(finding.rule))})
-    with torch.no_grad():
-        model.first.weight[0, 0] = math.nan
-    with pytest.raises(AnomalyError, match="nonfinite-parameter"):
-        trained(model, optimizer, monitor, 1)
-    assert {"nonfinite-parameter", "nonfinite-loss", "nonfinite-gradient"} <= set(seen)
-
-
-def test_the_newest_step_is_there_for_loggers() -> None:
-    model, optimizer, monitor = made()
-    assert monitor.latest() is None
-    for _ in range(3):
-        trained(model, optimizer, monitor, 1)
-        latest = monitor.latest()
-        assert latest is not None
-        assert latest.step == monitor.steps - 1
-        assert latest.report.total_norm == pytest.approx(latest.scalars["norm"])
-        assert latest.report["last.bias"].numel == 4
-
-
 def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
     """Numpy warns of the overflow, which is an error here, and would end the rule."""
     model = nn.Linear(4, 4, dtype=torch.float64)
@@ -897,19 +752,6 @@ def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
         monitor.step(1.0)
     monitor.flush()
     assert "exploding-gradient" in {finding.rule for finding in monitor.findings}
-
-
-def test_every_kind_that_is_measured_is_in_the_table_of_kinds() -> None:
-    rows = ("updates", "activations", "parameters", "buffers", "optimizer", "outputs")
-    model, optimizer, monitor = made(watch=rows)
-    for _ in range(3):
-        monitor.batch([torch.randn(8, 4)])
-        trained(model, optimizer, monitor, 1)
-    monitor.flush()
-    assert in_order(monitor.recording().tables) == [
-        *("batch", "constant", "parameter", "buffer", "activation", "output", "gradient"),
-        *("exp_avg", "exp_avg_sq", "update"),
-    ]
 
 
 def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_its_place() -> None:

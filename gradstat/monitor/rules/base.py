@@ -97,8 +97,11 @@ class Rule:
         """The inverse of `state_dict`."""
         for key, value in state.items():
             own = vars(self).get(key)
-            if isinstance(own, PerName | Episodes):
+            if isinstance(own, PerName):
                 own.load(value)
+            elif isinstance(own, Episodes):
+                own.clear()
+                own.update(value)
             elif key in vars(self):
                 setattr(self, key, copy.deepcopy(value))
 
@@ -111,7 +114,7 @@ def _plain(value: Any) -> Any:
     """Numpy's numbers and arrays as Python's."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    if isinstance(value, PerName | Episodes):
+    if isinstance(value, PerName):
         return value.saved()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
@@ -143,35 +146,29 @@ class PerName:
         self._names, self._values = tuple(saved), np.array(list(saved.values()), dtype=np.float64)
 
 
-class Episodes:
-    """Tells the beginning of something from its going on: after ``quiet`` steps without it, it begins again."""
+class Episodes(dict[str, int]):
+    """When things were there last; after ``quiet`` steps without it, one begins again, else it goes on."""
 
     def __init__(self, quiet: int = 100) -> None:
+        super().__init__()
         self.quiet = quiet
-        self.seen: dict[str, int] = {}
 
     def begins(self, name: str, step: int) -> bool:
         """Notes that it is there in ``step``; whether that is a new episode."""
-        last = self.seen.get(name)
-        self.seen[name] = int(step)
+        last = self.get(name)
+        self[name] = int(step)
         return last is None or step - last > self.quiet
 
-    def saved(self) -> dict[str, int]:
-        return dict(self.seen)
 
-    def load(self, saved: Mapping[str, int]) -> None:
-        self.seen = {str(name): int(step) for name, step in saved.items()}
+def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
+    """The steps and values of a scalar; none if it is not known in these steps."""
+    return zip(window.steps.tolist(), window.scalars.get(name, np.empty(0)).tolist(), strict=name in window.scalars)
 
 
 def runs(condition: Bools, before: Floats) -> Iterator[tuple[int, Floats]]:
-    """For how many looks in a row a condition holds.
+    """For each look its number, and for how many looks in a row each tensor's ``condition``, ``[m, n]``, has held.
 
-    Args:
-        condition: ``[m, n]`` for each look and tensor.
-        before: ``[n]`` lengths of the runs so far; changed in place.
-
-    Yields:
-        For each look its number and the lengths then; nothing at all if no condition holds, and none did.
+    ``before`` are the lengths so far, ``[n]``; changed in place. Yields nothing if no condition holds.
     """
     if not condition.any():
         before[:] = 0
@@ -194,16 +191,10 @@ class LastingRule(Rule):
     def lasting(
         self, rows: Rows, condition: Bools, looks: int, names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
-        """Where ``condition`` has held for ``looks`` of them, and that begins an episode.
+        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them, and that begins an episode.
 
-        Args:
-            rows: What is looked at.
-            condition: ``[m, n]``.
-            looks: How many.
-            names: Of episodes; those of the rows unless given.
-
-        Yields:
-            The look, the positions of those that are new, and of all tensors for how many looks and since which step.
+        Yields the look, the positions of those that are new, and of all tensors for how many looks and since which
+        step. ``names`` are those of episodes, if not those of the rows.
         """
         names = rows.names if names is None else names
         since = self._since.of(names)

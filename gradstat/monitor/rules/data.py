@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Facts, Rows, Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
@@ -41,10 +41,8 @@ class BatchRange(Rule):
                     continue
                 before, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
                 if seen >= self.looks and 0 < before * self.factor < value and self._episodes.begins(name, step):
-                    yield self.found(
-                        step, name, f"the largest magnitude in {name} is {value:.3g}; before it was {before:.3g}",
-                        about="batch", largest=value, before=before,
-                    )  # fmt: skip
+                    text = f"the largest magnitude in {name} is {value:.3g}; before it was {before:.3g}"
+                    yield self.found(step, name, text, about="batch", largest=value, before=before)
                 else:
                     self._largest[name] = max(before, value)
                 self._seen[name] = seen + 1
@@ -83,10 +81,8 @@ class ConstantFeature(Rule):
                 if self._run[name] == 1:
                     self._since[name] = step
                 if self._run[name] == self.looks and self._episodes.begins(name, step):
-                    yield self.found(
-                        self._since[name], name, f"{share:.0%} of the features of {name} are the same in every sample",
-                        about="batch", share=share,
-                    )  # fmt: skip
+                    text = f"{share:.0%} of the features of {name} are the same in every sample"
+                    yield self.found(self._since[name], name, text, about="batch", share=share)
 
 
 def _is_naturally_constant(batches: Rows | None, step: int, name: str, share: float) -> bool:
@@ -112,10 +108,8 @@ class LabelRange(Rule):
         for seen in window.observed("label"):
             name, low, high, classes = (seen.value[key] for key in ("name", "low", "high", "classes"))
             if self._episodes.begins(name, seen.step):
-                yield self.found(
-                    seen.step, name, f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}",
-                    about="batch", low=low, high=high, classes=classes,
-                )  # fmt: skip
+                text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
+                yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
 
 
 class _RankRule(Rule):
@@ -175,11 +169,7 @@ class BadRank(_RankRule):
     def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
         names = list(report.nonfinite)  # without the prefix of DDP
         as_watched = {name.removeprefix("module."): name for name in facts.backward_order}
-        return self.found(
-            step,
-            facts.first_in_backward([as_watched.get(name, name) for name in names]),
-            str(report).removeprefix("gradstat: "),
-            about="gradient",
-            severity="info" if facts.is_scaled else None,  # an overflow now and then is normal
-            ranks=sorted({report.rank_of(name) for name in names}),
-        )
+        name = facts.first_in_backward([as_watched.get(name, name) for name in names])
+        severity: Severity = "info" if facts.is_scaled else self.severity  # an overflow now and then is normal
+        ranks = sorted({report.rank_of(name) for name in names})
+        return self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Rule
+from gradstat.monitor.rules.base import Rule, series
 
 
-def _bad_looks(rows: Rows | None) -> Iterator[tuple[int, int, list[str]]]:
-    """The looks in which something is not finite: which, its step, and the names of what is not."""
-    if rows is None or not rows.nonfinite.any():
-        return
-    for look in np.flatnonzero(rows.nonfinite.any(1)).tolist():
-        yield look, int(rows.steps[look]), [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
+def _bad_looks(window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
+    """The looks in which something is not finite: its rows, which look, its step, and the names of what is not."""
+    rows = window.rows(kind)
+    if rows is not None and rows.nonfinite.any():
+        for look in np.flatnonzero(rows.nonfinite.any(1)).tolist():
+            yield rows, look, int(rows.steps[look]), [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
 
 
 def _counts(rows: Rows, look: int, name: str) -> dict[str, Any]:
@@ -48,21 +48,13 @@ class NonfiniteBatch(Rule):
     advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("batch")
-        for look, step, bad in _bad_looks(rows):
-            for name in bad:
-                if self._episodes.begins(name, step):
-                    assert rows is not None
-                    counted = _counts(rows, look, name)
-                    del counted["numel"]
-                    yield self.found(
-                        step,
-                        name,
-                        f"{name} has {counted['nan_count']:,} NaN and {counted['inf_count']:,} Inf, the first at "
-                        f"{counted['first']}",
-                        about="batch",
-                        **counted,
-                    )
+        for rows, look, step, bad in _bad_looks(window, "batch"):
+            for name in (name for name in bad if self._episodes.begins(name, step)):
+                counted = _counts(rows, look, name)
+                del counted["numel"]
+                nan, inf, first = counted.values()
+                text = f"{name} has {nan:,} NaN and {inf:,} Inf, the first at {first}"
+                yield self.found(step, name, text, about="batch", **counted)
 
 
 class NonfiniteGradient(Rule):
@@ -88,26 +80,19 @@ class NonfiniteGradient(Rule):
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("gradient")
-        for look, step, bad in _bad_looks(rows):
+        for rows, look, step, bad in _bad_looks(window, "gradient"):
             if not self._episodes.begins("", step):
                 continue
-            assert rows is not None
             name = window.facts.first_in_backward(bad)
             counted = _counts(rows, look, name)
             others = f"; {len(bad)} of {len(rows.names)} gradients are not finite" if len(bad) > 1 else ", in it alone"
-            scaled = window.facts.is_scaled
-            yield self.found(
-                step,
-                name,
-                f"the gradient of {name} has {_in_words(counted)}{others}"
-                + " (under a loss scale: an overflow now and then is normal)" * scaled,
-                about="gradient",
-                severity="info" if scaled else None,
-                parameters=bad[:20],
-                parameters_bad=len(bad),
-                **counted,
-            )
+            text = f"the gradient of {name} has {_in_words(counted)}{others}"
+            severity: Severity = self.severity
+            if window.facts.is_scaled:
+                severity = "info"
+                text += " (under a loss scale: an overflow now and then is normal)"
+            evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
+            yield self.found(step, name, text, "gradient", severity, **evidence)
 
 
 class NonfiniteLoss(Rule):
@@ -128,13 +113,9 @@ class NonfiniteLoss(Rule):
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
-        bad = window.scalars.get("loss_nonfinite")
-        if bad is None:
-            return
-        for look in np.flatnonzero(bad > 0):
-            step = int(window.steps[look])
-            if self._episodes.begins("", step):
-                kind = "NaN" if bad[look] == 1 else "infinite"
+        for step, value in series(window, "loss_nonfinite"):
+            if value > 0 and self._episodes.begins("", step):
+                kind = "NaN" if value == 1 else "infinite"
                 yield self.found(step, "loss", f"the loss is {kind}", value=kind)
 
 
@@ -158,18 +139,11 @@ class LostLoss(Rule):
         self._run = 0
 
     def review(self, window: Window) -> Iterable[Finding]:
-        bad = window.scalars.get("loss_nonfinite")
-        if bad is None:
-            return
-        for step, value in zip(window.steps.tolist(), bad.tolist(), strict=True):
+        for step, value in series(window, "loss_nonfinite"):
             self._run = self._run + 1 if value > 0 else 0
             if self._run == self.in_a_row:
-                yield self.found(
-                    step - self.in_a_row + 1,
-                    "loss",
-                    f"the loss has not been finite for {self.in_a_row} steps in a row",
-                    in_a_row=self.in_a_row,
-                )
+                text = f"the loss has not been finite for {self.in_a_row} steps in a row"
+                yield self.found(step - self.in_a_row + 1, "loss", text, in_a_row=self.in_a_row)
 
 
 class _NonfiniteTensor(Rule):
@@ -179,24 +153,14 @@ class _NonfiniteTensor(Rule):
     kind = what = ""
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for kind in window.tables:
-            rows = window.rows(kind)
-            if rows is None or kind_of(kind).name != self.kind:
-                continue
-            for look, step, bad in _bad_looks(rows):
+        for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
+            for rows, look, step, bad in _bad_looks(window, kind):
                 if not self._episodes.begins(kind, step):
                     continue
                 counted = _counts(rows, look, bad[0])
                 more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""
-                yield self.found(
-                    step,
-                    bad[0],
-                    f"the {self.what.format(kind=kind)} {bad[0]} has {_in_words(counted)}{more}",
-                    about=kind,
-                    all=bad[:20],
-                    all_bad=len(bad),
-                    **counted,
-                )
+                text = f"the {self.what.format(kind=kind)} {bad[0]} has {_in_words(counted)}{more}"
+                yield self.found(step, bad[0], text, about=kind, all=bad[:20], all_bad=len(bad), **counted)
 
 
 class NonfiniteParameter(_NonfiniteTensor):
@@ -288,7 +252,7 @@ class SporadicNonfinite(Rule):
         self._told = -within - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for _, step, bad in () if window.facts.is_scaled else _bad_looks(window.rows("gradient")):
+        for _, _, step, bad in () if window.facts.is_scaled else _bad_looks(window, "gradient"):
             going_on, self._last_bad = step == self._last_bad + 1, step
             if going_on:
                 continue
@@ -297,11 +261,7 @@ class SporadicNonfinite(Rule):
             places = {str(name) for _, name in self._incidents}
             if len(places) >= self.times and step - self._told > self.within:
                 self._told = step
-                yield self.found(
-                    int(self._incidents[0][0]),
-                    str(self._incidents[0][1]),
-                    f"{len(self._incidents)} separate steps with NaN or Inf, each beginning elsewhere: "
-                    + ", ".join(f"{name} at step {when}" for when, name in self._incidents[-5:]),
-                    about="gradient",
-                    incidents=[list(incident) for incident in self._incidents],
-                )
+                first, first_name = self._incidents[0]
+                listed = ", ".join(f"{name} at step {when}" for when, name in self._incidents[-5:])
+                text = f"{len(self._incidents)} separate steps with NaN or Inf, each beginning elsewhere: {listed}"
+                yield self.found(int(first), str(first_name), text, about="gradient", incidents=self._incidents)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import Band, Episodes, LastingRule, Rule
+from gradstat.monitor.rules.base import Band, Episodes, LastingRule, Rule, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -59,13 +59,9 @@ class ExplodingGradient(SpikeRule):
         return absolute if math.isinf(self._high) else min(self._high, max(absolute, self.factor * self._median))
 
     def review(self, window: Window) -> Iterable[Finding]:
-        norms = window.scalars.get("norm")
-        if norms is None:
-            return
-        for look, norm in enumerate(norms.tolist()):
+        for look, (step, norm) in enumerate(series(window, "norm")):
             if not math.isfinite(norm):
                 continue
-            step = int(window.steps[look])
             limit = self._limit_of(self.limit)
             median = self._median
             began = self.leapt(step, norm)
@@ -77,10 +73,8 @@ class ExplodingGradient(SpikeRule):
                 continue
             mean = sum(last) / 10 if len(last) == 10 else 0.0
             if mean > max(self.mean_limit, self._limit_of(self.mean_limit)) and self._episodes.begins("leap", step):
-                yield self.found(
-                    step, "norm", f"the gradient norm is {mean:.3g} on average of 10 steps", mean=mean,
-                    limit=self.mean_limit,
-                )  # fmt: skip
+                text = f"the gradient norm is {mean:.3g} on average of 10 steps"
+                yield self.found(step, "norm", text, mean=mean, limit=self.mean_limit)
 
     def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
         rows = window.rows("gradient")
@@ -90,16 +84,10 @@ class ExplodingGradient(SpikeRule):
             largest = int(squares.argmax())
             name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
         beside = f", {norm / median:.3g} times the median of {self.window} steps" if median > 0 else ""
-        return self.found(
-            began,
-            name,
-            f"the gradient norm is {norm:.4g}{beside}; most of it in {name}",
-            about="gradient" if name != "norm" else "series",
-            norm=norm,
-            median=None if math.isnan(median) else median,
-            limit=limit,
-            share=share,
-        )
+        text = f"the gradient norm is {norm:.4g}{beside}; most of it in {name}"
+        about = "gradient" if name != "norm" else "series"
+        known = None if math.isnan(median) else median
+        return self.found(began, name, text, about, norm=norm, median=known, limit=limit, share=share)
 
 
 class VanishingGradient(Rule):
@@ -134,28 +122,14 @@ class VanishingGradient(Rule):
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        norms = window.scalars.get("norm")  # what is left beside NaN may well be small
-        if norms is not None:
-            yield from self._small(window, norms)
+        for step, norm in series(window, "norm"):  # what is left beside NaN may well be small
+            self._low = self._low + 1 if norm < self.limit else 0
+            if self._low >= self.in_a_row and self._episodes.begins("norm", step):
+                text = f"the gradient norm is {norm:.3g}, for {self.in_a_row} steps"
+                yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
         rows = window.rows("gradient")
         if rows is not None:
             yield from self._layer_by_layer(rows)
-
-    def _small(self, window: Window, norms: Floats) -> Iterable[Finding]:
-        if not (norms < self.limit).any():
-            self._low = 0
-            return
-        for look, norm in enumerate(norms.tolist()):
-            self._low = self._low + 1 if norm < self.limit else 0
-            step = int(window.steps[look])
-            if self._low >= self.in_a_row and self._episodes.begins("norm", step):
-                yield self.found(
-                    step - self.in_a_row + 1,
-                    "norm",
-                    f"the gradient norm is {norm:.3g}, for {self.in_a_row} steps",
-                    norm=norm,
-                    limit=self.limit,
-                )
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
         weights = np.flatnonzero(rows.layout.matrices)
@@ -178,15 +152,9 @@ class VanishingGradient(Rule):
             name = rows.names[weights[int(depth[smallest])]]
             other = rows.names[weights[int(depth[largest])]]
             ratio = math.exp(logs[smallest] - logs[largest])
-            yield self.found(
-                max(0, step - self._decaying + 1),
-                name,
-                f"gradients vanish layer by layer: those of {name} are {ratio:.2g} of those of {other}",
-                about="gradient",
-                ratio=ratio,
-                correlation=correlation,
-                largest=other,
-            )
+            text = f"gradients vanish layer by layer: those of {name} are {ratio:.2g} of those of {other}"
+            began = max(0, step - self._decaying + 1)
+            yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
 
 
 def _module(parameter: str) -> str:

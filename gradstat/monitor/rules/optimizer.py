@@ -75,17 +75,12 @@ class MomentumDrift(Rule):
                         fresh = [i for i in np.flatnonzero(due).tolist() if self._episodes.begins(names[i], step)]
                     if fresh:
                         worst = max(fresh, key=lambda i: norms[i] / settled[i])
+                        name, norm, usual = rows.names[worst], norms[worst], settled[worst]
+                        grown = f"has grown to {norm / usual:.3g} times its settled norm of {usual:.3g}"
                         yield self.found(
-                            step,
-                            rows.names[worst],
-                            f"the optimizer's {kind} of {rows.names[worst]} has grown to "
-                            f"{norms[worst] / settled[worst]:.3g} times its settled norm of {settled[worst]:.3g}",
-                            about=kind,
-                            norm=norms[worst],
-                            settled=settled[worst],
-                            growing_for=growing[worst],
-                            parameters=len(fresh),
-                        )
+                            step, name, f"the optimizer's {kind} of {name} {grown}", about=kind,
+                            norm=norm, settled=usual, growing_for=growing[worst], parameters=len(fresh),
+                        )  # fmt: skip
                 before.append(norms)
             del before[:-50]
 
@@ -122,23 +117,16 @@ class SecondMomentDrop(Rule):
             before, when = self._norms.of(names), self._when.of(names)
             for look, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[look]
-                with np.errstate(invalid="ignore"):
-                    dropped = norms < self.factor * decay ** (step - when) * before
+                dropped = norms < self.factor * decay ** (step - when) * before
                 due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[look, i] == 0]
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:
                     i = min(fresh, key=lambda i: norms[i] / before[i])
-                    yield self.found(
-                        step,
-                        rows.names[i],
-                        f"the optimizer's {kind} of {rows.names[i]} has fallen to {norms[i] / before[i]:.2g} of what "
-                        f"it was {step - int(when[i])} steps before, faster than it can",
-                        about=kind,
-                        before=before[i],
-                        now=norms[i],
-                        steps=step - int(when[i]),
-                        parameters=len(fresh),
-                    )
+                    name, steps = rows.names[i], step - int(when[i])
+                    fallen = f"has fallen to {norms[i] / before[i]:.2g} of what it was {steps} steps before"
+                    evidence = {"before": before[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
+                    text = f"the optimizer's {kind} of {name} {fallen}, faster than it can"
+                    yield self.found(step, name, text, about=kind, **evidence)
                 there = np.isfinite(norms)
                 before[there], when[there] = norms[there], step
 
@@ -178,14 +166,8 @@ class SmallSecondMoment(LastingRule):
             low = rows.layout.matrices & (largest < limit) & (largest > 0)
             for look, fresh, _, since in self.lasting(rows, low, self.looks, names):
                 i = fresh[0]
-                yield self.found(
-                    since[i],
-                    rows.names[i],
-                    f"no element of {kind} of {rows.names[i]} is above {largest[look, i]:.3g}"
-                    + f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1),
-                    about=kind,
-                    largest=largest[look, i],
-                    limit=limit,
-                    eps=eps,
-                    parameters=len(fresh),
-                )
+                name, value = rows.names[i], largest[look, i]
+                text = f"no element of {kind} of {name} is above {value:.3g}"
+                text += f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1)
+                evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
+                yield self.found(since[i], name, text, about=kind, **evidence)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import LastingRule, Rule
 
@@ -47,22 +47,15 @@ class Underflow(LastingRule):
         floor, scale = self._floors(rows, window)
         if not floor.any():
             return
-        with np.errstate(invalid="ignore", divide="ignore"):
-            left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
-            low = (floor > 0) & (rows.zero_fraction > self.share) & (left < self.normals * floor)
+        left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
+        low = (floor > 0) & (rows.zero_fraction > self.share) & (left < self.normals * floor)
         for look, fresh, _, since in self.lasting(rows, low, self.in_a_row):
             worst = max(fresh, key=lambda i: rows.zero_fraction[look, i])
             zeros = rows.zero_fraction[look, worst]
-            yield self.found(
-                since[worst],
-                rows.names[worst],
-                f"{zeros:.0%} of the gradient of {rows.names[worst]} are zero, and the rest is as small as its "
-                f"type can hold ({left[look, worst]:.2g})",
-                about="gradient",
-                zero_fraction=zeros,
-                rms_of_the_rest=left[look, worst],
-                parameters=len(fresh),
-            )
+            name, rest = rows.names[worst], left[look, worst]
+            text = f"{zeros:.0%} of the gradient of {name} are zero, and the rest is as small as its type can hold"
+            evidence = {"zero_fraction": zeros, "rms_of_the_rest": rest, "parameters": len(fresh)}
+            yield self.found(since[worst], name, f"{text} ({rest:.2g})", about="gradient", **evidence)
 
     @staticmethod
     def _floors(rows: Rows, window: Window) -> tuple[Floats, Floats]:
@@ -109,14 +102,10 @@ class LossScale(Rule):
                 continue
             self._run = self._run + 1 if count > 0 else 0
             if self._run == self.in_a_row:
-                yield self.found(
-                    step - self.in_a_row + 1,
-                    "loss_scale",
-                    f"{self.in_a_row} steps in a row are skipped; the loss scale is down to {scale:g}",
-                    severity="error" if self._settled else None,
-                    in_a_row=self.in_a_row,
-                    loss_scale=scale,
-                )
+                text = f"{self.in_a_row} steps in a row are skipped; the loss scale is down to {scale:g}"
+                severity: Severity = "error" if self._settled else self.severity
+                evidence = {"in_a_row": self.in_a_row, "loss_scale": scale}
+                yield self.found(step - self.in_a_row + 1, "loss_scale", text, severity=severity, **evidence)
             self._settled = self._settled or self._run == 0
             if scale > self.runaway and not self._told_runaway:
                 self._told_runaway = True

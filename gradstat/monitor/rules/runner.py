@@ -42,8 +42,17 @@ class RuleRunner:
         """What the rules find, in the order of the steps in which it began."""
         found: list[Finding] = []
         for rule in self.rules:
-            if id(rule) not in self._failed:
-                found += self._asked(rule, window)
+            if id(rule) in self._failed:
+                continue
+            try:
+                # Squares and sums of huge float64 numbers overflow, and comparisons with them are right all the same.
+                with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                    found += list(rule.review(window))
+            except Exception:
+                # Watching must not end what is watched. The rule is not asked again.
+                self._failed.add(id(rule))
+                text = f"gradstat: the rule {rule.name!r} failed and is switched off:\n{traceback.format_exc()}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
         found.sort(key=lambda finding: finding.step)
         return found
@@ -59,18 +68,3 @@ class RuleRunner:
         if steps is not None:
             # The first steps are looked at soon: what is wrong from the start should be told at the start.
             self._next = steps + min(max(steps, 1), self._every)
-
-    def _asked(self, rule: Rule, window: Window) -> list[Finding]:
-        try:
-            # Squares and sums of huge float64 numbers overflow, and comparisons with them are right all the same.
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                return list(rule.review(window))
-        except Exception:
-            # Watching must not end what is watched. The rule is not asked again.
-            self._failed.add(id(rule))
-            warnings.warn(
-                f"gradstat: the rule {rule.name!r} failed and is switched off:\n{traceback.format_exc()}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return []

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
-from gradstat.monitor.rules.base import Band, Episodes, Rule
+from gradstat.monitor.rules.base import Band, Episodes, Rule, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -68,19 +68,14 @@ class LossSpike(SpikeRule):
         return {"loss": (-math.inf, self._high)}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        losses = window.scalars.get("loss")
-        if losses is None:
-            return
-        for step, loss in zip(window.steps.tolist(), losses.tolist(), strict=True):
+        for step, loss in series(window, "loss"):
             if not math.isfinite(loss):
                 continue
             high, median = self._high, self._median
             began = self.leapt(step, loss)
             if began is not None:
-                yield self.found(
-                    began, "loss", f"the loss leaps to {loss:.4g} from about {median:.4g}", loss=loss, median=median,
-                    limit=high,
-                )  # fmt: skip
+                text = f"the loss leaps to {loss:.4g} from about {median:.4g}"
+                yield self.found(began, "loss", text, loss=loss, median=median, limit=high)
             if not 0 < self._lowest < math.inf:
                 continue
             mean = sum(self._values[-20:]) / 20
@@ -88,13 +83,8 @@ class LossSpike(SpikeRule):
                 continue
             least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.begins("climb", step):
-                yield self.found(
-                    step,
-                    "loss",
-                    f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}",
-                    mean=mean,
-                    lowest=self._lowest,
-                )
+                text = f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}"
+                yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
 
 
 class LearningRateJump(Rule):
@@ -130,10 +120,7 @@ class LearningRateJump(Rule):
         return {"lr": (self._before / self.down, max(self._largest, self.up * self._before))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rates = window.scalars.get("lr")
-        if rates is None:
-            return
-        for step, rate in zip(window.steps.tolist(), rates.tolist(), strict=True):
+        for step, rate in series(window, "lr"):
             before, self._before = self._before, rate
             if rate < 0 or (math.isnan(rate) and not math.isnan(before)):
                 if self._episodes.begins("invalid", step):
@@ -148,14 +135,8 @@ class LearningRateJump(Rule):
             grown = before > 0 and rate > self.up * before and rate > self._largest
             fallen = before > 0 and rate < before / self.down and rate > 0
             if (grown or fallen) and self._episodes.begins("jump", step):
-                yield self.found(
-                    step,
-                    "lr",
-                    f"the learning rate jumps from {before:.4g} to {rate:.4g}",
-                    before=before,
-                    lr=rate,
-                    factor=rate / before,
-                )
+                text = f"the learning rate jumps from {before:.4g} to {rate:.4g}"
+                yield self.found(step, "lr", text, before=before, lr=rate, factor=rate / before)
             self._largest = max(self._largest, rate)
 
 
@@ -191,14 +172,8 @@ class ClipActivity(Rule):
         self._told = True
         suggested = float(np.percentile(self._norms, 90))
         how = f"{share:.0%} of the last {self.window} steps are clipped" if share else "no step is ever clipped"
-        yield self.found(
-            int(window.steps[-1]),
-            "norm",
-            f"{how} at max_norm {limit:g}; the 90th percentile of the norms is {suggested:.3g}",
-            share=share,
-            max_norm=limit,
-            suggested=suggested,
-        )
+        text = f"{how} at max_norm {limit:g}; the 90th percentile of the norms is {suggested:.3g}"
+        yield self.found(window.steps[-1], "norm", text, share=share, max_norm=limit, suggested=suggested)
 
 
 class SaturatedOutput(Rule):
@@ -243,16 +218,10 @@ class SaturatedOutput(Rule):
             severity: Severity = "warning" if self._wrong else "info"
             if self._run >= self.looks and severity not in self._told:
                 self._told.append(severity)
-                yield self.found(
-                    self._since,
-                    rows.names[0],
-                    f"{shares:.0%} of the predictions are certain, by more than 10 in the logits"
-                    + f", and the loss is {loss:.3g}" * (not math.isnan(loss)),
-                    about="output",
-                    severity=severity,
-                    share=shares,
-                    loss=None if math.isnan(loss) else loss,
-                )
+                text = f"{shares:.0%} of the predictions are certain, by more than 10 in the logits"
+                text += f", and the loss is {loss:.3g}" * (not math.isnan(loss))
+                known = None if math.isnan(loss) else loss
+                yield self.found(self._since, rows.names[0], text, "output", severity, share=shares, loss=known)
 
 
 class OptimizerCoverage(Rule):
@@ -282,7 +251,5 @@ class OptimizerCoverage(Rule):
                 if names:
                     self._told += [f"{key} {name}" for name in names]
                     more = f", and so {'is' if len(names) == 2 else 'are'} {len(names) - 1} more" * (len(names) > 1)
-                    yield self.found(
-                        seen.step, names[0], f"{names[0]} {words}{more}", about="parameter", what=key,
-                        parameters=names[:20],
-                    )  # fmt: skip
+                    text = f"{names[0]} {words}{more}"
+                    yield self.found(seen.step, names[0], text, "parameter", what=key, parameters=names[:20])

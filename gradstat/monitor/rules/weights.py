@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradstat import _fields
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Episodes, LastingRule, PerName, Rule, runs
 
@@ -53,14 +53,13 @@ class GradientWeightRatio(Rule):
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
         norms = gradients.l2_norm
-        with np.errstate(invalid="ignore", divide="ignore"):
-            # The root mean square is never below the standard deviation, and cheaper.
-            high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
-            if high.any():
-                high &= gradients.std > self.std_ratio * spreads
-            low = norms < smallest
-            if low.any():
-                low &= norms > 0
+        # The root mean square is never below the standard deviation, and cheaper.
+        high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
+        if high.any():
+            high &= gradients.std > self.std_ratio * spreads
+        low = norms < smallest
+        if low.any():
+            low &= norms > 0
         for condition, state, needed, words in (
             (high, self._high_for, self.in_a_row, "as large as the weight's own spread"),
             (low, self._low_for, self.long, "of the weight's norm"),
@@ -75,15 +74,9 @@ class GradientWeightRatio(Rule):
                     is_high = condition is high
                     value = gradients.std[look, i] / spread[i] if is_high else gradients.l2_norm[look, i] / size[i]
                     times = " times" * is_high
-                    yield self.found(
-                        int(began[i]),
-                        name,
-                        f"the gradient of {name} is {value:.3g}{times} {words}, for {lengths[i]:.0f} steps",
-                        about="gradient",
-                        severity=None if is_high else "info",
-                        ratio=value,
-                        in_a_row=lengths[i],
-                    )
+                    text = f"the gradient of {name} is {value:.3g}{times} {words}, for {lengths[i]:.0f} steps"
+                    severity: Severity = self.severity if is_high else "info"
+                    yield self.found(began[i], name, text, "gradient", severity, ratio=value, in_a_row=lengths[i])
 
 
 class UpdateWeightRatio(LastingRule):
@@ -110,21 +103,14 @@ class UpdateWeightRatio(LastingRule):
         if updates is None or parameters is None or parameters.names != updates.names:
             return
         judged = parameters.layout.matrices
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = updates.l2_norm / parameters.l2_norm[-1]
-            off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
+        ratio = updates.l2_norm / parameters.l2_norm[-1]
+        off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
         for look, fresh, _, since in self.lasting(updates, off, self.looks):
             worst = max(fresh, key=lambda i: abs(math.log(ratio[look, i])))
-            yield self.found(
-                since[worst],
-                updates.names[worst],
-                f"one step changes {updates.names[worst]} by {ratio[look, worst]:.3g} of its norm",
-                about="update",
-                ratio=ratio[look, worst],
-                high=self.high,
-                low=self.low,
-                parameters=len(fresh),
-            )
+            name, value = updates.names[worst], ratio[look, worst]
+            evidence = {"ratio": value, "high": self.high, "low": self.low, "parameters": len(fresh)}
+            text = f"one step changes {name} by {value:.3g} of its norm"
+            yield self.found(since[worst], name, text, about="update", **evidence)
 
 
 class ParameterJump(Rule):
@@ -159,23 +145,14 @@ class ParameterJump(Rule):
         judged = rows.layout.matrices
         for look, step in enumerate(rows.steps.tolist()):
             largest = rows.max_abs[look]
-            with np.errstate(invalid="ignore"):
-                leapt = judged & (known > 0) & (largest > self.factor * known)
-                leapt &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
+            leapt = judged & (known > 0) & (largest > self.factor * known)
+            leapt &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
             if leapt.any():
-                with np.errstate(invalid="ignore", divide="ignore"):
-                    i = int(np.nanargmax(np.where(leapt, largest / known, np.nan)))
+                i = int(np.nanargmax(np.where(leapt, largest / known, np.nan)))
                 if self._episodes.begins(rows.names[i], step):
-                    yield self.found(
-                        step,
-                        rows.names[i],
-                        f"the largest element of {rows.names[i]} has leapt from {known[i]:.3g} to {largest[i]:.3g}",
-                        about="parameter",
-                        severity="error",
-                        before=known[i],
-                        now=largest[i],
-                        parameters=int(leapt.sum()),
-                    )
+                    text = f"the largest element of {rows.names[i]} has leapt from {known[i]:.3g} to {largest[i]:.3g}"
+                    evidence = {"before": known[i], "now": largest[i], "parameters": int(leapt.sum())}
+                    yield self.found(step, rows.names[i], text, "parameter", "error", **evidence)
             np.copyto(known, largest, where=np.isfinite(largest))
 
 
@@ -223,11 +200,6 @@ class UnchangedParameter(Rule):
             fresh = [rows.names[i] for i in still if self._episodes.begins(rows.names[i], step)]
             if fresh:
                 begun = int(since[rows.names.index(fresh[0])])
-                yield self.found(
-                    begun,
-                    fresh[0],
-                    f"{fresh[0]} has gradients and has not changed since step {begun}"
-                    + f"; nor have {len(fresh) - 1} others" * (len(fresh) > 1),
-                    about="parameter",
-                    parameters=fresh[:20],
-                )
+                text = f"{fresh[0]} has gradients and has not changed since step {begun}"
+                text += f"; nor have {len(fresh) - 1} others" * (len(fresh) > 1)
+                yield self.found(begun, fresh[0], text, about="parameter", parameters=fresh[:20])
