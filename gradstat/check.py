@@ -11,7 +11,7 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.measure import measure
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.parameters import gradients_of, names_in, names_of, source_of
+from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat._core.tensors import ExtraGroups
 from gradstat.report import Report
 
@@ -93,12 +93,12 @@ def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None
             f"none of the {len(source.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
-    names, missing = names_of(source, gradients)
-    measured = measure(gradients.tensors, names_in(names), backend, owners=source.parameters, extra_groups=extra_groups)
+    labels = labels_of(source, gradients)
+    measured = measure(gradients.tensors, labels.of, backend, owners=source.parameters, extra_groups=extra_groups)
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()
-        return Report(names, rows.table(), rows.infos, missing, total=rows.total())
+        return Report(labels.present, rows.table(), rows.infos, labels.missing, total=rows.total())
 
     return PendingReport(measured, make)
 

@@ -171,16 +171,22 @@ def gradients_of(parameters: list[Tensor]) -> Gradients:
     return Gradients(tensors, positions, missing)
 
 
-def names_of(source: Source, gradients: Gradients) -> tuple[Names, Names]:
-    """The names of the gradients there are and of those missing, looked up when asked for."""
+class Labels(NamedTuple):
+    """What the gradients there are and those missing are called, looked up when asked for. Keeps no gradient alive."""
+
+    present: Names
+    missing: Names
+
+    def of(self, i: int) -> str:
+        """What errors call the i-th of those there are."""
+        return self.present()[i]
+
+
+def labels_of(source: Source, gradients: Gradients) -> Labels:
+    """What ``gradients``, which are those of ``source``, are called."""
     # Which ones are missing is known now and could change.
     missing = tuple if gradients.missing is None else _names_at(source, gradients.missing)
-    return _names_at(source, gradients.positions), missing
-
-
-def names_in(names: Names) -> NameOf:
-    """What errors call the i-th of those that ``names`` has."""
-    return lambda i: names()[i]
+    return Labels(_names_at(source, gradients.positions), missing)
 
 
 def _names_at(source: Source, positions: list[int] | None) -> Names:
