@@ -103,8 +103,7 @@ def guarded_step(
             clipped, and with parameters and state copied beforehand, should one of them not be finite.
         model: Lends the names of its parameters to the report. An optimizer made from ``named_parameters()`` has
             them already; any other knows groups and positions only.
-        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
-        extra_groups: As in `check`: for what distributed gradients do not tell by themselves.
+        backend, extra_groups: As for `check`.
 
     Returns:
         Norm, whether it was skipped, counters and the pending report; see `StepResult`.

@@ -10,7 +10,7 @@ from forks import Forks
 
 import gradstat
 from gradstat._core import backends
-from gradstat.stats import resolve_for
+from gradstat._core.measure import resolve_for
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
@@ -166,7 +166,7 @@ LAYERS = [
     {"kernels"},
     {"_core"},
     {"tensor_stats"},
-    {"stats", "report"},
+    {"report"},
     {"check"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},
