@@ -120,15 +120,14 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
         RuntimeError: torch only pretends to compute.
     """
     _refuse_pretence()
-    return [_readable(tensor, name_of, i) for i, tensor in enumerate(tensors)]
-
-
-def _readable(tensor: Any, name_of: NameOf, i: int) -> Tensor:
-    local = _strided(tensor, name_of, i)
-    if local.layout is torch.sparse_coo:
-        local = local.coalesce().values()
-    local = local.resolve_conj().resolve_neg()
-    return local if is_dense(local) else local.contiguous()
+    found = []
+    for i, tensor in enumerate(tensors):
+        local = _strided(tensor, name_of, i)
+        if local.layout is torch.sparse_coo:
+            local = local.coalesce().values()
+        local = local.resolve_conj().resolve_neg()
+        found.append(local if is_dense(local) else local.contiguous())
+    return found
 
 
 def _refuse_pretence() -> None:
