@@ -363,12 +363,17 @@ def test_expanded_gradients_are_refused_by_name_before_anything_changes(where: t
 
 
 def test_foreach_is_refused_where_torch_has_none() -> None:
-    parameter = nn.Parameter(torch.zeros(2, device="meta"))
-    parameter.grad = torch.zeros(2, device="meta")
-    with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tensors"):
-        gradstat.clip_grad_norm_([parameter], 1.0, foreach=True)
-    with pytest.raises(ValueError, match=r"^(?!foreach)"):
-        gradstat.clip_grad_norm_([parameter], 1.0, foreach=False)
+    (parameter,) = parameters_with([torch.zeros(2, device="meta")])
+    calls: list[Callable[..., object]] = [
+        lambda **options: gradstat.clip_grad_norm_([parameter], 1.0, **options),
+        lambda **options: gradstat.get_total_norm([parameter], **options),
+        lambda **options: gradstat.clip_grads_with_norm_([parameter], 1.0, 1.0, **options),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tens"):
+            call(foreach=True)
+        with pytest.raises(ValueError, match=r"^(?!foreach)"):
+            call(foreach=False)
 
 
 def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]) -> None:

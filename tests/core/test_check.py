@@ -70,6 +70,8 @@ def test_total_norm_is_torchs() -> None:
 
 
 def test_missing_gradients_are_reported_and_frozen_parameters_are_not() -> None:
+    for nothing in (nn.ReLU(), []):
+        assert str(gradstat.check(nothing)) == "gradstat: no gradient to check"
     model = make_model()
     model[3].weight.requires_grad_(False)
     report = gradstat.check(model)

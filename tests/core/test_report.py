@@ -44,16 +44,8 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
         assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
         expected = [math.nan] * 5
         if len(finite):
-            expected = [
-                v.item()
-                for v in (
-                    finite.min(),
-                    finite.max(),
-                    finite.abs().max(),
-                    finite.mean(),
-                    finite.std(correction=0),
-                )
-            ]
+            values = finite.min(), finite.max(), finite.abs().max(), finite.mean(), finite.std(correction=0)
+            expected = [value.item() for value in values]
         got = [stats.min, stats.max, stats.max_abs, stats.mean, stats.std]
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-12, nan_ok=True)
         bad = (~x.isfinite()).nonzero()
@@ -72,9 +64,6 @@ def test_totals(tensors: dict[str, torch.Tensor], report: gradstat.Report) -> No
     assert report.numel == everything.numel()
     assert len(report) == len(tensors)
     assert report.names == tuple(tensors)
-
-
-def test_total_norm_is_inf_when_there_is_inf_but_no_nan() -> None:
     assert gradstat.check_tensors([torch.tensor([1.0, math.inf])]).total_norm == math.inf
 
 
@@ -150,15 +139,13 @@ def test_text_shows_the_bad_ones_first_then_the_extremes(report: gradstat.Report
     assert lines[3].split()[:5] == ["bad", "3", "3", "-", "[0]"]
     assert any(line.startswith("largest norm") for line in lines)
     assert all(len(line) < 110 for line in lines)
-    assert "NOT FINITE" in repr(report) or "not finite" in repr(report)
-
-
-def test_text_of_healthy_empty_and_incomplete_reports() -> None:
+    assert "not finite" in repr(report)
+    again = pickle.loads(pickle.dumps(report))
+    assert (str(again), again.names) == (str(report), report.names)
     assert str(gradstat.check_tensors([torch.ones(3)])).startswith("gradstat: 1 tensor of 3 elements, all finite")
     assert "largest |x| -" in str(gradstat.check_tensors([torch.ones(0)]))
     assert str(gradstat.check_tensors([])) == "gradstat: no tensor to check"
-    model = torch.nn.Linear(2, 2)
-    assert "no gradient (2): weight, bias" in str(gradstat.check(model))
+    assert "no gradient (2): weight, bias" in str(gradstat.check(torch.nn.Linear(2, 2)))
 
 
 def test_html_is_escaped(report: gradstat.Report) -> None:
@@ -166,12 +153,6 @@ def test_html_is_escaped(report: gradstat.Report) -> None:
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert report._repr_html_().count("<tr") >= 8
-
-
-def test_reports_survive_pickling(report: gradstat.Report) -> None:
-    again = pickle.loads(pickle.dumps(report))
-    assert str(again) == str(report)
-    assert again.names == report.names
 
 
 def test_complex_runs_over_parts() -> None:
