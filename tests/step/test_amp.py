@@ -225,30 +225,28 @@ def test_a_real_overflow_in_half_precision_names_itself() -> None:
     assert status.consecutive_skipped == 0
 
 
-def test_a_collapsing_scale_shows() -> None:
-    model, scaler = network(), GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        assert scaler.status().verdict == ("ok" if step < 5 else "collapsing"), step
-        optimizer.zero_grad()
-        backward(model, scaler, torch.randn(4, 6), math.nan)
-        scaler.step(optimizer)
-        scaler.update()
-    status = scaler.status(wait=True)
-    assert (status.scale, status.steps, status.skipped, status.consecutive_skipped) == (2.0**-4, 6, 6, 6)
-    assert "6 skipped in a row. No scale is small enough" in str(status)
-
-
-def test_a_scale_that_runs_away_shows() -> None:
-    model, scaler = network(), GradScaler("cpu", init_scale=2.0**31, growth_interval=1)
+@pytest.mark.parametrize(
+    ("scale", "bad", "verdicts", "words"),
+    [
+        (4.0, math.nan, ["ok"] * 5 + ["collapsing"], "6 skipped in a row. No scale is small enough"),
+        (2.0**31, None, ["ok", "ok", "running away"], "nothing has overflowed on the way here"),
+    ],
+    ids=["collapsing", "running away"],
+)
+def test_a_scale_in_trouble_shows(scale: float, bad: float | None, verdicts: list[str], words: str) -> None:
+    model, scaler = network(), GradScaler("cpu", init_scale=scale, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for verdict in ("ok", "ok", "running away"):
+    for verdict in verdicts:
         assert scaler.status().verdict == verdict
         optimizer.zero_grad()
-        backward(model, scaler, torch.randn(4, 6), None)
+        backward(model, scaler, torch.randn(4, 6), bad)
         scaler.step(optimizer)
         scaler.update()
-    assert "nothing has overflowed on the way here" in str(scaler.status())
+    status, count = scaler.status(wait=True), len(verdicts)
+    skipped = 0 if bad is None else count
+    assert (status.steps, status.skipped, status.consecutive_skipped) == (count, skipped, skipped)
+    assert status.scale == scale * 2.0 ** (count if bad is None else -count)
+    assert words in str(status)
 
 
 def test_checkpoints_go_both_ways_and_the_scaler_pickles() -> None:
@@ -325,40 +323,64 @@ def test_torchs_errors_stay_torchs(kind: str) -> None:
             scaler.update()
 
 
-def test_half_gradients_are_refused_before_any_is_touched() -> None:
+STEPS: dict[str, Callable[[GradScaler, torch.optim.Optimizer], object]] = {
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "unscale": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "guarded step": lambda scaler, optimizer: gradstat.guarded_step(optimizer, scaler=scaler),
+}
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_half_gradients_are_refused_before_any_is_touched(way: str) -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3).half())]
     optimizer, scaler = torch.optim.SGD(parameters), GradScaler("cpu")
     scaler.scale(torch.ones(()))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\. 'group0\.1' is float16"):
-        scaler.unscale_(optimizer)
+        STEPS[way](scaler, optimizer)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+    if way == "guarded step":  # a fused optimizer divides by itself
+        gradstat.guarded_step(torch.optim.SGD(parameters, lr=65536.0, fused=True), scaler=scaler)
+        assert not any(parameter.any() for parameter in parameters)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str) -> None:
+def test_a_guarded_step_takes_a_scaler_that_has_found_something_and_not_stepped(kind: str) -> None:
+    _, optimizer, scaler = scaled(kind)
+    disabled = gradstat.guarded_step(optimizer, scaler=GradScaler("cpu", enabled=False), skip_nonfinite=False)
+    assert disabled.report.result().loss_scale is None
+    gradstat.guarded_step(optimizer, scaler=scaler)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+    scaler.update()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="none of the optimizer's parameters has a gradient"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("way", ["step", "guarded step"])
+def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str, way: str) -> None:
     model, optimizer, scaler = scaled(kind)
     late = list(model.parameters())[2]
     gradient, late.grad = late.grad, None
     scaler.unscale_(optimizer)
     late.grad = gradient
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\) and still carries the loss scale"
-    ):
-        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\) and still carries the loss sc"):
+        STEPS[way](scaler, optimizer)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-@pytest.mark.parametrize("unscales", [True, False])
-def test_a_parameter_in_two_optimizers_is_refused_instead_of_unscaled_twice(kind: str, unscales: bool) -> None:
+@pytest.mark.parametrize("way", STEPS)
+def test_a_parameter_in_two_optimizers_is_refused_instead_of_unscaled_twice(kind: str, way: str) -> None:
     model, optimizer, scaler = scaled(kind)
     other = OPTIMIZERS[kind](list(model.parameters())[1:])
-    scaler.step(optimizer)
+    STEPS["step" if way == "unscale" else way](scaler, optimizer)
     with pytest.raises(RuntimeError, match=r"'group0\.0' is also in another optimizer"):
-        (scaler.unscale_ if unscales else scaler.step)(other)
+        STEPS[way](scaler, other)
 
 
 def test_a_grad_scale_set_by_the_user_multiplies_as_in_torch() -> None:
@@ -375,27 +397,19 @@ def test_a_grad_scale_set_by_the_user_multiplies_as_in_torch() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_nan_limit_is_refused_before_anything_is_unscaled() -> None:
+def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
     model, optimizer, scaler = scaled()
+    with pytest.raises(KeyError, match=r"neither unscale_\(\) nor step\(\)"):
+        scaler.report(optimizer)
     before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="max_norm is NaN"):
         scaler.unscale_and_clip_(optimizer, math.nan)
     assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
-
-
-def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
-    model, optimizer, scaler = scaled()
     next(iter(model.parameters())).grad[1, 1] = math.nan  # type: ignore[index]
     assert scaler.unscale_and_clip_(optimizer, 1.0).isnan()
     assert gradstat.check(model).nan_count == 1
     scaler.step(optimizer)
     scaler.update()
-
-
-def test_a_report_before_any_step_says_so() -> None:
-    _, optimizer, scaler = scaled()
-    with pytest.raises(KeyError, match=r"neither unscale_\(\) nor step\(\)"):
-        scaler.report(optimizer)
 
 
 def test_sparse_gradients_are_unscaled() -> None:
