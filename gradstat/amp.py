@@ -120,8 +120,7 @@ class GradScaler(TorchGradScaler):
                 adaptive clip (`gradstat.AutoClip` and its like).
 
         Returns:
-            The norm before clipping, without the loss scale: 0-d, on the first gradient's device, of the gradients'
-            promoted dtype. Zero, float32, on the CPU when there are no gradients.
+            The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
 
         Raises:
             ValueError: ``max_norm`` is NaN.

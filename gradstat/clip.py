@@ -261,8 +261,7 @@ def _given_norm(total_norm: Tensor | float) -> Tensor:
 def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
     """Multiplies gradients in place by the first number of ``coefficient``, unless it is 1. No host sync.
 
-    Raises:
-        RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
+    RuntimeError or NotImplementedError, before any is changed, if a gradient cannot be scaled in place.
     """
     direct = direct_for(gradients[0], name_of, backend)
     if direct is None or not direct.scale_(gradients, moved(coefficient, gradients[0].device)):

@@ -45,11 +45,7 @@ class StepCounters:
 
     @classmethod
     def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
-        """``before`` if they are on ``device``; else new ones that go on from them.
-
-        Raises:
-            RuntimeError: New ones are needed, and a CUDA graph is being captured; the message says for ``what``.
-        """
+        """``before`` if they are on ``device``, or new ones that go on from them, refused in a capture of ``what``."""
         if before is not None and before.tensor.device == device:
             return before
         refuse_capture(device, what)

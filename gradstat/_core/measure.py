@@ -101,9 +101,6 @@ def norm_of(
     """The norm of any tensors, 0-d float64 on the first one's device; arguments and errors as `measure`.
 
     NaN if another rank could not measure its part, which is all that can be said without a sync.
-
-    Raises:
-        NotImplementedError: Tensors are distributed, and the order is neither 2 nor infinity.
     """
     is_over_ranks = extra_groups is not None or is_distributed(tensors)
     if is_over_ranks and norm_type not in (2.0, math.inf):

@@ -1,8 +1,4 @@
-"""What clipping derives from a table, with torch operations on the table's device and no sync.
-
-For the backends whose kernels only fill tables, and for gradients spread over several devices. The
-compiled backend does the same inside its kernel.
-"""
+"""What clipping derives from a table, with torch operations and no sync, where no compiled kernel has derived it."""
 
 from __future__ import annotations
 

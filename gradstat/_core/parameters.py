@@ -1,8 +1,6 @@
 """From what a user passes to named parameters and their gradients, without walking a module on every step.
 
-For a module the walk is done once and remembered, weakly. Before each use the dictionaries that hold its
-parameters and submodules are compared with what they held then, in csrc/module_plan.h; a module that was
-changed in any way is walked again.
+A module is walked once, and again when a dictionary of its parameters or submodules has changed (csrc/module_plan.h).
 """
 
 from __future__ import annotations
@@ -81,11 +79,7 @@ def _lists_what_it_holds(module: Module) -> bool:
 
 
 def source_of(target: object) -> Source:
-    """Named parameters of a module, an optimizer, an iterable, or a single parameter.
-
-    Raises:
-        TypeError: ``target`` is none of these, or an iterable with something else in it.
-    """
+    """Named parameters of a module, an optimizer, an iterable, or a single parameter. TypeError for anything else."""
     if isinstance(target, Module):
         return _module_source(target)
     if isinstance(target, Optimizer):

@@ -2,9 +2,7 @@
 
 What a mesh dimension does to a tensor is told by its placement: replicated, nothing has to be merged; sharded, rows
 are merged over that dimension's group; partial, the pending sum is done first, since parts of a sum have no
-statistics. Tensors that are not distributed count once. Whatever the number of tensors there is one SUM and one MAX
-for each group, and their size does not grow with the ranks. A rank that cannot measure its shards takes part all the
-same, so that it leaves no other waiting.
+statistics. A rank that cannot measure its shards takes part all the same, so that it leaves no other waiting.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Which tensors can be measured, and how anything else becomes one that can, or a clear error.
 
-The kernels read dense strided memory. What a gradient may be besides that (sparse, a distributed shard, a
-strided view, a lazy conjugate) is turned into it here; what has no gradient statistics is refused here,
-by name, before anything is computed or changed. None of this runs for ordinary gradients: the compiled
-operators recognise those by themselves.
+The kernels read dense strided memory. None of this runs for ordinary gradients, which they recognise by themselves.
 """
 
 from __future__ import annotations
@@ -112,12 +109,8 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
     """Dense strided tensors with the elements to be measured, each the original where that is possible.
 
     Sparse COO tensors give their coalesced values, distributed tensors their local shard, views that are
-    not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values.
-
-    Raises:
-        TypeError: Something is not a tensor, or its dtype has no gradient statistics.
-        ValueError: A tensor has no data, or a layout that cannot be measured.
-        RuntimeError: torch only pretends to compute.
+    not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values. What cannot be
+    measured raises, by name: see `_refusal`.
     """
     _refuse_pretence()
     found = []
@@ -258,10 +251,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
     """The strided tensors that hold the elements of ``tensors``, safe to be scaled in place by a real number.
 
-    Raises:
-        RuntimeError: Elements of a tensor share memory, so that scaling them in place has no meaning.
-        NotImplementedError: A tensor is lazily negated.
-        TypeError, ValueError: As `readable`.
+    Raises as `readable`, and for what cannot be scaled in place.
     """
     _refuse_pretence()
     targets = []

@@ -101,9 +101,7 @@ class Measured(NamedTuple):
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
 
-        Raises:
-            ValueError: A gradient that is to be unscaled is float16.
-            RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
+        Raises as `refuse_half`, if they are to be unscaled, and `scale_gradients_`; none has been changed then.
         """
         name_of = self.labels.of
         if self.is_scaled:
@@ -117,11 +115,7 @@ class Measured(NamedTuple):
         return self.verdict.device.type == "cpu" and self.verdict.tolist()[1] == 1.0
 
     def on_host(self) -> tuple[bool, float]:
-        """Whether to skip the step, and what the gradients have to be divided by: one host sync.
-
-        Raises:
-            RuntimeError: A CUDA graph is being captured.
-        """
+        """Whether to skip the step, and what to divide the gradients by: one host sync, refused in a capture."""
         if self.verdict.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "this optimizer is told on the host whether to step, which cannot be captured into a CUDA graph; use "
@@ -148,11 +142,7 @@ class Unscaled(NamedTuple):
         parameters: list[Tensor],
         extra_groups: ExtraGroups | None,
     ) -> Unscaled:
-        """Multiplies the gradients, of which there is one at least, in place. No host sync.
-
-        Raises:
-            As `gradstat.clip_grad_norm_`, before anything is changed.
-        """
+        """Multiplies the gradients, one at least, in place. No host sync. Raises as `clip_grad_norm_`, beforehand."""
         name_of, first = labels.of, gradients[0]
         inverse_scale = moved(inverse_scale, first.device)
         direct = direct_for(first, name_of, None) if extra_groups is None else None

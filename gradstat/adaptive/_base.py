@@ -38,7 +38,7 @@ class AdaptiveClip(ABC):
     Its state is a few float64 tensors, made on the gradients' device at first use and from then on only changed
     in place there: no step waits for the device, and a step can be captured into a CUDA graph once one has run
     outside of it. A norm that is NaN or Inf changes nothing, neither gradients nor what is remembered. Use one
-    clip for one list of parameters.
+    clip for one list of parameters. An option that is out of range raises ValueError.
     """
 
     _decides_on: str

@@ -8,26 +8,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from test_step import OPTIMIZERS, assert_same_parameters, assert_same_state, is_as_before, network
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
 import gradstat
 from gradstat.amp import GradScaler
 
-OPTIMIZERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "fused sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
-    "fused sgd, dampened": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.3, fused=True),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
-    "fused adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "fused adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True, fused=True),
-    "fused adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01, fused=True),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
-}
-
-
-def network(device: str = "cpu") -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+KINDS = [
+    "SGD",
+    "SGD fused momentum",
+    "SGD fused dampened",
+    "AdamW",
+    "AdamW fused",
+    "AdamW fused amsgrad",
+    "Adagrad fused",
+    "RMSprop",
+]
 
 
 def backward(model: nn.Module, scaler: TorchScaler, x: Tensor, bad: float | None) -> None:
@@ -36,25 +33,21 @@ def backward(model: nn.Module, scaler: TorchScaler, x: Tensor, bad: float | None
         list(model.parameters())[1].grad[2] = bad  # type: ignore[index]
 
 
-def initialised(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
-    return optimizer.state_dict()["state"]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["step", "unscale", "unscale and clip", "accumulate"])
 def test_a_random_sequence_ends_where_torchs_ends(
     kind: str, way: str, device: str, skip_unless_fused: Callable[..., None]
 ) -> None:
     if "fused" in kind:
-        skip_unless_fused(OPTIMIZERS[kind], device)
+        skip_unless_fused(OPTIMIZERS[kind][0], device)
     generator = torch.Generator().manual_seed(len(kind) * 7 + len(way))
     model = network(device)
     models = [model, copy.deepcopy(model)]
-    optimizers = [OPTIMIZERS[kind](m.parameters()) for m in models]
+    optimizers = [OPTIMIZERS[kind][0](m.parameters()) for m in models]
     arguments = {"init_scale": 2.0**10, "growth_interval": 3}
     scalers = [GradScaler(device, **arguments), TorchScaler(device, **arguments)]
     # torch's own fused SGD cannot skip its first step: see test_step.py.
-    first = 2 if "fused sgd" in kind else 0
+    first = 2 if "SGD fused" in kind else 0
     skipped = 0
     for step in range(14):
         bad = (
@@ -79,13 +72,9 @@ def test_a_random_sequence_ends_where_torchs_ends(
             scaler.step(optimizer)
             scaler.update()
         assert scalers[0].state_dict() == scalers[1].state_dict()
-        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+        assert_same_parameters(*models, rtol=2e-5, atol=1e-6)
     assert 0 < skipped < 14
-    ours, theirs = initialised(optimizers[0]), initialised(optimizers[1])
-    for index, state in theirs.items():
-        for name, value in state.items():
-            torch.testing.assert_close(ours[index][name], value, rtol=1e-4, atol=1e-6)
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
     status = scalers[0].status(wait=True)  # type: ignore[union-attr]
     assert (status.steps, status.skipped) == (14, skipped)
     assert status.scale == scalers[1].get_scale()
@@ -109,8 +98,7 @@ def test_one_scaler_serves_several_optimizers(fused: bool, device: str) -> None:
             scaler.update()
     assert mine.state_dict() == torchs.state_dict()
     for a, b in zip(models, twins, strict=True):
-        for p, q in zip(a.parameters(), b.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        assert_same_parameters(a, b)
 
 
 def test_unscaled_gradients_are_bit_for_bit_torchs(device: str) -> None:
@@ -218,7 +206,7 @@ def test_a_real_overflow_in_half_precision_names_itself() -> None:
         scaler.update()
         steps += 1
         if not scaler.report(optimizer).result().ok:
-            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+            assert is_as_before(model, before)
         assert steps < 40
     status = scaler.status(wait=True)
     assert status.skipped == steps - 1 > 0
@@ -287,18 +275,18 @@ def test_a_cuda_scaler_without_a_gpu_warns_and_is_disabled() -> None:
 # Misuse ----------------------------------------------------------------------------------------------------
 
 
-def scaled(kind: str = "sgd") -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
+def scaled(kind: str = "SGD") -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
     model, scaler = network(), GradScaler("cpu")
-    optimizer = OPTIMIZERS[kind](model.named_parameters())
+    optimizer = OPTIMIZERS[kind][0](model.named_parameters())
     backward(model, scaler, torch.randn(4, 6), None)
     return model, optimizer, scaler
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 def test_torchs_errors_stay_torchs(kind: str) -> None:
     for make in (GradScaler, TorchScaler):
         model = network()
-        optimizer, scaler = OPTIMIZERS[kind](model.parameters()), make("cpu")
+        optimizer, scaler = OPTIMIZERS[kind][0](model.parameters()), make("cpu")
         with pytest.raises(AssertionError, match=r"Attempted .* but _scale is None"):
             scaler.step(optimizer)
         backward(model, scaler, torch.randn(4, 6), None)
@@ -314,7 +302,7 @@ def test_torchs_errors_stay_torchs(kind: str) -> None:
             scaler.unscale_(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        if kind == "sgd":
+        if kind == "SGD":
             with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
                 scaler.step(optimizer)
         else:
@@ -345,7 +333,7 @@ def test_half_gradients_are_refused_before_any_is_touched(way: str) -> None:
         assert not any(parameter.any() for parameter in parameters)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 def test_a_guarded_step_takes_a_scaler_that_has_found_something_and_not_stepped(kind: str) -> None:
     _, optimizer, scaler = scaled(kind)
     disabled = gradstat.guarded_step(optimizer, scaler=GradScaler("cpu", enabled=False), skip_nonfinite=False)
@@ -359,7 +347,7 @@ def test_a_guarded_step_takes_a_scaler_that_has_found_something_and_not_stepped(
         gradstat.guarded_step(optimizer, scaler=scaler)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 @pytest.mark.parametrize("way", ["step", "guarded step"])
 def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str, way: str) -> None:
     model, optimizer, scaler = scaled(kind)
@@ -370,14 +358,14 @@ def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str, way: str) -
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\) and still carries the loss sc"):
         STEPS[way](scaler, optimizer)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert is_as_before(model, before)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 @pytest.mark.parametrize("way", STEPS)
 def test_a_parameter_in_two_optimizers_is_refused_instead_of_unscaled_twice(kind: str, way: str) -> None:
     model, optimizer, scaler = scaled(kind)
-    other = OPTIMIZERS[kind](list(model.parameters())[1:])
+    other = OPTIMIZERS[kind][0](list(model.parameters())[1:])
     STEPS["step" if way == "unscale" else way](scaler, optimizer)
     with pytest.raises(RuntimeError, match=r"'group0\.0' is also in another optimizer"):
         STEPS[way](scaler, other)
