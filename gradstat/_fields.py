@@ -98,6 +98,18 @@ FINGERPRINT: str = ",".join(f"{field.name}:{field.merge}" for field in FIELDS)
 """Identifies this list of fields. A compiled extension carries the one it was built with."""
 
 
+def column(name: str) -> int:
+    """Column number of the field ``name``.
+
+    Raises:
+        KeyError: ``name`` is not a field; the message lists the fields there are.
+    """
+    try:
+        return INDEX[name]
+    except KeyError:
+        raise KeyError(f"unknown field {name!r}; the fields are {', '.join(NAMES)}") from None
+
+
 def l2_norm(xp: Any, rows: Any) -> Any:
     """L2 norm from the three sums of squares, overflowing only if the norm itself does.
 

@@ -45,6 +45,12 @@ def test_fields_are_unique_and_public() -> None:
     assert {field.merge for field in _fields.FIELDS} == {"sum", "min", "max"}
 
 
+def test_an_unknown_field_is_named_with_the_known_ones() -> None:
+    with pytest.raises(KeyError, match=r"unknown field 'median'.*nan_count.*first_nonfinite"):
+        _fields.column("median")
+    assert _fields.column("max") == _fields.NAMES.index("max")
+
+
 def test_a_stale_extension_is_refused_with_the_remedy() -> None:
     stale = _fields.FINGERPRINT.replace("zero_count:sum,", "")
     with pytest.raises(gradstat.StaleExtensionError, match=r"stale.*zero_count.*Rebuild"):
