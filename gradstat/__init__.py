@@ -10,12 +10,11 @@ from gradstat._core.native import BackendUnavailableError, StaleExtensionError
 from gradstat._fields import NAMES as FIELDS
 from gradstat._version import __version__
 from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
-from gradstat.check import PendingReport, check, check_async, check_tensors
+from gradstat.check import PendingReport, check, check_async, check_tensors, stats
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
 from gradstat.counters import StepCounters, StepCounts, step_counters
 from gradstat.report import NonFiniteGradientError, Report
-from gradstat.stats import stats
 from gradstat.step import StepResult, guarded_step
 from gradstat.tensor_stats import TensorStats
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.host_copy import Mirror, behind, streams_of
-from gradstat._core.parameters import gradients_of, names_in, names_of, source_of
+from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale, optimizers
 from gradstat._step.measured import Measured, Unscaled, refuse_half
@@ -120,8 +120,7 @@ class GradScaler(TorchGradScaler):
                 adaptive clip (`gradstat.AutoClip` and its like).
 
         Returns:
-            The norm before clipping, without the loss scale: 0-d, on the first gradient's device, of the gradients'
-            promoted dtype. Zero, float32, on the CPU when there are no gradients.
+            The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
 
         Raises:
             ValueError: ``max_norm`` is NaN.
@@ -138,7 +137,7 @@ class GradScaler(TorchGradScaler):
         found = gradients_of(source.parameters)
         gradients = found.tensors
         if isinstance(max_norm, TensorClip):
-            refuse_distributed(gradients, names_in(names_of(source, found)[0]))
+            refuse_distributed(gradients, labels_of(source, found).of)
         parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
         self.unscale_(optimizer)
         unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
@@ -186,10 +185,9 @@ class GradScaler(TorchGradScaler):
                 loss_scale.record_step(self, optimizer, None)
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
-            names, missing = names_of(source, found)
-            measured = Measured.of(
-                found.tensors, names, missing, math.inf, scale, None, None, source.parameters, self.extra_groups
-            )
+            step = norms.StepRequest(math.inf, scale, None)
+            labels = labels_of(source, found)
+            measured = Measured.of(found.tensors, labels, step, source.parameters, None, self.extra_groups)
             self._keep(optimizer, measured.report)
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
@@ -247,11 +245,11 @@ class GradScaler(TorchGradScaler):
         found = gradients_of(source.parameters)
         if not found.tensors:
             return {}
-        names, missing = names_of(source, found)
+        labels = labels_of(source, found)
         if not allow_fp16:
-            refuse_half(found.tensors, names_in(names))
+            refuse_half(found.tensors, labels.of)
         loss_scale.refuse_shared_gradients(self, optimizer, source)
-        unscaled = Unscaled.of_(found.tensors, names, missing, inv_scale, source.parameters, self.extra_groups)
+        unscaled = Unscaled.of_(found.tensors, labels, inv_scale, source.parameters, self.extra_groups)
         loss_scale.record_unscaling(self, optimizer, found.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()

@@ -1,18 +1,20 @@
-"""Checks: statistics of gradients, or of any tensors, brought to the host with the names put back."""
+"""Statistics of gradients, or of any tensors: as a report on the host, or as a table left on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
-from gradstat._core.measure import measure
+from gradstat._core.measure import COMPILED_FOR, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.parameters import gradients_of, names_in, names_of, source_of
-from gradstat._core.tensors import ExtraGroups
+from gradstat._core.native import operators
+from gradstat._core.parameters import gradients_of, labels_of, source_of
+from gradstat._core.tensors import ExtraGroups, name_by_position, readable
 from gradstat.report import Report
 
 
@@ -93,12 +95,12 @@ def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None
             f"none of the {len(source.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
-    names, missing = names_of(source, gradients)
-    measured = measure(gradients.tensors, names_in(names), backend, owners=source.parameters, extra_groups=extra_groups)
+    labels = labels_of(source, gradients)
+    measured = measure(gradients.tensors, labels.of, backend, owners=source.parameters, extra_groups=extra_groups)
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()
-        return Report(names, rows.table(), rows.infos, missing, total=rows.total())
+        return Report(labels.present, rows.table(), rows.infos, labels.missing, total=rows.total())
 
     return PendingReport(measured, make)
 
@@ -111,10 +113,7 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
 
     Args:
         tensors: Tensors by name, or several (named by position), or one tensor.
-        backend: As in `check`.
-
-    Raises:
-        As `check`.
+        backend: As for `check`. Errors as there.
     """
     if isinstance(tensors, Mapping):
         names, listed = list(tensors), list(tensors.values())
@@ -122,6 +121,50 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
         if not isinstance(tensors, Iterable):
             raise TypeError(f"expected tensors, by name or in a sequence, or one tensor, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        names = [f"tensors[{i}]" for i in range(len(listed))]
+        names = [name_by_position(i) for i in range(len(listed))]
     measured = measure(listed, lambda i: names[i], backend, over_ranks=False)
     return PendingReport(measured, lambda rows: Report(lambda: names, rows.table(), rows.infos, what="tensor")).result()
+
+
+def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
+    """All fields of all tensors in one pass: one kernel launch per device, no host sync.
+
+    On a GPU the tensors that this and gradstat's other functions return do not heed ``record_stream``: if another
+    stream reads one, let the stream that made it wait for that before the last reference goes.
+
+    Args:
+        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README
+            lists them.
+        backend: As for `check`.
+
+    Returns:
+        ``[n, len(gradstat.FIELDS)]`` float64 on the device of the first tensor, its columns named by
+        `gradstat.FIELDS`. Tensors on other devices are measured there and their rows moved, which makes the
+        host wait if they move from a GPU to the CPU. An empty list gives an empty table on the CPU. The rows of
+        distributed tensors are those of the whole, on all ranks, which all have to call this; ``first_nonfinite`` is
+        then the index in the shard of the lowest rank that has one.
+
+    Raises:
+        TypeError, ValueError: A tensor cannot be measured; the message names its position.
+        BackendUnavailableError: ``backend`` cannot run here.
+    """
+    if isinstance(tensors, Tensor):
+        raise TypeError("expected a list of tensors, got a tensor; pass [tensor]")
+    given = tensors if isinstance(tensors, list) else list(tensors)
+    if given and torch.compiler.is_compiling():
+        return _compiled_stats(given, backend)
+    measured = measure(given, name_by_position, backend)
+    if measured.failed is None:
+        return measured.table()
+    from gradstat._core.sharded import without_ranks
+
+    return without_ranks(measured.nan_if_failed().table())
+
+
+def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
+    # Inside torch.compile everything here but the operator runs at trace time only.
+    plain = readable(tensors, name_by_position)
+    if backend is None and plain[0].device.type in COMPILED_FOR:
+        table: Tensor = operators(plain[0].device).stats.default(plain)
+        return table
+    return resolve_for(backend, plain[0].device.type, name_by_position, 0).check(plain)[0]

@@ -56,8 +56,7 @@ def clip_grad_norm_(
             ``"inf"``. Orders other than 2 and infinity cost torch's own passes over the gradients.
         error_if_nonfinite: Raise if the norm is NaN or Inf, before anything is changed. Costs a host sync.
         foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
-        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
-        extra_groups: As in `check`: for what distributed gradients do not tell by themselves.
+        backend, extra_groups: As for `check`.
 
     Returns:
         The norm before clipping: 0-d, on the first gradient's device, of the gradients' promoted real
@@ -144,21 +143,13 @@ def get_total_norm(
 
     Args:
         tensors: Tensors, or one. For the norm of gradients, the gradients and not their parameters.
-        norm_type: As in `clip_grad_norm_`.
-        error_if_nonfinite: Raise if the norm is NaN or Inf. Costs a host sync.
-        foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
-        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
-        extra_groups: As in `check`: for what distributed tensors do not tell by themselves.
+        norm_type, error_if_nonfinite, foreach, backend, extra_groups: As for `clip_grad_norm_`.
 
     Returns:
-        The norm, of whole tensors if they are distributed: 0-d, on the first tensor's device, of the tensors'
-        promoted real dtype. Zero, float32, on the CPU when there are none.
+        The norm as from `clip_grad_norm_`, of whole tensors if they are distributed.
 
     Raises:
-        TypeError: ``tensors`` is a module, something in it is not a tensor, or a dtype has no norm.
-        ValueError: A tensor cannot be measured.
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
-        NotImplementedError: A tensor is distributed, and ``norm_type`` neither 2 nor infinity.
+        As `clip_grad_norm_`; and TypeError if something in ``tensors`` is not a tensor.
     """
     given = listed(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
     norm_type = float(norm_type)
@@ -203,18 +194,12 @@ def clip_grads_with_norm_(
     plain number.
 
     Args:
-        parameters: Parameters, or one; those without a gradient are passed over.
-        max_norm: Upper limit of the norm. Infinity changes nothing.
         total_norm: The norm before clipping: a number, or a real 0-d tensor on any device. NaN turns every
             gradient into NaN, Inf into zero, as in torch.
-        foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
-        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+        parameters, max_norm, foreach, backend: As for `clip_grad_norm_`.
 
     Raises:
-        TypeError: ``parameters`` is a module, or a gradient's dtype cannot be scaled.
-        AttributeError: Something in ``parameters`` is not a tensor.
-        ValueError: ``max_norm`` is NaN, or ``total_norm`` is not one real number.
-        RuntimeError: A gradient is expanded memory, which cannot be scaled in place.
+        As `clip_grad_norm_`; and ValueError if ``total_norm`` is not one real number.
     """
     gradients, name_of = gradients_to_clip(listed(parameters))
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
@@ -276,8 +261,7 @@ def _given_norm(total_norm: Tensor | float) -> Tensor:
 def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
     """Multiplies gradients in place by the first number of ``coefficient``, unless it is 1. No host sync.
 
-    Raises:
-        RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
+    RuntimeError or NotImplementedError, before any is changed, if a gradient cannot be scaled in place.
     """
     direct = direct_for(gradients[0], name_of, backend)
     if direct is None or not direct.scale_(gradients, moved(coefficient, gradients[0].device)):

@@ -32,14 +32,13 @@ def clip_grad_value_(
     coalesced. Parameters without any gradient do nothing, where torch fails.
 
     Args:
-        parameters: Parameters, or one; those without a gradient are passed over.
+        parameters: As for `clip_grad_norm_`.
         clip_value: Largest magnitude that stays, at least 0. Infinity changes nothing.
         foreach: True has torch's foreach kernels clamp all gradients but sparse ones, in two passes, and raises
             where torch has none; False clamps one by one; None takes for each gradient what is faster.
 
     Raises:
-        TypeError: ``parameters`` is a module.
-        AttributeError: Something in ``parameters`` is not a tensor.
+        TypeError, AttributeError: As `clip_grad_norm_`.
         ValueError: ``clip_value`` is negative or NaN.
         NotImplementedError: A gradient is complex or float8, which torch does not clamp.
         RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype

@@ -6,7 +6,6 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture
@@ -28,40 +27,25 @@ class StepCounts:
 
 
 class StepCounters:
-    """The counts of an optimizer's guarded steps, kept on the device.
+    """The counts of an optimizer's guarded steps, kept on the device as int64.
 
     Attributes:
-        tensor: ``[3]`` int64 on the gradients' device: steps, skipped, consecutive skipped ones.
+        tensor: ``[3]`` on the gradients' device: the three numbers below, which are views of it.
+        steps: All steps, 0-d.
+        skipped: Steps skipped, 0-d.
+        consecutive_skipped: Steps skipped since the last that was not, 0-d.
         streams: Those of the last step, on which they were counted.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(3, dtype=torch.int64, device=device)
+        self.steps, self.skipped, self.consecutive_skipped = self.tensor.unbind()
         self._mirror = Mirror(lambda: self.tensor)
         self.streams: Streams = ()
 
-    @property
-    def steps(self) -> Tensor:
-        """All steps, 0-d int64 on the device."""
-        return self.tensor[0]
-
-    @property
-    def skipped(self) -> Tensor:
-        """Steps skipped, 0-d int64 on the device."""
-        return self.tensor[1]
-
-    @property
-    def consecutive_skipped(self) -> Tensor:
-        """Steps skipped since the last that was not, 0-d int64 on the device."""
-        return self.tensor[2]
-
     @classmethod
     def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
-        """``before`` if they are on ``device``; else new ones that go on from them.
-
-        Raises:
-            RuntimeError: New ones are needed, and a CUDA graph is being captured; the message says for ``what``.
-        """
+        """``before`` if they are on ``device``, or new ones that go on from them, refused in a capture of ``what``."""
         if before is not None and before.tensor.device == device:
             return before
         refuse_capture(device, what)
@@ -96,11 +80,7 @@ def step_counters(optimizer: Optimizer) -> StepCounters:
 
 
 def counters_on(optimizer: Optimizer, device: torch.device) -> StepCounters:
-    """The counters of ``optimizer`` on ``device``: new ones, or those it had, moved if need be.
-
-    Raises:
-        RuntimeError: There are none on the device, and a CUDA graph is being captured.
-    """
+    """The counters of ``optimizer`` on ``device``: new ones, or those it had. Errors as `StepCounters.on`."""
     before = _counters.get(optimizer)
     counters = StepCounters.on(device, before, "the counters of guarded_step")
     if counters is not before:

@@ -18,12 +18,10 @@ import numpy.typing as npt
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
-from gradstat.tensor_stats import Array, TensorStats, l2_norm_of, none_if_not_finite
+from gradstat.tensor_stats import FLOATS, INTEGERS, Array, RowValues, TensorStats, l2_norm_of
 
-_INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
-_FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 # What `Report.worst` can order by.
-_ORDERINGS = ("severity", *_FLOATS, *_INTEGERS)
+_ORDERINGS = ("severity", *FLOATS, *INTEGERS)
 # Of the text.
 _SHOWN = 20
 _EXTREMES = 3
@@ -46,7 +44,7 @@ class NonFiniteGradientError(RuntimeError):
         return type(self), (str(self), self.report)
 
 
-class Report:
+class Report(RowValues):
     """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` finds one.
 
     Made by `check`, `check_async` and `check_tensors`. Totals run over all tensors measured.
@@ -71,23 +69,10 @@ class Report:
         self._missing = missing
         self._what = what
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "names": self.names,
-            "table": self._table,
-            "infos": [tuple(info) for info in self._infos],
-            "missing": self.missing,
-            "what": self._what,
-            "loss_scale": self._loss_scale,
-            "total": self._total_row,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        names, missing = state["names"], state["missing"]
-        infos = [TensorInfo(*info) for info in state["infos"]]
-        self.__init__(  # type: ignore[misc]
-            lambda: names, state["table"], infos, lambda: missing, state["what"], state["loss_scale"], state["total"]
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        names, missing = functools.partial(tuple, self.names), functools.partial(tuple, self.missing)
+        infos = tuple(self._infos)
+        return Report, (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row)
 
     # Totals ----------------------------------------------------------------------------------------------
 
@@ -96,16 +81,14 @@ class Report:
         return column
 
     @functools.cached_property
-    def _totals(self) -> list[float]:
+    def _row(self) -> Array:  # type: ignore[override]
         if self._total_row is not None:
-            return [float(value) for value in self._total_row]
+            return self._total_row
         if not len(self._table):
-            return list(_fields.IDENTITY)
+            return np.array(_fields.IDENTITY)
         with np.errstate(over="ignore", invalid="ignore"):  # sums of float64 gradients may leave its range
-            return list(map(float, _fields.merge(np, self._table)))
-
-    def _total(self, field: str) -> float:
-        return self._totals[_fields.INDEX[field]]
+            row: Array = _fields.merge(np, self._table)
+        return row
 
     @functools.cached_property
     def ok(self) -> bool:
@@ -130,23 +113,8 @@ class Report:
         """
         return self._loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
 
-    @property
-    def nan_count(self) -> int:
-        """NaN elements in all tensors."""
-        return int(self._total("nan_count"))
-
-    @property
-    def inf_count(self) -> int:
-        """Infinite elements in all tensors."""
-        return int(self._total("inf_count"))
-
-    @property
-    def zero_count(self) -> int:
-        """Zero elements in all tensors."""
-        return int(self._total("zero_count"))
-
     @functools.cached_property
-    def numel(self) -> int:
+    def numel(self) -> int:  # type: ignore[override]
         """Elements in all tensors."""
         return sum(info.shape.numel() for info in self._infos)
 
@@ -160,13 +128,7 @@ class Report:
     @property
     def finite_norm(self) -> float:
         """L2 norm of the finite elements."""
-        return float(l2_norm_of(np.array(self._totals)))
-
-    @property
-    def max_abs(self) -> float:
-        """Largest magnitude of a finite element; NaN when there is none."""
-        low, high = self._total("min"), self._total("max")
-        return max(abs(low), abs(high)) if low <= high else math.nan
+        return float(l2_norm_of(self._row))
 
     # Tensors ---------------------------------------------------------------------------------------------
 
@@ -243,7 +205,7 @@ class Report:
         order = np.argsort(-np.nan_to_num(values, nan=-math.inf), kind="stable")
         return [self._at(int(i)) for i in order[:n]]
 
-    # Forms -----------------------------------------------------------------------------------------------
+    # Forms; in the text bad tensors come first, then the extremes ----------------------------------------------
 
     @never_traced
     def to_numpy(self) -> npt.NDArray[np.void]:
@@ -253,18 +215,15 @@ class Report:
         ``max_abs``, ``mean``, ``std``, ``sum``, and ``first_nonfinite`` as a flat index in memory order, in the shard
         for a distributed tensor, -1 when all elements are finite.
         """
-        count = len(self)
         width = max((len(name) for name in self.names), default=1) or 1
-        floats = [(f, np.float64) for f in (*_FLOATS, "sum")]
+        floats = [(f, np.float64) for f in (*FLOATS, "sum")]
         dtype = np.dtype(
-            [("name", f"U{width}"), *((f, np.int64) for f in _INTEGERS), *floats, ("first_nonfinite", np.int64)]
+            [("name", f"U{width}"), *((f, np.int64) for f in INTEGERS), *floats, ("first_nonfinite", np.int64)]
         )
-        out = np.zeros(count, dtype)
-        if not count:
-            return out
+        out = np.zeros(len(self), dtype)
         out["name"] = self.names
         out["numel"] = [info.shape.numel() for info in self._infos]
-        for field in _INTEGERS[1:]:
+        for field in INTEGERS[1:]:
             out[field] = self._column(field)
         parts = np.where([info.dtype.is_complex for info in self._infos], 2, 1)
         finite = (out["numel"] - out["nan_count"] - out["inf_count"]) * parts
@@ -291,13 +250,7 @@ class Report:
             "ok": self.ok,
             "loss_scale": self.loss_scale,
             "overflowed": self.overflowed,
-            "total_norm": none_if_not_finite(self.total_norm),
-            "finite_norm": none_if_not_finite(self.finite_norm),
-            "max_abs": none_if_not_finite(self.max_abs),
-            "numel": self.numel,
-            "nan_count": self.nan_count,
-            "inf_count": self.inf_count,
-            "zero_count": self.zero_count,
+            **self._json("total_norm", "finite_norm", "max_abs", *INTEGERS),
             "missing": list(self.missing),
             "tensors": [stats.to_dict() for stats in self],
         }
@@ -318,7 +271,7 @@ class Report:
             "max_abs": self.max_abs,
             "nan_count": float(self.nan_count),
             "inf_count": float(self.inf_count),
-            "zero_fraction": self.zero_count / self.numel if self.numel else math.nan,
+            "zero_fraction": self.zero_fraction,
         }
         out = {prefix + key: value for key, value in totals.items()}
         if per_tensor:
@@ -352,13 +305,69 @@ class Report:
 
     @never_traced
     def __str__(self) -> str:
-        return _text(self, self._what)
+        sections = [(title, [_cells(stats) for stats in rows]) for title, rows in self._sections()]
+        every = [_HEADER, *(cells for _, rows in sections for cells in rows)]
+        widths = [max(len(cells[c]) for cells in every) for c in range(len(_HEADER))]
+
+        def line(cells: Sequence[str]) -> str:
+            padded = [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
+            return "  " + "  ".join(padded).rstrip()
+
+        out = [self._headline()]
+        for title, rows in sections:
+            out += [f"{title}:", line(_HEADER), *(line(cells) for cells in rows)]
+        return "\n".join(out + self._footers())
 
     def _repr_html_(self) -> str:
-        return _page(self, self._what)
+        def row(tag: str, cells: Sequence[str], style: str = "") -> str:
+            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
+        parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
+        for title, rows in self._sections():
+            body = "".join(row("td", _cells(stats), "" if stats.ok else _BAD_STYLE) for stats in rows)
+            head = row("th", _HEADER)
+            parts.append(f"<p>{html.escape(title)}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>")
+        return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in self._footers()])
 
-# Text: bad tensors first, then the extremes ---------------------------------------------------------------------
+    def _headline(self) -> str:
+        count, what = len(self), self._what
+        if not count:
+            return f"gradstat: no {what} to check"
+        things = f"{count} {what}{'s' * (count != 1)}"
+        if self.ok:
+            return (
+                f"gradstat: {things} of {self.numel:,} elements, all finite, norm {self.total_norm:.4g}, "
+                f"largest |x| {_short(self.max_abs)}"
+            )
+        return (
+            f"gradstat: {len(self.nonfinite)} of {things} {'OVERFLOWED' if self.overflowed else 'NOT FINITE'}: "
+            f"{self.nan_count:,} NaN and {self.inf_count:,} Inf in {self.numel:,} elements{_at_scale(self.loss_scale)}"
+        )
+
+    def _sections(self) -> list[tuple[str, list[TensorStats]]]:
+        """What the text and the HTML show: the bad ones, then the extremes of the healthy ones."""
+        healthy = [stats for stats in self.worst(len(self), by="l2_norm") if stats.ok]
+        sections = [("not finite, worst first", self.nonfinite[:_SHOWN])]
+        if len(healthy) <= 2 * _EXTREMES:
+            sections.append(("by norm", healthy))
+        else:
+            sections += [("largest norm", healthy[:_EXTREMES]), ("smallest norm", healthy[-_EXTREMES:])]
+        return [(title, rows) for title, rows in sections if rows]
+
+    def _footers(self) -> list[str]:
+        lines = []
+        if self.overflowed:
+            lines.append("Inf and no NaN: the loss scale was too large. The step is skipped and the scale lowered")
+        elif self.loss_scale is not None and self.nan_count and self.inf_count:
+            lines.append(
+                "NaN beside Inf may come of it (Inf - Inf). If it stays while the loss scale falls, it does not"
+            )
+        if len(self.nonfinite) > _SHOWN:
+            lines.append(f"... and {len(self.nonfinite) - _SHOWN} more that are not finite")
+        if self.missing:
+            more = f" and {len(self.missing) - _SHOWN} more" if len(self.missing) > _SHOWN else ""
+            lines.append(f"no {self._what} ({len(self.missing)}): {', '.join(self.missing[:_SHOWN])}{more}")
+        return lines
 
 
 def bad_words(stats: TensorStats) -> str:
@@ -377,83 +386,6 @@ def bad_words(stats: TensorStats) -> str:
 def _at_scale(loss_scale: float | None) -> str:
     """The circumstance of a scaled step, in words to be appended; nothing for others."""
     return "" if loss_scale is None else f" at loss scale {loss_scale:g}"
-
-
-def _headline(report: Report, what: str) -> str:
-    if not len(report):
-        return f"gradstat: no {what} to check"
-    if report.ok:
-        return (
-            f"gradstat: {len(report)} {what}{'s' * (len(report) != 1)} of {report.numel:,} elements, all finite, "
-            f"norm {report.total_norm:.4g}, largest |x| {_short(report.max_abs)}"
-        )
-    return (
-        f"gradstat: {len(report.nonfinite)} of {len(report)} {what}{'s' * (len(report) != 1)} "
-        f"{'OVERFLOWED' if report.overflowed else 'NOT FINITE'}: {report.nan_count:,} NaN and {report.inf_count:,} Inf "
-        f"in {report.numel:,} elements{_at_scale(report.loss_scale)}"
-    )
-
-
-def _sections(report: Report) -> list[tuple[str, list[TensorStats]]]:
-    """What the text and the HTML show: the bad ones, then the extremes of the healthy ones."""
-    sections = []
-    if report.nonfinite:
-        sections.append(("not finite, worst first", report.nonfinite[:_SHOWN]))
-    healthy = [stats for stats in report.worst(len(report), by="l2_norm") if stats.ok]
-    if len(healthy) <= 2 * _EXTREMES:
-        sections.append(("by norm", healthy))
-    else:
-        sections.append(("largest norm", healthy[:_EXTREMES]))
-        sections.append(("smallest norm", healthy[-_EXTREMES:]))
-    return [(title, rows) for title, rows in sections if rows]
-
-
-def _footers(report: Report, what: str) -> list[str]:
-    lines = []
-    if report.overflowed:
-        lines.append("Inf and no NaN: the loss scale was too large. The step is skipped and the scale lowered")
-    elif report.loss_scale is not None and report.nan_count and report.inf_count:
-        lines.append("NaN beside Inf may come of it (Inf - Inf). If it stays while the loss scale falls, it does not")
-    if len(report.nonfinite) > _SHOWN:
-        lines.append(f"... and {len(report.nonfinite) - _SHOWN} more that are not finite")
-    if report.missing:
-        shown = ", ".join(report.missing[:_SHOWN])
-        more = f" and {len(report.missing) - _SHOWN} more" if len(report.missing) > _SHOWN else ""
-        lines.append(f"no {what} ({len(report.missing)}): {shown}{more}")
-    return lines
-
-
-def _text(report: Report, what: str) -> str:
-    """A table for terminals and logs; ``what`` says what the tensors are."""
-    sections = [(title, [_cells(stats) for stats in rows]) for title, rows in _sections(report)]
-    every = [_HEADER, *(cells for _, rows in sections for cells in rows)]
-    widths = [max(len(cells[c]) for cells in every) for c in range(len(_HEADER))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])] + [
-            cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)
-        ]
-        return "  " + "  ".join(padded).rstrip()
-
-    out = [_headline(report, what)]
-    for title, rows in sections:
-        out += [f"{title}:", line(_HEADER), *(line(cells) for cells in rows)]
-    return "\n".join(out + _footers(report, what))
-
-
-def _page(report: Report, what: str) -> str:
-    """The same as HTML, with names escaped."""
-    parts = [f"<p><b>{html.escape(_headline(report, what))}</b></p>"]
-    for title, rows in _sections(report):
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
-        body = "".join(
-            f"<tr{'' if stats.ok else _BAD_STYLE}>"
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(stats))
-            + "</tr>"
-            for stats in rows
-        )
-        parts.append(f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
-    return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in _footers(report, what)])
 
 
 def _cells(stats: TensorStats) -> tuple[str, ...]:

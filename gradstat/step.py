@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
-from gradstat._core.parameters import gradients_of, named_by, names_in, names_of, source_of
+from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
 from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale as _scaling
 from gradstat._step import optimizers
@@ -103,8 +103,7 @@ def guarded_step(
             clipped, and with parameters and state copied beforehand, should one of them not be finite.
         model: Lends the names of its parameters to the report. An optimizer made from ``named_parameters()`` has
             them already; any other knows groups and positions only.
-        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
-        extra_groups: As in `check`: for what distributed gradients do not tell by themselves.
+        backend, extra_groups: As for `check`.
 
     Returns:
         Norm, whether it was skipped, counters and the pending report; see `StepResult`.
@@ -277,9 +276,9 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         if counts:
             _count(request, measured)
         return [], measured
-    names, missing = names_of(source, found)
+    labels = labels_of(source, found)
     if isinstance(request.clip, TensorClip):
-        refuse_distributed(found.tensors, names_in(names))
+        refuse_distributed(found.tensors, labels.of)
     before = None  # what unscaling found on each device, above 0 where something was not finite
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
@@ -290,17 +289,8 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     counts_itself = counts and request.skips and before is None
     home = found.tensors[0].device if found.tensors else torch.device("cpu")
     counters = counters_on(request.optimizer, home).tensor if counts_itself else None
-    measured = Measured.of(
-        found.tensors,
-        names,
-        missing,
-        request.limit,
-        request.loss_scale,
-        counters,
-        request.backend,
-        source.parameters,
-        request.extra_groups,
-    )
+    step = norms.StepRequest(request.limit, request.loss_scale, counters)
+    measured = Measured.of(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups)
     if before is not None:
         for tensor in before:
             measured.verdict[0].add_(moved(tensor, measured.verdict.device))

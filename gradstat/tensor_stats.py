@@ -16,7 +16,53 @@ from gradstat._core.tensors import TensorInfo
 Array = npt.NDArray[np.float64]
 
 
-class TensorStats:
+INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
+FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
+
+
+class RowValues:
+    """What follows from a row alone, be it that of one tensor or of several together."""
+
+    __slots__ = ()
+    _row: Array
+    numel: int
+
+    def _field(self, field: str) -> float:
+        return float(self._row[_fields.INDEX[field]])
+
+    @property
+    def nan_count(self) -> int:
+        """NaN elements."""
+        return int(self._field("nan_count"))
+
+    @property
+    def inf_count(self) -> int:
+        """Elements that are +Inf or -Inf."""
+        return int(self._field("inf_count"))
+
+    @property
+    def zero_count(self) -> int:
+        """Elements equal to zero, of either sign."""
+        return int(self._field("zero_count"))
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of elements that are zero; NaN when there are no elements."""
+        return self.zero_count / self.numel if self.numel else math.nan
+
+    @property
+    def max_abs(self) -> float:
+        """Largest magnitude of a finite element; NaN when there is none."""
+        low, high = self._field("min"), self._field("max")
+        return max(abs(low), abs(high)) if low <= high else math.nan
+
+    def _json(self, *names: str) -> dict[str, float | None]:
+        """Some of the values, None for those that are not finite."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+class TensorStats(RowValues):
     """What is known about one tensor. All values are Python numbers, computed when read.
 
     Counts are of elements; an element of a complex tensor is NaN if either part is, else Inf if either part
@@ -35,9 +81,6 @@ class TensorStats:
         self._row = row
         self._info = info
 
-    def _field(self, field: str) -> float:
-        return float(self._row[_fields.INDEX[field]])
-
     @property
     def shape(self) -> torch.Size:
         """Sizes; of the whole of a distributed tensor, of the values of a sparse one."""
@@ -54,24 +97,9 @@ class TensorStats:
         return self._info.device
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> int:  # type: ignore[override]
         """Elements."""
         return self._info.shape.numel()
-
-    @property
-    def nan_count(self) -> int:
-        """NaN elements."""
-        return int(self._field("nan_count"))
-
-    @property
-    def inf_count(self) -> int:
-        """Elements that are +Inf or -Inf."""
-        return int(self._field("inf_count"))
-
-    @property
-    def zero_count(self) -> int:
-        """Elements equal to zero, of either sign."""
-        return int(self._field("zero_count"))
 
     @property
     def nonfinite_count(self) -> int:
@@ -104,11 +132,6 @@ class TensorStats:
         return _nan_if_infinite(self._field("max"))
 
     @property
-    def max_abs(self) -> float:
-        """Largest magnitude of a finite element; NaN when there is none."""
-        return max(abs(self.min), abs(self.max))
-
-    @property
     def finite_values(self) -> int:
         """Finite elements; two for each complex one."""
         return (self.numel - self.nonfinite_count) * (2 if self.dtype.is_complex else 1)
@@ -129,11 +152,6 @@ class TensorStats:
             return math.nan
         with np.errstate(invalid="ignore"):  # sums may have left float64's range
             return float(_fields.std(np, self.l2_norm / math.sqrt(self.finite_values), self.mean))
-
-    @property
-    def zero_fraction(self) -> float:
-        """Share of elements that are zero; NaN for a tensor without elements."""
-        return self.zero_count / self.numel if self.numel else math.nan
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
@@ -174,14 +192,7 @@ class TensorStats:
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "numel": self.numel,
-            "nan_count": self.nan_count,
-            "inf_count": self.inf_count,
-            "zero_count": self.zero_count,
-            **{
-                key: none_if_not_finite(getattr(self, key))
-                for key in ("l2_norm", "min", "max", "max_abs", "mean", "std")
-            },
+            **self._json(*INTEGERS, *FLOATS),
             "first_nonfinite": list(first) if first is not None else None,
             **({} if self._info.shards is None else {"rank": self.rank, "bad_ranks": self.bad_ranks}),
         }
@@ -208,10 +219,6 @@ def l2_norm_of(rows: Array) -> Array:
     with np.errstate(over="ignore", under="ignore"):
         norm: Array = _fields.l2_norm(np, rows)
     return norm
-
-
-def none_if_not_finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _nan_if_infinite(value: float) -> float:

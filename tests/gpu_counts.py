@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstat.bench.memory import quiet
 
@@ -50,3 +51,12 @@ def counts_of(events: Iterable[Any]) -> Counts:
         and not event.name.startswith(("Memcpy", "Memset"))
     ]
     return Counts(len(kernels), sum(event.name in _WAITS for event in listed))
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses to bring a number to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            raise AssertionError("a step waited for the device")
+        return func(*args, **(kwargs or {}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     but a device or a pipe (``/dev/null``) is written to, and not replaced.
     """
     path = Path(os.path.realpath(path))  # through a link, not in its place
-    if _takes_what_is_written(path):
+    if path.is_char_device() or path.is_block_device() or path.is_fifo():
         content = io.BytesIO()  # not every device knows where in it one is
         yield content
         path.write_bytes(content.getvalue())
@@ -46,11 +45,3 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         pass
     finally:
         os.close(folder)
-
-
-def _takes_what_is_written(path: Path) -> bool:
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode)

@@ -88,11 +88,7 @@ class HostCopy:
 
 
 class Mirror:
-    """Numbers that the device keeps changing, as the host last saw them.
-
-    Args:
-        numbers: Gives them as they are on the device when it is called.
-    """
+    """Numbers that the device keeps changing, as the host last saw them; ``numbers`` gives them as they are there."""
 
     def __init__(self, numbers: Callable[[], Tensor]) -> None:
         self._numbers = numbers

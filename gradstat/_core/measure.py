@@ -40,18 +40,11 @@ def measure(
     Python first, by `readable`. Distributed ones are measured where they lie and merged over their groups of ranks,
     which all have to call this.
 
-    Args:
-        tensors: What was passed in, of any type.
-        name_of: The name of the i-th, for errors.
-        backend: What was asked for; None chooses.
-        step: Also decide about a step of an optimizer; `Measurement.decision`.
-        owners: The parameters, if ``tensors`` are their gradients: ranks without some of these then take part as well.
-        extra_groups: As in `gradstat.check`.
-        over_ranks: Whether rows of distributed tensors are merged over the ranks, or are those of this rank's shards.
-        prepare: Called before anything but ordinary tensors is measured, so that a caller can refuse; on several
-            ranks the others then learn of it.
-        wants: ``"total"`` leaves `Measurement.total` alone of distributed tensors, for smaller reductions, and
-            ``"sums"`` of that the summed fields, for half as many. No difference for others.
+    With ``step`` it decides about a step of an optimizer, too. ``owners`` are the parameters, if ``tensors`` are their
+    gradients: ranks without some of these then take part as well. Unless ``over_ranks``, rows of distributed tensors
+    are those of this rank's shards. ``prepare`` is called before anything but ordinary tensors is measured, so that a
+    caller can refuse; on several ranks the others then learn of it. ``wants`` of distributed tensors the total alone,
+    or of that the summed fields, for smaller and fewer reductions.
 
     Raises:
         TypeError, ValueError: A tensor cannot be measured.
@@ -108,9 +101,6 @@ def norm_of(
     """The norm of any tensors, 0-d float64 on the first one's device; arguments and errors as `measure`.
 
     NaN if another rank could not measure its part, which is all that can be said without a sync.
-
-    Raises:
-        NotImplementedError: Tensors are distributed, and the order is neither 2 nor infinity.
     """
     is_over_ranks = extra_groups is not None or is_distributed(tensors)
     if is_over_ranks and norm_type not in (2.0, math.inf):

@@ -16,25 +16,18 @@ from gradstat._core.tensors import TensorInfo, moved
 
 
 class Measurement(NamedTuple):
-    """The rows of a list of tensors. Keeps none of them alive.
+    """The rows of a list of tensors. Keeps none of them alive."""
 
-    Attributes:
-        tables: One for each device, ``[n, len(FIELDS)]`` float64 there. Those of distributed tensors have a column
-            more (`gradstat._core.sharded.Sharded`).
-        order: To which tensor each row of the tables, one behind the other, belongs; None if they are in order.
-        infos: What reports need to know about each tensor, in order.
-        total: ``[1, len(FIELDS)]`` float64: all tensors of all ranks, if some are distributed. Every rank that could
-            not measure its part counts as one NaN.
-        failed: 0-d float64: other ranks that could not measure their part, if some tensors are distributed.
-        decision: What follows for a step, if that was asked for.
-    """
-
+    # One for each device, [n, len(FIELDS)] float64 there; those of distributed tensors have a column more (`Sharded`).
     tables: list[Tensor]
+    # To which tensor each row of the tables, one behind the other, belongs; None if they are in order.
     order: list[int] | None
     infos: Sequence[TensorInfo]
+    # [1, len(FIELDS)] float64: all tensors of all ranks, if some are distributed. Every rank that could not measure its
+    # part counts as one NaN.
     total: Tensor | None = None
-    failed: Tensor | None = None
-    decision: Decision | None = None
+    failed: Tensor | None = None  # 0-d float64: other ranks that could not measure their part, if some are distributed
+    decision: Decision | None = None  # what follows for a step, if that was asked for
 
     def table(self) -> Tensor:
         """One table in the order of the tensors, on the first one's device."""

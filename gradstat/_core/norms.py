@@ -1,11 +1,8 @@
-"""What clipping derives from a table, with torch operations on the table's device and no sync.
-
-For the backends whose kernels only fill tables, and for gradients spread over several devices. The
-compiled backend does the same inside its kernel.
-"""
+"""What clipping derives from a table, with torch operations and no sync, where no compiled kernel has derived it."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -93,11 +90,11 @@ def count_step(counters: Tensor, skipped: Tensor) -> None:
 
 def norm_dtype(tensors: list[Tensor]) -> torch.dtype:
     """The dtype of a norm over ``tensors``: torch's promotion over their real dtypes."""
-    dtypes = {_real(dtype) for dtype in {tensor.dtype for tensor in tensors}}
-    promoted = dtypes.pop()
-    for dtype in dtypes:
-        promoted = torch.promote_types(promoted, dtype)
-    return promoted
+    # torch promotes no two float8 types with each other, nor is either a useful type for a norm.
+    found = {tensor.dtype for tensor in tensors}
+    return functools.reduce(
+        torch.promote_types, {torch.float32 if dtype.itemsize == 1 else dtype.to_real() for dtype in found}
+    )
 
 
 def _column(rows: Tensor, name: str) -> Tensor:
@@ -107,8 +104,3 @@ def _column(rows: Tensor, name: str) -> Tensor:
 def _unless_nonfinite(norm: Tensor, rows: Tensor) -> Tensor:
     norm = torch.where(_column(rows, "inf_count") > 0, math.inf, norm)
     return torch.where(_column(rows, "nan_count") > 0, math.nan, norm)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    # torch promotes no two float8 types with each other, nor is either a useful type for a norm.
-    return torch.float32 if dtype.itemsize == 1 else dtype.to_real()

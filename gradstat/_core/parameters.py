@@ -1,8 +1,6 @@
 """From what a user passes to named parameters and their gradients, without walking a module on every step.
 
-For a module the walk is done once and remembered, weakly. Before each use the dictionaries that hold its
-parameters and submodules are compared with what they held then, in csrc/module_plan.h; a module that was
-changed in any way is walked again.
+A module is walked once, and again when a dictionary of its parameters or submodules has changed (csrc/module_plan.h).
 """
 
 from __future__ import annotations
@@ -81,11 +79,7 @@ def _lists_what_it_holds(module: Module) -> bool:
 
 
 def source_of(target: object) -> Source:
-    """Named parameters of a module, an optimizer, an iterable, or a single parameter.
-
-    Raises:
-        TypeError: ``target`` is none of these, or an iterable with something else in it.
-    """
+    """Named parameters of a module, an optimizer, an iterable, or a single parameter. TypeError for anything else."""
     if isinstance(target, Module):
         return _module_source(target)
     if isinstance(target, Optimizer):
@@ -171,16 +165,22 @@ def gradients_of(parameters: list[Tensor]) -> Gradients:
     return Gradients(tensors, positions, missing)
 
 
-def names_of(source: Source, gradients: Gradients) -> tuple[Names, Names]:
-    """The names of the gradients there are and of those missing, looked up when asked for."""
+class Labels(NamedTuple):
+    """What the gradients there are and those missing are called, looked up when asked for. Keeps no gradient alive."""
+
+    present: Names
+    missing: Names
+
+    def of(self, i: int) -> str:
+        """What errors call the i-th of those there are."""
+        return self.present()[i]
+
+
+def labels_of(source: Source, gradients: Gradients) -> Labels:
+    """What ``gradients``, which are those of ``source``, are called."""
     # Which ones are missing is known now and could change.
     missing = tuple if gradients.missing is None else _names_at(source, gradients.missing)
-    return _names_at(source, gradients.positions), missing
-
-
-def names_in(names: Names) -> NameOf:
-    """What errors call the i-th of those that ``names`` has."""
-    return lambda i: names()[i]
+    return Labels(_names_at(source, gradients.positions), missing)
 
 
 def _names_at(source: Source, positions: list[int] | None) -> Names:

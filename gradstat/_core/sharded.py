@@ -2,9 +2,7 @@
 
 What a mesh dimension does to a tensor is told by its placement: replicated, nothing has to be merged; sharded, rows
 are merged over that dimension's group; partial, the pending sum is done first, since parts of a sum have no
-statistics. Tensors that are not distributed count once. Whatever the number of tensors there is one SUM and one MAX
-for each group, and their size does not grow with the ranks. A rank that cannot measure its shards takes part all the
-same, so that it leaves no other waiting.
+statistics. A rank that cannot measure its shards takes part all the same, so that it leaves no other waiting.
 """
 
 from __future__ import annotations
@@ -121,16 +119,9 @@ class Sharded:
     """A list of tensors, some of which are shards of larger ones, and the groups over which their rows are merged.
 
     Every rank of a mesh has a row for every owner, so that all ranks reduce the same number of them, whether there
-    is a gradient on each or not.
-
-    Args:
-        tensors: Those of this rank; those of a mesh in the same order on every rank of it.
-        owners: The parameters, if they are gradients: those that take part in training have a row. None: themselves.
-        extra: Groups over which tensors lie besides what they tell themselves: pipeline stages, experts. A process
-            group or one-dimensional mesh, or several, for all tensors; or pairs of one and the owners it is for.
-
-    Raises:
-        TypeError, ValueError: Something in ``extra`` is no group.
+    is a gradient on each or not. Tensors of a mesh are in the same order on every rank of it. Owners are the parameters
+    if they are gradients, of which those that take part in training have a row, or else the tensors themselves.
+    ``extra`` is as in `gradstat.check`. Raises TypeError or ValueError if something in it is no group.
     """
 
     def __init__(
@@ -180,10 +171,8 @@ class Sharded:
         Two reductions of one row for each tensor for every group of shards, and two of a few rows for every extra
         group. No host sync with NCCL. The tables have a column more than there are fields: on how many ranks there
         is a NaN or Inf. ``first_nonfinite`` of a sharded tensor holds the lowest such rank, above the bits of the
-        index in its shard (`Shards.index_bits`).
-
-        Raises:
-            What ``measure_local`` raised, after the reductions: other ranks find it in ``failed``.
+        index in its shard (`Shards.index_bits`). What ``measure_local`` raises is raised after the
+        reductions: other ranks find it in ``failed``.
         """
         table, infos, error = self._measured(measure_local)
         packed = _pack(

@@ -1,9 +1,6 @@
 """Which tensors can be measured, and how anything else becomes one that can, or a clear error.
 
-The kernels read dense strided memory. What a gradient may be besides that (sparse, a distributed shard, a
-strided view, a lazy conjugate) is turned into it here; what has no gradient statistics is refused here,
-by name, before anything is computed or changed. None of this runs for ordinary gradients: the compiled
-operators recognise those by themselves.
+The kernels read dense strided memory. None of this runs for ordinary gradients, which they recognise by themselves.
 """
 
 from __future__ import annotations
@@ -27,11 +24,6 @@ else:
 
 NameOf = Callable[[int], str]
 
-_FLOAT8 = frozenset(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-)
 _DTYPES = frozenset(
     {
         torch.float32,
@@ -41,8 +33,11 @@ _DTYPES = frozenset(
         torch.complex32,
         torch.complex64,
         torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
     }
-    | _FLOAT8
 )
 
 
@@ -114,27 +109,23 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
     """Dense strided tensors with the elements to be measured, each the original where that is possible.
 
     Sparse COO tensors give their coalesced values, distributed tensors their local shard, views that are
-    not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values.
-
-    Raises:
-        TypeError: Something is not a tensor, or its dtype has no gradient statistics.
-        ValueError: A tensor has no data, or a layout that cannot be measured.
-        RuntimeError: torch only pretends to compute.
+    not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values. What cannot be
+    measured raises, by name: see `_refusal`.
     """
-    if not torch.compiler.is_compiling():
-        _refuse_pretence()
-    return [_readable(tensor, name_of, i) for i, tensor in enumerate(tensors)]
-
-
-def _readable(tensor: Any, name_of: NameOf, i: int) -> Tensor:
-    local = _strided(tensor, name_of, i)
-    if local.layout is torch.sparse_coo:
-        local = local.coalesce().values()
-    local = local.resolve_conj().resolve_neg()
-    return local if is_dense(local) else local.contiguous()
+    _refuse_pretence()
+    found = []
+    for i, tensor in enumerate(tensors):
+        local = _strided(tensor, name_of, i)
+        if local.layout is torch.sparse_coo:
+            local = local.coalesce().values()
+        local = local.resolve_conj().resolve_neg()
+        found.append(local if is_dense(local) else local.contiguous())
+    return found
 
 
 def _refuse_pretence() -> None:
+    if torch.compiler.is_compiling():
+        return
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         raise RuntimeError(
             "inside of FakeTensorMode torch keeps sizes and computes nothing, so there is nothing to measure; call "
@@ -147,53 +138,49 @@ def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor for {name_of(i)!r}, got {_type_name(tensor)}")
     local = shard_of(tensor)
-    if local.is_quantized:
-        raise TypeError(f"{_describe(name_of(i), local)} is quantized; call .dequantize() first")
-    if local.dtype not in _DTYPES:
-        raise TypeError(
-            f"{_describe(name_of(i), local)} has no gradient statistics, which need a floating-point or complex "
-            "dtype; leave it out or convert it, for example with .float()"
-        )
-    if local.is_meta:
-        raise ValueError(
-            f"{_describe(name_of(i), local)} holds no data; materialise it first, for example with "
-            "module.to_empty(device=...)"
-        )
-    if isinstance(local, FakeTensor):
-        raise ValueError(
-            f"{_describe(name_of(i), local)} is a FakeTensor, which holds no data; measure the real tensor that it "
-            "stands for"
-        )
-    if local.layout not in (torch.strided, torch.sparse_coo) or local.is_nested:
-        raise ValueError(
-            f"{_describe(name_of(i), local)} has a layout that cannot be measured; convert it with .to_dense() or "
-            ".to_sparse_coo()"
-        )
-    if not torch.compiler.is_compiling():
-        _refuse_unreadable(local, name_of, i)
+    refusal = _refusal(local)
+    if refusal is not None:
+        error, words = refusal
+        raise error(f"{_describe(name_of(i), local)} {words}")
     return local
 
 
-def _refuse_unreadable(tensor: Tensor, name_of: NameOf, i: int) -> None:
-    """Raises ValueError if ``tensor`` has no memory."""
+def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
+    """Why kernels may not read ``tensor``, if so."""
+    if tensor.is_quantized:
+        return TypeError, "is quantized; call .dequantize() first"
+    if tensor.dtype not in _DTYPES:
+        return TypeError, (
+            "has no gradient statistics, which need a floating-point or complex dtype; leave it out or convert it, for "
+            "example with .float()"
+        )
+    if tensor.is_meta:
+        return ValueError, "holds no data; materialise it first, for example with module.to_empty(device=...)"
+    if isinstance(tensor, FakeTensor):
+        return ValueError, "is a FakeTensor, which holds no data; measure the real tensor that it stands for"
+    if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested:
+        return ValueError, "has a layout that cannot be measured; convert it with .to_dense() or .to_sparse_coo()"
+    if torch.compiler.is_compiling():
+        return None
     functorch = torch._C._functorch
     inner = tensor
     while functorch.is_functorch_wrapped_tensor(inner):
         if functorch.is_batchedtensor(inner):
-            raise ValueError(
-                f"{_describe(name_of(i), tensor)} is a batch inside of torch.vmap, which shows one of its tensors and "
-                "hides the others; measure what vmap returns"
+            return ValueError, (
+                "is a batch inside of torch.vmap, which shows one of its tensors and hides the others; measure what "
+                "vmap returns"
             )
         inner = functorch.get_unwrapped(inner)
     # Subclasses that dispatch by themselves may have their memory elsewhere; torch's lazy zeros have and need none.
     dispatches = type(inner).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if inner.layout is not torch.strided or dispatches or inner._is_zerotensor():
-        return
+        return None
     if inner.numel() and not inner.untyped_storage().nbytes():
-        raise ValueError(
-            f"{_describe(name_of(i), tensor)} has no memory any more: its storage was resized to 0, as FSDP does with "
-            "what is sharded; measure it before that, or drop it (p.grad = None)"
+        return ValueError, (
+            "has no memory any more: its storage was resized to 0, as FSDP does with what is sharded; measure it "
+            "before that, or drop it (p.grad = None)"
         )
+    return None
 
 
 def unit_count(tensor: Tensor) -> int:
@@ -244,11 +231,16 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous() or tensor.numel() <= 1:
         return True
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+    for stride, size in _strides(tensor):
         if stride != expected:
             return False
         expected *= size
     return True
+
+
+def _strides(tensor: Tensor) -> list[tuple[int, int]]:
+    """Strides, from the smallest, and sizes of the dimensions that have more than one index."""
+    return sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -259,13 +251,9 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
     """The strided tensors that hold the elements of ``tensors``, safe to be scaled in place by a real number.
 
-    Raises:
-        RuntimeError: Elements of a tensor share memory, so that scaling them in place has no meaning.
-        NotImplementedError: A tensor is lazily negated.
-        TypeError, ValueError: As `readable`.
+    Raises as `readable`, and for what cannot be scaled in place.
     """
-    if not torch.compiler.is_compiling():
-        _refuse_pretence()
+    _refuse_pretence()
     targets = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
@@ -286,7 +274,7 @@ def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
 
 def _overlaps(tensor: Tensor) -> bool:
     extent = 0
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+    for stride, size in _strides(tensor):
         if stride <= extent:
             return True
         extent += stride * (size - 1)

@@ -1,7 +1,4 @@
-"""torch's loss scaler from inside: the state it keeps for each optimizer between ``unscale_`` and ``update``.
-
-torch offers no other way to take part in a scaled step; ``torch/amp/grad_scaler.py`` is the source.
-"""
+"""What torch's loss scaler (torch/amp/grad_scaler.py) keeps of each optimizer: the only way to take part in a step."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ def require_scale(scaler: GradScaler, caller: str) -> Tensor:
 
 
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Whether the gradients have lost their scale already.
-
-    Raises:
-        RuntimeError: The optimizer has stepped since the last ``update()``.
-    """
+    """Whether the gradients have lost their scale. RuntimeError if the optimizer has stepped since ``update()``."""
     stage = state_of(scaler, optimizer)["stage"]
     if stage is OptState.STEPPED:
         raise RuntimeError("step() has already been called since the last update().")
@@ -46,11 +39,7 @@ def is_still_scaled(scaler: object, optimizer: Optimizer | None) -> bool:
 
 
 def inner_scaler(scaler: Any) -> Any:
-    """The loss scaler that ``scaler`` is or holds, as timm's ``NativeScaler`` holds torch's.
-
-    Raises:
-        TypeError: There is none.
-    """
+    """The loss scaler that ``scaler`` is or holds, as timm's ``NativeScaler`` holds torch's. TypeError if none."""
     held = getattr(scaler, "_scaler", None)
     scaler = held if isinstance(held, GradScaler) else scaler
     if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):

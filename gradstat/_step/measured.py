@@ -15,7 +15,7 @@ from gradstat._core.host_copy import Streams, behind, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.norms import StepRequest
-from gradstat._core.parameters import Names, names_in
+from gradstat._core.parameters import Labels
 from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
@@ -32,8 +32,7 @@ class Measured(NamedTuple):
     """
 
     rows: Measurement  # with the loss scale, if ``is_scaled``
-    names: Names
-    missing: Names
+    labels: Labels
     norm: Tensor
     numbers: Tensor
     verdict: Tensor
@@ -47,34 +46,30 @@ class Measured(NamedTuple):
         home = torch.device("cpu")
         norm, numbers = torch.tensor(0.0, device=home), torch.tensor([1.0, 0.0], dtype=torch.float64, device=home)
         verdict = torch.tensor([0.0, 1.0, 1.0], device=home)
-        return cls(Measurement([], None, ()), tuple, tuple, norm, numbers, verdict, False, None)
+        return cls(Measurement([], None, ()), Labels(tuple, tuple), norm, numbers, verdict, False, None)
 
     @classmethod
     def of(
         cls,
         gradients: list[Tensor],
-        names: Names,
-        missing: Names,
-        max_norm: float,
-        loss_scale: Tensor | None,
-        counters: Tensor | None,
-        backend: str | None,
+        labels: Labels,
+        step: StepRequest,
         parameters: list[Tensor],
+        backend: str | None,
         extra_groups: ExtraGroups | None,
     ) -> Measured:
-        """Reads the gradients once, and counts the step in ``counters``. No host sync.
+        """Reads the gradients once, and counts the step, without a host sync.
 
-        Arguments as for `gradstat._core.norms.StepRequest`; ``parameters`` are all of which some may have a gradient,
-        and one at least has, unless there are ``extra_groups``. Distributed gradients are merged over their ranks, so
-        that all decide alike.
+        ``parameters`` are all of which some may have a gradient, and one at least has, unless there are
+        ``extra_groups``. Distributed gradients are merged over their ranks, so that all decide alike.
         """
-        if loss_scale is not None:
-            loss_scale = moved(loss_scale, gradients[0].device if gradients else torch.device("cpu"))
-        step = StepRequest(max_norm, loss_scale, counters)
-        rows = measure(gradients, names_in(names), backend, step=step, owners=parameters, extra_groups=extra_groups)
+        if step.loss_scale is not None:
+            home = gradients[0].device if gradients else torch.device("cpu")
+            step = step._replace(loss_scale=moved(step.loss_scale, home))
+        rows = measure(gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups)
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
-        return cls(rows, names, missing, *rows.decision, loss_scale is not None, backend, streams)
+        return cls(rows, labels, *rows.decision, step.loss_scale is not None, backend, streams)
 
     def limit_(self, coefficient: Tensor) -> None:
         """Takes up a coefficient of clipping that was decided after measuring, 0-d float64."""
@@ -83,7 +78,7 @@ class Measured(NamedTuple):
 
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Lets a clip that decides tensor by tensor clip the gradients, and unscales them, in place."""
-        name_of = names_in(self.names)
+        name_of = self.labels.of
         if self.is_scaled:
             refuse_half(gradients, name_of)
         kernels = resolve_for(self.backend, gradients[0].device.type, name_of, 0)
@@ -93,14 +88,12 @@ class Measured(NamedTuple):
 
     def report(self) -> PendingReport:
         """The report about the gradients without their loss scale, on its way from now on."""
-        names, missing, is_scaled = self.names, self.missing, self.is_scaled
+        labels, is_scaled = self.labels, self.is_scaled
 
         def make(rows: HostRows, verdict: Any) -> Report:
-            table, total, loss_scale = rows.table(), rows.total(), None
-            if is_scaled:
-                loss_scale = float(verdict[2])
-                table, total = without_scale(table, loss_scale), without_scale(total, loss_scale)
-            return Report(names, table, rows.infos, missing, loss_scale=loss_scale, total=total)
+            scale = float(verdict[2]) if is_scaled else None
+            table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
+            return Report(labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total)
 
         with behind(self.streams):
             return PendingReport(self.rows, make, self.verdict)
@@ -108,11 +101,9 @@ class Measured(NamedTuple):
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
 
-        Raises:
-            ValueError: A gradient that is to be unscaled is float16.
-            RuntimeError, NotImplementedError: A gradient cannot be scaled in place. None has been changed.
+        Raises as `refuse_half`, if they are to be unscaled, and `scale_gradients_`; none has been changed then.
         """
-        name_of = names_in(self.names)
+        name_of = self.labels.of
         if self.is_scaled:
             refuse_half(gradients, name_of)
         scale_gradients_(gradients, self.numbers, name_of, self.backend)
@@ -124,11 +115,7 @@ class Measured(NamedTuple):
         return self.verdict.device.type == "cpu" and self.verdict.tolist()[1] == 1.0
 
     def on_host(self) -> tuple[bool, float]:
-        """Whether to skip the step, and what the gradients have to be divided by: one host sync.
-
-        Raises:
-            RuntimeError: A CUDA graph is being captured.
-        """
+        """Whether to skip the step, and what to divide the gradients by: one host sync, refused in a capture."""
         if self.verdict.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "this optimizer is told on the host whether to step, which cannot be captured into a CUDA graph; use "
@@ -142,8 +129,7 @@ class Unscaled(NamedTuple):
     """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive."""
 
     rows: Measurement  # without the scale
-    names: Names
-    missing: Names
+    labels: Labels
     inverse_scale: Tensor  # what the gradients were multiplied by, 0-d float32
     streams: Streams = ()
 
@@ -151,18 +137,13 @@ class Unscaled(NamedTuple):
     def of_(
         cls,
         gradients: list[Tensor],
-        names: Names,
-        missing: Names,
+        labels: Labels,
         inverse_scale: Tensor,
         parameters: list[Tensor],
         extra_groups: ExtraGroups | None,
     ) -> Unscaled:
-        """Multiplies the gradients, of which there is one at least, in place. No host sync.
-
-        Raises:
-            As `gradstat.clip_grad_norm_`, before anything is changed.
-        """
-        name_of, first = names_in(names), gradients[0]
+        """Multiplies the gradients, one at least, in place. No host sync. Raises as `clip_grad_norm_`, beforehand."""
+        name_of, first = labels.of, gradients[0]
         inverse_scale = moved(inverse_scale, first.device)
         direct = direct_for(first, name_of, None) if extra_groups is None else None
         short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
@@ -175,7 +156,7 @@ class Unscaled(NamedTuple):
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
             rows = measure(gradients, name_of, None, owners=parameters, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)
-        return cls(rows, names, missing, inverse_scale, streams_of([inverse_scale, *rows.tables]))
+        return cls(rows, labels, inverse_scale, streams_of([inverse_scale, *rows.tables]))
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
@@ -184,7 +165,7 @@ class Unscaled(NamedTuple):
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
         """Clips the gradients, unless one is not finite. Their norm before, 0-d, of their promoted dtype."""
-        name_of = names_in(self.names)
+        name_of = self.labels.of
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
@@ -203,20 +184,22 @@ class Unscaled(NamedTuple):
 
     def report(self) -> PendingReport:
         """The report, on its way from now on."""
-        names, missing = self.names, self.missing
+        labels = self.labels
 
         def make(rows: HostRows, inverse_scale: Any) -> Report:
-            loss_scale = 1.0 / float(inverse_scale)
-            return Report(names, rows.table(), rows.infos, missing, loss_scale=loss_scale, total=rows.total())
+            scale = 1.0 / float(inverse_scale)
+            return Report(
+                labels.present, rows.table(), rows.infos, labels.missing, loss_scale=scale, total=rows.total()
+            )
 
         with behind(self.streams):
             return PendingReport(self.rows, make, self.inverse_scale)
 
 
-def without_scale(rows: Any, loss_scale: float) -> Any:
-    """Rows divided by the loss scale, each field by its degree; None stays None, further columns stay as they are."""
-    if rows is None:
-        return None
+def without_scale(rows: Any, loss_scale: float | None) -> Any:
+    """Rows divided by the loss scale, each field by its degree; further columns stay as they are."""
+    if rows is None or loss_scale is None:
+        return rows
     degrees = np.zeros(rows.shape[-1])
     degrees[: len(_DEGREES)] = _DEGREES
     with np.errstate(all="ignore"):

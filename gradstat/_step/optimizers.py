@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,49 +29,50 @@ _REPEATING_STEP = _original_step(LBFGS)
 _SGD_STEP = _original_step(SGD)
 
 
-@functools.cache
+def _asked_of_kind(question: Callable[[Any], bool]) -> Callable[[Optimizer], bool]:
+    """A question about classes of optimizers, asked of each once."""
+    answer = functools.cache(question)
+
+    def asked(optimizer: Optimizer) -> bool:
+        kind: Any = type(optimizer)
+        return answer(kind)
+
+    return asked
+
+
+@_asked_of_kind
 def _has_fused_step(kind: Any) -> bool:
     return _original_step(kind) in _WITH_FUSED_STEP
 
 
-@functools.cache
-def _accepts_scaler(kind: Any) -> bool:
+@_asked_of_kind
+def accepts_scaler(kind: Any) -> bool:
+    """Whether ``step`` takes torch's scaler itself, the older of torch's two interfaces."""
     return "grad_scaler" in inspect.signature(kind.step).parameters
 
 
-def accepts_scaler(optimizer: Optimizer) -> bool:
-    """Whether ``step`` takes torch's scaler itself, the older of torch's two interfaces."""
-    kind: Any = type(optimizer)
-    return _accepts_scaler(kind)
+@_asked_of_kind
+def needs_closure(kind: Any) -> bool:
+    """Whether ``step`` cannot do without a closure."""
+    return _original_step(kind) is _REPEATING_STEP
 
 
-def obeys_verdict(optimizer: Optimizer) -> bool:
-    """Whether ``step`` honours ``grad_scale`` and ``found_inf``. Others raise, or silently ignore them."""
-    kind: Any = type(optimizer)
-    if _has_fused_step(kind):
-        # Not the flag below: it is set for the defaults, while any group may say otherwise, and is lost by pickling.
-        return all(group.get("fused") for group in optimizer.param_groups)
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not _accepts_scaler(kind)
-
-
-@functools.cache
-def _repeats_closure(kind: Any) -> bool:
-    step = _original_step(kind)
-    return step is _REPEATING_STEP or not step.__module__.startswith("torch.optim")
-
-
-def repeats_closure(optimizer: Optimizer) -> bool:
+@_asked_of_kind
+def repeats_closure(kind: Any) -> bool:
     """Whether ``step`` may evaluate its closure more than once, or otherwise than before all else.
 
     True for LBFGS, and for optimizers that are not torch's, about which nothing is known.
     """
-    kind: Any = type(optimizer)
-    return _repeats_closure(kind)
+    step = _original_step(kind)
+    return step is _REPEATING_STEP or not step.__module__.startswith("torch.optim")
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` cannot do without a closure."""
-    return _original_step(type(optimizer)) is _REPEATING_STEP
+def obeys_verdict(optimizer: Optimizer) -> bool:
+    """Whether ``step`` honours ``grad_scale`` and ``found_inf``. Others raise, or silently ignore them."""
+    if _has_fused_step(optimizer):
+        # Not the flag below: it is set for the defaults, while any group may say otherwise, and is lost by pickling.
+        return all(group.get("fused") for group in optimizer.param_groups)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not accepts_scaler(optimizer)
 
 
 @contextlib.contextmanager

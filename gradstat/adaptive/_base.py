@@ -38,7 +38,7 @@ class AdaptiveClip(ABC):
     Its state is a few float64 tensors, made on the gradients' device at first use and from then on only changed
     in place there: no step waits for the device, and a step can be captured into a CUDA graph once one has run
     outside of it. A norm that is NaN or Inf changes nothing, neither gradients nor what is remembered. Use one
-    clip for one list of parameters.
+    clip for one list of parameters. An option that is out of range raises ValueError.
     """
 
     _decides_on: str
@@ -56,20 +56,15 @@ class AdaptiveClip(ABC):
         """Clips the gradients of ``parameters`` in place by this clip's rule. No host sync.
 
         Args:
-            parameters: Parameters, or one; those without a gradient are passed over.
-            backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
+            parameters, backend: As for `clip_grad_norm_`.
 
         Returns:
-            The total L2 norm before clipping: 0-d, on the first gradient's device, of the gradients' promoted real
-            dtype. Zero, float32, on the CPU when there are no gradients.
+            The total L2 norm before clipping, as from `clip_grad_norm_`.
 
         Raises:
-            TypeError: ``parameters`` is a module, or a gradient's dtype has no norm.
-            AttributeError: Something in ``parameters`` is not a tensor.
-            ValueError: A gradient cannot be measured, or the list is not the one this clip has a state for.
-            RuntimeError: A gradient is expanded memory, which cannot be scaled in place.
+            As `clip_grad_norm_`, before anything is changed. Besides:
+            ValueError: The list is not the one this clip has a state for.
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
-            Nothing has been changed then.
         """
         listed = listed_parameters(parameters, stacklevel=4)
         gradients, positions, _ = collect(listed)
@@ -197,24 +192,18 @@ class TensorClip(AdaptiveClip):
         inverse_scale: Tensor | None,
         name_of: NameOf,
     ) -> Tensor:
-        """Decides the coefficients of a step, scales the gradients in place, and remembers the step. No host sync.
+        """Decides the coefficients of a step, scales ``gradients`` in place, and remembers the step. No host sync.
 
-        Args:
-            parameters: Those that have a gradient.
-            gradients: Theirs, in the same order; none of them distributed.
-            rows: Gives the table of ``gradients`` as they are, on the first one's device.
-            kernels: Those for the gradients' type of device.
-            inverse_scale: 0-d float32, the reciprocal of the loss scale that the gradients still carry: they are
-                multiplied by it, too, whatever is decided. None if they carry none.
-            name_of: What errors call the i-th gradient.
+        None of them is distributed. ``parameters`` are theirs in the same order, ``rows`` gives their table, on the
+        first one's device, ``kernels`` are those for their type of device, and ``name_of`` is what errors call the
+        i-th. ``inverse_scale`` is the reciprocal, 0-d float32, of the loss scale that they still carry, by which they
+        are multiplied, too, whatever is decided; None if they carry none.
 
         Returns:
             The total norm before, without the loss scale: 0-d float64.
 
         Raises:
-            ValueError: The list is not the one this clip has a state for.
-            RuntimeError, NotImplementedError: A gradient cannot be scaled in place, or not by this rule.
-            Nothing has been changed then.
+            As `AdaptiveClip.clip_`, before anything is changed.
         """
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:

@@ -25,9 +25,6 @@ class FixedClip(NormClip):
     Args:
         max_norm: Upper limit of the total norm, from 0 to infinity, which only remembers.
         window: How many norms are kept for the summary.
-
-    Raises:
-        ValueError: An option is out of range.
     """
 
     _if_often = (
@@ -56,9 +53,6 @@ class AutoClip(NormClip):
         percentile: From 0 to 100. The paper's 10 clips about nine steps in ten, and so fixes the length of most
             steps; to remove only what stands out, use 90 or more.
         window: How many norms are kept.
-
-    Raises:
-        ValueError: An option is out of range.
     """
 
     _if_never = "the norms seen do not differ"
@@ -104,9 +98,6 @@ class ZClip(NormClip):
         to: What a norm that stands out is clipped to.
         max_norm: Upper limit of the norm on every step, the first ones included; it does not enter the statistics.
         window: How many norms are kept for the summary.
-
-    Raises:
-        ValueError: An option is out of range.
     """
 
     _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"

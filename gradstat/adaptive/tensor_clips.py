@@ -46,9 +46,6 @@ class AdaGC(TensorClip):
         warmup: Steps with a finite norm in which all tensors are clipped together.
         absolute: Limit of the total norm in these steps.
         window: How many total norms are kept for the summary.
-
-    Raises:
-        ValueError: An option is out of range.
     """
 
     _decides_on = "tensor"
@@ -141,9 +138,6 @@ class AGC(TensorClip):
             batches; smaller ones take larger values.
         eps: Least weight norm that counts, so that weights of zero can move.
         window: How many total norms are kept for the summary.
-
-    Raises:
-        ValueError: An option is out of range.
     """
 
     _decides_on = "unit"

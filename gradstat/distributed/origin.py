@@ -18,8 +18,8 @@ from gradstat._core.collectives import device_of, gather, in_words, reduce_
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import moved
 from gradstat._core.wrappers import uncompiled
+from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
-from gradstat.stats import stats
 
 _CALLER = "OriginWatch.result"
 _COUNTS = [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]

@@ -13,10 +13,10 @@ from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.tensors import TensorInfo, by_device
+from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
 from gradstat.monitor.segments import Segment
-from gradstat.stats import stats
 
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 

@@ -103,6 +103,10 @@ def test_a_negative_or_nan_limit_is_refused_before_anything_changes(limit: float
     with pytest.raises(ValueError, match=r"clip_value is .*; pass a number of at least 0"):
         gradstat.clip_grad_value_(parameters, limit)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="clip_value"):
+        gradstat.clip_grad_value_([], limit)
+    for nothing in ([], [nn.Parameter(torch.zeros(2))]):
+        gradstat.clip_grad_value_(nothing, 1.0)
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -116,13 +120,6 @@ def test_the_elements_of_a_sparse_gradient_are_clamped_and_not_its_terms(foreach
         gradstat.clip_grad_value_(parameters, 1.0, foreach)
         assert id(parameters[0].grad) == identity
         torch.testing.assert_close(parameters[0].grad.to_dense(), expected, equal_nan=True)  # type: ignore[union-attr]
-
-
-def test_no_gradients_do_nothing() -> None:
-    gradstat.clip_grad_value_([], 1.0)
-    gradstat.clip_grad_value_([nn.Parameter(torch.zeros(2))], 1.0)
-    with pytest.raises(ValueError, match="clip_value"):
-        gradstat.clip_grad_value_([], math.nan)
 
 
 # Bad input --------------------------------------------------------------------------------------------------

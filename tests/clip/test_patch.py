@@ -1,5 +1,8 @@
 """patch_torch: what it replaces, what it hands back to torch, and that it leaves no trace."""
 
+import functools
+import inspect
+import operator
 import sys
 import threading
 import warnings
@@ -25,20 +28,24 @@ PLACES = [
     (clip_grad, "_clip_grads_with_norm_"),
 ]
 IDS = [f"{module.__name__}.{name}" for module, name in PLACES]
+TORCHS = [getattr(module, name) for module, name in PLACES]
 
 
 def current() -> list[Any]:
     return [getattr(module, name) for module, name in PLACES]
 
 
+def is_untouched() -> bool:
+    return all(map(operator.is_, current(), TORCHS))
+
+
 @pytest.fixture(autouse=True)
 def _no_trace() -> Iterator[None]:
-    before = current()
     yield
-    after = current()
-    for (module, name), function in zip(PLACES, before, strict=True):
+    untouched = is_untouched()
+    for (module, name), function in zip(PLACES, TORCHS, strict=True):
         setattr(module, name, function)
-    assert all(a is b for a, b in zip(after, before, strict=True))
+    assert untouched
 
 
 def huge() -> nn.Parameter:
@@ -136,8 +143,6 @@ def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torch
 
 
 def test_signatures_and_names_are_torchs() -> None:
-    import inspect
-
     expected = [(f.__name__, f.__doc__, inspect.signature(f)) for f in current()]
     with gradstat.patch_torch():
         assert [(f.__name__, f.__doc__, inspect.signature(f)) for f in current()] == expected
@@ -159,39 +164,31 @@ def test_an_empty_generator_warns_once_and_points_at_the_caller() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)], ids=str)
 def test_patches_are_removed_in_any_order(order: tuple[int, ...]) -> None:
-    originals = current()
     patches = [gradstat.patch_torch() for _ in order]
     for number in order:
         assert is_gradstats(utils.clip_grad_norm_)
         patches[number].remove()
         patches[number].remove()  # a second time does nothing
-    assert all(a is b for a, b in zip(current(), originals, strict=True))
+    assert is_untouched()
 
 
 def test_the_end_of_a_block_removes_the_patch_whatever_happened() -> None:
-    originals = current()
     with pytest.raises(KeyError), gradstat.patch_torch():
         raise KeyError
-    assert all(a is b for a, b in zip(current(), originals, strict=True))
+    assert is_untouched()
 
 
 @pytest.mark.parametrize(("module", "name"), PLACES, ids=IDS)
 def test_someone_elses_patch_is_left_and_named(module: Any, name: str) -> None:
-    originals = dict(zip(IDS, current(), strict=True))
     patch = gradstat.patch_torch()
-    inner = getattr(module, name)
-
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
-
+    theirs = functools.partial(getattr(module, name))
     setattr(module, name, theirs)
     place = f"{module.__name__}.{name}"
     with pytest.warns(UserWarning, match=f"replaced by someone else.*: {place}\\. ") as caught:
         patch.remove()
     assert caught[0].filename == __file__
-    for (other, other_name), key in zip(PLACES, IDS, strict=True):
-        assert getattr(other, other_name) is (theirs if key == place else originals[key])
-    setattr(module, name, originals[place])
+    assert current() == [theirs if key == place else torchs for key, torchs in zip(IDS, TORCHS, strict=True)]
+    setattr(module, name, TORCHS[IDS.index(place)])
 
 
 def test_what_someone_else_put_on_top_reaches_torch_after_the_removal() -> None:
@@ -225,7 +222,6 @@ def test_the_warning_of_a_block_points_at_the_block() -> None:
 
 
 def test_threads_patch_and_remove_at_once() -> None:
-    originals = current()
     failures = []
 
     def work() -> None:
@@ -245,7 +241,7 @@ def test_threads_patch_and_remove_at_once() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not failures
-    assert all(a is b for a, b in zip(current(), originals, strict=True))
+    assert is_untouched()
 
 
 # What torch's own functions still do ------------------------------------------------------------------------

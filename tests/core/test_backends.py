@@ -10,7 +10,7 @@ from forks import Forks
 
 import gradstat
 from gradstat._core import backends
-from gradstat.stats import resolve_for
+from gradstat._core.measure import resolve_for
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
@@ -38,12 +38,9 @@ def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
         gradstat.clip_grad_norm_([parameter()], 1.0, backend="fast")
 
 
-def test_a_forced_backend_without_kernels_for_the_device_names_the_tensor() -> None:
+def test_a_device_without_kernels_is_refused_by_the_tensors_name_or_with_the_remedy() -> None:
     with pytest.raises(gradstat.BackendUnavailableError, match=r"'native'.*no kernels for devices of type 'mps'.*'w'"):
         resolve_for("native", "mps", lambda i: "w", 0)
-
-
-def test_a_device_without_float64_is_refused_with_the_remedy() -> None:
     with pytest.raises(gradstat.BackendUnavailableError, match=r"no backend serves.*'mps'.*copies on the CPU"):
         backends.resolve(None, "mps")
 
@@ -54,36 +51,37 @@ def parameter() -> torch.nn.Parameter:
     return made
 
 
+USE = "import gradstat, torch; gradstat.stats([torch.ones(1)])"
+STALE = """
+from gradstat import _fields; _fields.FINGERPRINT += ',kurtosis:sum'
+import gradstat, torch
+assert gradstat.stats([torch.ones(1)], backend='reference').shape == (1, 10)
+gradstat.stats([torch.ones(1)])
+"""
+
+
 def test_the_environment_forces_a_backend(forks: Forks) -> None:
     code = "import gradstat; print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])"
     assert forks.run(code, GRADSTAT_BACKEND="reference").stdout == "['reference']\n"
     assert forks.run(code, GRADSTAT_BACKEND="auto").stdout == "['native']\n"
 
 
-def test_an_unknown_backend_in_the_environment_is_an_error(forks: Forks) -> None:
-    result = forks.run("import gradstat, torch; gradstat.stats([torch.ones(1)])", GRADSTAT_BACKEND="fast")
+@pytest.mark.parametrize(
+    ("code", "environment", "message"),
+    [
+        (USE, {"GRADSTAT_BACKEND": "fast"}, "unknown backend 'fast' in GRADSTAT_BACKEND"),
+        (USE, {"GRADSTAT_BACKEND": "triton", "TRITON_INTERPRET": "0"}, "Triton compiles for GPUs only"),
+        (STALE, {}, "Rebuild it"),
+    ],
+    ids=["unknown", "cannot run", "stale"],
+)
+def test_nothing_falls_back_from_what_was_asked_for(
+    code: str, environment: dict[str, str], message: str, forks: Forks
+) -> None:
+    result = forks.run(code, **environment)
     assert result.returncode != 0
-    assert "unknown backend 'fast' in GRADSTAT_BACKEND" in result.stderr
-
-
-def test_a_forced_backend_that_cannot_run_never_falls_back(forks: Forks) -> None:
-    code = "import gradstat, torch; gradstat.stats([torch.ones(1)])"
-    result = forks.run(code, GRADSTAT_BACKEND="triton", TRITON_INTERPRET="0")
-    assert result.returncode != 0
-    assert "Triton compiles for GPUs only" in result.stderr
-
-
-def test_a_stale_build_is_an_error_even_when_nothing_is_forced(forks: Forks) -> None:
-    code = (
-        "from gradstat import _fields; _fields.FINGERPRINT += ',kurtosis:sum'\n"
-        "import gradstat, torch\n"
-        "assert gradstat.stats([torch.ones(1)], backend='reference').shape == (1, 10)\n"
-        "gradstat.stats([torch.ones(1)])"
-    )
-    result = forks.run(code)
-    assert result.returncode != 0
-    assert "StaleExtensionError" in result.stderr
-    assert "Rebuild it" in result.stderr
+    assert message in result.stderr
+    assert code is USE or "StaleExtensionError" in result.stderr
 
 
 def test_without_the_compiled_extension_the_reference_serves(forks: Forks) -> None:
@@ -166,7 +164,7 @@ LAYERS = [
     {"kernels"},
     {"_core"},
     {"tensor_stats"},
-    {"stats", "report"},
+    {"report"},
     {"check"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},

@@ -59,57 +59,46 @@ class Training:
         self.clip = gradstat.ZClip()
         self.micro_batches = gradstat.MicroBatches(self.model)
 
-    def check(self, loss: Tensor) -> object:
-        report = gradstat.check(self.model)
-        if not report.ok:
-            raise AssertionError(report)
-        report.raise_if_nonfinite()
-        return report.total_norm, str(report), report["weight"].l2_norm, [stats.name for stats in report.worst(1)]
 
-    def check_async(self, loss: Tensor) -> object:
-        pending = gradstat.check_async(self.model)
-        return pending.result().to_dict()
-
-    def check_tensors(self, loss: Tensor) -> object:
-        return gradstat.check_tensors({"loss": loss}).max_abs
-
-    def step(self, loss: Tensor) -> object:
-        self.monitor.batch({"x": loss})
-        return [finding.rule for finding in self.monitor.step(loss)], self.monitor.steps
-
-    def clip_(self, loss: Tensor) -> object:
-        return self.clip.clip_(self.model.parameters())
-
-    def accumulate(self, loss: Tensor) -> object:
-        self.micro_batches.check()
-        report = self.micro_batches.result()
-        return report.ok, report.final.total_norm
-
-    def guarded_step(self, loss: Tensor) -> object:
-        return gradstat.guarded_step(self.optimizer, 1.0).total_norm
+def check(training: Training, loss: Tensor) -> object:
+    report = gradstat.check(training.model)
+    if not report.ok:
+        raise AssertionError(report)
+    report.raise_if_nonfinite()
+    return report.total_norm, str(report), report["weight"].l2_norm, [stats.name for stats in report.worst(1)]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        Training.check,
-        Training.check_async,
-        Training.check_tensors,
-        Training.step,
-        Training.clip_,
-        Training.accumulate,
-        Training.guarded_step,
-    ],
-    ids=lambda call: call.__name__,
-)
-def test_what_reads_numbers_leaves_the_graph_quietly(call: Callable[[Training, Tensor], object]) -> None:
+def monitored(training: Training, loss: Tensor) -> object:
+    training.monitor.batch({"x": loss})
+    return [finding.rule for finding in training.monitor.step(loss)], training.monitor.steps
+
+
+def accumulated(training: Training, loss: Tensor) -> object:
+    training.micro_batches.check()
+    report = training.micro_batches.result()
+    return report.ok, report.final.total_norm
+
+
+CALLS: dict[str, Callable[[Training, Tensor], object]] = {
+    "check": check,
+    "check_async": lambda training, loss: gradstat.check_async(training.model).result().to_dict(),
+    "check_tensors": lambda training, loss: gradstat.check_tensors({"loss": loss}).max_abs,
+    "monitor": monitored,
+    "adaptive clip": lambda training, loss: training.clip.clip_(training.model.parameters()),
+    "micro-batches": accumulated,
+    "guarded_step": lambda training, loss: gradstat.guarded_step(training.optimizer, 1.0).total_norm,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_reads_numbers_leaves_the_graph_quietly(call: str) -> None:
     compiled, plain = Training(), Training()
 
     def step(training: Training, x: Tensor) -> object:
         training.optimizer.zero_grad()
         loss = training.model(x).square().sum()
         loss.backward()
-        return call(training, loss)
+        return CALLS[call](training, loss)
 
     compiled_step = torch.compile(step, backend="eager")
     with warnings.catch_warnings():

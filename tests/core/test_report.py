@@ -64,6 +64,7 @@ def test_totals(tensors: dict[str, torch.Tensor], report: gradstat.Report) -> No
     assert report.numel == everything.numel()
     assert len(report) == len(tensors)
     assert report.names == tuple(tensors)
+    assert gradstat.check_tensors([torch.tensor([1.0, math.inf])]).total_norm == math.inf
 
 
 def test_lookup(report: gradstat.Report) -> None:
@@ -138,15 +139,13 @@ def test_text_shows_the_bad_ones_first_then_the_extremes(report: gradstat.Report
     assert lines[3].split()[:5] == ["bad", "3", "3", "-", "[0]"]
     assert any(line.startswith("largest norm") for line in lines)
     assert all(len(line) < 110 for line in lines)
-    assert "NOT FINITE" in repr(report) or "not finite" in repr(report)
-
-
-def test_text_of_healthy_empty_and_incomplete_reports() -> None:
+    assert "not finite" in repr(report)
+    again = pickle.loads(pickle.dumps(report))
+    assert (str(again), again.names) == (str(report), report.names)
     assert str(gradstat.check_tensors([torch.ones(3)])).startswith("gradstat: 1 tensor of 3 elements, all finite")
     assert "largest |x| -" in str(gradstat.check_tensors([torch.ones(0)]))
     assert str(gradstat.check_tensors([])) == "gradstat: no tensor to check"
-    model = torch.nn.Linear(2, 2)
-    assert "no gradient (2): weight, bias" in str(gradstat.check(model))
+    assert "no gradient (2): weight, bias" in str(gradstat.check(torch.nn.Linear(2, 2)))
 
 
 def test_html_is_escaped(report: gradstat.Report) -> None:
@@ -154,12 +153,6 @@ def test_html_is_escaped(report: gradstat.Report) -> None:
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert report._repr_html_().count("<tr") >= 8
-
-
-def test_reports_survive_pickling(report: gradstat.Report) -> None:
-    again = pickle.loads(pickle.dumps(report))
-    assert str(again) == str(report)
-    assert again.names == report.names
 
 
 def test_complex_runs_over_parts() -> None:
@@ -170,12 +163,13 @@ def test_complex_runs_over_parts() -> None:
     assert stats.std == pytest.approx(np.std([3, 4, 0, 0]))
 
 
-def test_norms_of_float64_extremes_and_of_inf_reach_the_report() -> None:
-    report = gradstat.check_tensors([torch.full((4,), x, dtype=torch.float64) for x in (1e200, 1e-200)])
+def test_norms_of_float64_extremes_reach_the_report() -> None:
+    report = gradstat.check_tensors(
+        [torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)]
+    )
     assert [stats.l2_norm for stats in report] == pytest.approx([2e200, 2e-200], rel=1e-12, abs=0.0)
     assert report.to_numpy()["l2_norm"].tolist() == pytest.approx([2e200, 2e-200], rel=1e-12, abs=0.0)
     assert report.total_norm == pytest.approx(2e200)
-    assert gradstat.check_tensors([torch.tensor([1.0, math.inf])]).total_norm == math.inf
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

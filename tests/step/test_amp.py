@@ -8,26 +8,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from test_step import OPTIMIZERS, assert_same_parameters, assert_same_state, is_as_before, network
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
 import gradstat
 from gradstat.amp import GradScaler
 
-OPTIMIZERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "fused sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
-    "fused sgd, dampened": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.3, fused=True),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
-    "fused adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "fused adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True, fused=True),
-    "fused adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01, fused=True),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
-}
-
-
-def network(device: str = "cpu") -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+KINDS = [
+    "SGD",
+    "SGD fused momentum",
+    "SGD fused dampened",
+    "AdamW",
+    "AdamW fused",
+    "AdamW fused amsgrad",
+    "Adagrad fused",
+    "RMSprop",
+]
 
 
 def backward(model: nn.Module, scaler: TorchScaler, x: Tensor, bad: float | None) -> None:
@@ -36,25 +33,21 @@ def backward(model: nn.Module, scaler: TorchScaler, x: Tensor, bad: float | None
         list(model.parameters())[1].grad[2] = bad  # type: ignore[index]
 
 
-def initialised(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
-    return optimizer.state_dict()["state"]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["step", "unscale", "unscale and clip", "accumulate"])
 def test_a_random_sequence_ends_where_torchs_ends(
     kind: str, way: str, device: str, skip_unless_fused: Callable[..., None]
 ) -> None:
     if "fused" in kind:
-        skip_unless_fused(OPTIMIZERS[kind], device)
+        skip_unless_fused(OPTIMIZERS[kind][0], device)
     generator = torch.Generator().manual_seed(len(kind) * 7 + len(way))
     model = network(device)
     models = [model, copy.deepcopy(model)]
-    optimizers = [OPTIMIZERS[kind](m.parameters()) for m in models]
+    optimizers = [OPTIMIZERS[kind][0](m.parameters()) for m in models]
     arguments = {"init_scale": 2.0**10, "growth_interval": 3}
     scalers = [GradScaler(device, **arguments), TorchScaler(device, **arguments)]
     # torch's own fused SGD cannot skip its first step: see test_step.py.
-    first = 2 if "fused sgd" in kind else 0
+    first = 2 if "SGD fused" in kind else 0
     skipped = 0
     for step in range(14):
         bad = (
@@ -79,13 +72,9 @@ def test_a_random_sequence_ends_where_torchs_ends(
             scaler.step(optimizer)
             scaler.update()
         assert scalers[0].state_dict() == scalers[1].state_dict()
-        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+        assert_same_parameters(*models, rtol=2e-5, atol=1e-6)
     assert 0 < skipped < 14
-    ours, theirs = initialised(optimizers[0]), initialised(optimizers[1])
-    for index, state in theirs.items():
-        for name, value in state.items():
-            torch.testing.assert_close(ours[index][name], value, rtol=1e-4, atol=1e-6)
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
     status = scalers[0].status(wait=True)  # type: ignore[union-attr]
     assert (status.steps, status.skipped) == (14, skipped)
     assert status.scale == scalers[1].get_scale()
@@ -109,8 +98,7 @@ def test_one_scaler_serves_several_optimizers(fused: bool, device: str) -> None:
             scaler.update()
     assert mine.state_dict() == torchs.state_dict()
     for a, b in zip(models, twins, strict=True):
-        for p, q in zip(a.parameters(), b.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        assert_same_parameters(a, b)
 
 
 def test_unscaled_gradients_are_bit_for_bit_torchs(device: str) -> None:
@@ -218,37 +206,35 @@ def test_a_real_overflow_in_half_precision_names_itself() -> None:
         scaler.update()
         steps += 1
         if not scaler.report(optimizer).result().ok:
-            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+            assert is_as_before(model, before)
         assert steps < 40
     status = scaler.status(wait=True)
     assert status.skipped == steps - 1 > 0
     assert status.consecutive_skipped == 0
 
 
-def test_a_collapsing_scale_shows() -> None:
-    model, scaler = network(), GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        assert scaler.status().verdict == ("ok" if step < 5 else "collapsing"), step
-        optimizer.zero_grad()
-        backward(model, scaler, torch.randn(4, 6), math.nan)
-        scaler.step(optimizer)
-        scaler.update()
-    status = scaler.status(wait=True)
-    assert (status.scale, status.steps, status.skipped, status.consecutive_skipped) == (2.0**-4, 6, 6, 6)
-    assert "6 skipped in a row. No scale is small enough" in str(status)
-
-
-def test_a_scale_that_runs_away_shows() -> None:
-    model, scaler = network(), GradScaler("cpu", init_scale=2.0**31, growth_interval=1)
+@pytest.mark.parametrize(
+    ("scale", "bad", "verdicts", "words"),
+    [
+        (4.0, math.nan, ["ok"] * 5 + ["collapsing"], "6 skipped in a row. No scale is small enough"),
+        (2.0**31, None, ["ok", "ok", "running away"], "nothing has overflowed on the way here"),
+    ],
+    ids=["collapsing", "running away"],
+)
+def test_a_scale_in_trouble_shows(scale: float, bad: float | None, verdicts: list[str], words: str) -> None:
+    model, scaler = network(), GradScaler("cpu", init_scale=scale, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for verdict in ("ok", "ok", "running away"):
+    for verdict in verdicts:
         assert scaler.status().verdict == verdict
         optimizer.zero_grad()
-        backward(model, scaler, torch.randn(4, 6), None)
+        backward(model, scaler, torch.randn(4, 6), bad)
         scaler.step(optimizer)
         scaler.update()
-    assert "nothing has overflowed on the way here" in str(scaler.status())
+    status, count = scaler.status(wait=True), len(verdicts)
+    skipped = 0 if bad is None else count
+    assert (status.steps, status.skipped, status.consecutive_skipped) == (count, skipped, skipped)
+    assert status.scale == scale * 2.0 ** (count if bad is None else -count)
+    assert words in str(status)
 
 
 def test_checkpoints_go_both_ways_and_the_scaler_pickles() -> None:
@@ -289,18 +275,18 @@ def test_a_cuda_scaler_without_a_gpu_warns_and_is_disabled() -> None:
 # Misuse ----------------------------------------------------------------------------------------------------
 
 
-def scaled(kind: str = "sgd") -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
+def scaled(kind: str = "SGD") -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
     model, scaler = network(), GradScaler("cpu")
-    optimizer = OPTIMIZERS[kind](model.named_parameters())
+    optimizer = OPTIMIZERS[kind][0](model.named_parameters())
     backward(model, scaler, torch.randn(4, 6), None)
     return model, optimizer, scaler
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 def test_torchs_errors_stay_torchs(kind: str) -> None:
     for make in (GradScaler, TorchScaler):
         model = network()
-        optimizer, scaler = OPTIMIZERS[kind](model.parameters()), make("cpu")
+        optimizer, scaler = OPTIMIZERS[kind][0](model.parameters()), make("cpu")
         with pytest.raises(AssertionError, match=r"Attempted .* but _scale is None"):
             scaler.step(optimizer)
         backward(model, scaler, torch.randn(4, 6), None)
@@ -316,7 +302,7 @@ def test_torchs_errors_stay_torchs(kind: str) -> None:
             scaler.unscale_(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        if kind == "sgd":
+        if kind == "SGD":
             with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
                 scaler.step(optimizer)
         else:
@@ -325,40 +311,64 @@ def test_torchs_errors_stay_torchs(kind: str) -> None:
             scaler.update()
 
 
-def test_half_gradients_are_refused_before_any_is_touched() -> None:
+STEPS: dict[str, Callable[[GradScaler, torch.optim.Optimizer], object]] = {
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "unscale": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "guarded step": lambda scaler, optimizer: gradstat.guarded_step(optimizer, scaler=scaler),
+}
+
+
+@pytest.mark.parametrize("way", STEPS)
+def test_half_gradients_are_refused_before_any_is_touched(way: str) -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3).half())]
     optimizer, scaler = torch.optim.SGD(parameters), GradScaler("cpu")
     scaler.scale(torch.ones(()))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\. 'group0\.1' is float16"):
-        scaler.unscale_(optimizer)
+        STEPS[way](scaler, optimizer)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+    if way == "guarded step":  # a fused optimizer divides by itself
+        gradstat.guarded_step(torch.optim.SGD(parameters, lr=65536.0, fused=True), scaler=scaler)
+        assert not any(parameter.any() for parameter in parameters)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+def test_a_guarded_step_takes_a_scaler_that_has_found_something_and_not_stepped(kind: str) -> None:
+    _, optimizer, scaler = scaled(kind)
+    disabled = gradstat.guarded_step(optimizer, scaler=GradScaler("cpu", enabled=False), skip_nonfinite=False)
+    assert disabled.report.result().loss_scale is None
+    gradstat.guarded_step(optimizer, scaler=scaler)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+    scaler.update()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="none of the optimizer's parameters has a gradient"):
+        gradstat.guarded_step(optimizer, scaler=scaler)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+@pytest.mark.parametrize("way", ["step", "guarded step"])
+def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str, way: str) -> None:
     model, optimizer, scaler = scaled(kind)
     late = list(model.parameters())[2]
     gradient, late.grad = late.grad, None
     scaler.unscale_(optimizer)
     late.grad = gradient
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\) and still carries the loss scale"
-    ):
-        scaler.step(optimizer)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\) and still carries the loss sc"):
+        STEPS[way](scaler, optimizer)
+    assert is_as_before(model, before)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-@pytest.mark.parametrize("unscales", [True, False])
-def test_a_parameter_in_two_optimizers_is_refused_instead_of_unscaled_twice(kind: str, unscales: bool) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+@pytest.mark.parametrize("way", STEPS)
+def test_a_parameter_in_two_optimizers_is_refused_instead_of_unscaled_twice(kind: str, way: str) -> None:
     model, optimizer, scaler = scaled(kind)
-    other = OPTIMIZERS[kind](list(model.parameters())[1:])
-    scaler.step(optimizer)
+    other = OPTIMIZERS[kind][0](list(model.parameters())[1:])
+    STEPS["step" if way == "unscale" else way](scaler, optimizer)
     with pytest.raises(RuntimeError, match=r"'group0\.0' is also in another optimizer"):
-        (scaler.unscale_ if unscales else scaler.step)(other)
+        STEPS[way](scaler, other)
 
 
 def test_a_grad_scale_set_by_the_user_multiplies_as_in_torch() -> None:
@@ -375,27 +385,19 @@ def test_a_grad_scale_set_by_the_user_multiplies_as_in_torch() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_nan_limit_is_refused_before_anything_is_unscaled() -> None:
+def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
     model, optimizer, scaler = scaled()
+    with pytest.raises(KeyError, match=r"neither unscale_\(\) nor step\(\)"):
+        scaler.report(optimizer)
     before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="max_norm is NaN"):
         scaler.unscale_and_clip_(optimizer, math.nan)
     assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
-
-
-def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
-    model, optimizer, scaler = scaled()
     next(iter(model.parameters())).grad[1, 1] = math.nan  # type: ignore[index]
     assert scaler.unscale_and_clip_(optimizer, 1.0).isnan()
     assert gradstat.check(model).nan_count == 1
     scaler.step(optimizer)
     scaler.update()
-
-
-def test_a_report_before_any_step_says_so() -> None:
-    _, optimizer, scaler = scaled()
-    with pytest.raises(KeyError, match=r"neither unscale_\(\) nor step\(\)"):
-        scaler.report(optimizer)
 
 
 def test_sparse_gradients_are_unscaled() -> None:

@@ -52,29 +52,24 @@ def trained(fused: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
 
 
-def test_the_report_of_a_step_and_its_counts_follow_its_stream(current: Callable[[str], Any]) -> None:
-    model, optimizer = trained()
-    with current("of the step"):
-        model(torch.ones(1, 3)).sum().backward()
-        result = gradstat.guarded_step(optimizer, 1.0)
-    assert not SEEN  # nothing has set out
-    with current("of somebody who logs"):
-        assert result.report.result().ok
-        assert result.counters.read(wait=True).steps == 1
-    assert set(SEEN) == {"of the step"}
-
-
 @pytest.mark.parametrize("fused", [True, False])
-def test_what_a_loss_scaler_tells_follows_its_stream(current: Callable[[str], Any], fused: bool) -> None:
+@pytest.mark.parametrize("by", ["guarded_step", "scaler"])
+def test_reports_and_counts_follow_the_stream_of_their_step(
+    current: Callable[[str], Any], by: str, fused: bool
+) -> None:
     model, optimizer = trained(fused)
     scaler = amp.GradScaler("cpu")
     with current("of the step"):
         scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        if by == "scaler":
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            result = gradstat.guarded_step(optimizer, 1.0)
+    assert by == "scaler" or not SEEN  # nothing has set out
     with current("of somebody who logs"):
-        assert scaler.report(optimizer).result().ok
-        assert scaler.status(wait=True).steps == 1
+        assert (scaler.report(optimizer) if by == "scaler" else result.report).result().ok
+        assert (scaler.status(wait=True) if by == "scaler" else result.counters.read(wait=True)).steps == 1
     assert set(SEEN) == {"of the step"}
 
 
