@@ -76,11 +76,14 @@ def tables(rows: list[Row]) -> str:
         cells = ([row for row in grid if (row["python"], row["torch"]) == (python, torch)] for torch in torches)
         lines.append(_line(f"Python {python}", *map(_outcome, cells)))
     lines += ["", _line("special", "Python", "torch", "numpy", "outcome"), _line("---", "---", "---", "---", "---")]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if row["special"] in SPECIAL:
             found = row.get("found", {})
-            versions = [found.get("python", row["python"]), found.get("torch", row["torch"]), found.get("numpy", "")]
-            lines.append(_line(SPECIAL[row["special"]], *versions, _special_outcome(row)))
+            kind = SPECIAL[row["special"]], found.get("python", row["python"]), found.get("numpy", "")
+            alike.setdefault((*kind, _special_outcome(row)), []).append(found.get("torch", row["torch"]))
+    for (special, python, numpy, outcome), versions in alike.items():
+        lines.append(_line(special, python, ", ".join(versions), numpy, outcome))
     dates = sorted({row["date"] for row in rows})
     systems = sorted({row["found"]["system"] for row in rows if "system" in row.get("found", {})})
     lines += ["", f"Run on {', '.join(dates)} ({', '.join(systems)}).", ""]
@@ -89,7 +92,7 @@ def tables(rows: list[Row]) -> str:
 
 def _outcome(rows: list[Row]) -> str:
     if not rows:
-        return "not planned"
+        return "-"
     row = next((row for row in rows if row["special"] == "tests"), rows[0])
     if row["outcome"] != "passed":
         return row["outcome"].splitlines()[0]
