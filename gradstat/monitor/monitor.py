@@ -125,7 +125,8 @@ class Monitor:
         self.culprit: Culprit | None = None
         self._replayed = ""
         self._pending: deque[Pending] = deque()
-        self._looked_closer = self._saved = self._last_replay = -_QUIET
+        self._looked_closer = [-_QUIET, -_QUIET]  # when, with a finite loss and without
+        self._saved = self._last_replay = -_QUIET
         self._paused = False
         skips = self._policies.uses("skip")
         self._collector = Collector(
@@ -269,9 +270,10 @@ class Monitor:
             bad = self._buffer.read(pending)
             self.nonfinite_steps += "nonfinite" in pending.scalars
             odd = bad or self._rules.is_out_of_band(pending.scalars)
+            lost = "loss_nonfinite" in pending.scalars
             # Everything that has a state, if it still is as it was in the step.
-            if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer >= _QUIET:
-                self._looked_closer = pending.step
+            if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
+                self._looked_closer[lost] = pending.step
                 pending.numbers.extend(self._collector.look_closer(pending.kinds()))
             self._buffer.take(pending, self._judge)
             if odd or self._to_act_on or self._rules.is_due(pending.step):
@@ -451,7 +453,8 @@ class Monitor:
         if self._snapshots is not None:
             self._snapshots.clear()
         self._warner = Warner()
-        self._looked_closer = self._saved = self._last_replay = -_QUIET
+        self._looked_closer = [-_QUIET, -_QUIET]
+        self._saved = self._last_replay = -_QUIET
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
         self.findings = [Finding.from_dict(values) for values in state["findings"]]

@@ -191,6 +191,25 @@ def test_no_loss_scaler_hides_a_step(kind: str, fused: bool, fault: str) -> None
     assert healthy.max() < 100  # the scale of 65,536 is not in it
 
 
+def test_an_overflow_does_not_hide_what_comes_soon_after() -> None:
+    """Parameters are looked at once in an incident; a loss that is lost is another one."""
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu")
+    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
+        for step in range(9):
+            optimizer.zero_grad()
+            if step == 7:
+                with torch.no_grad():
+                    model[2].bias[1] = math.nan  # type: ignore[index]
+            scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+            if step == 3:
+                model[0].weight.grad[0, 0] = math.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+    found = [(finding.rule, finding.step) for finding in handle.monitor.findings]
+    assert found[:2] == [("nonfinite-gradient", 3), ("nonfinite-parameter", 7)]
+
+
 def test_an_overflow_is_no_error() -> None:
     model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
@@ -228,6 +247,19 @@ def test_gradients_are_measured_before_the_programs_own_clip(subset: bool) -> No
     assert (handle.monitor.recording().scalars["norm"][:3] > 2e-3).all()
     found = handle.monitor.findings[0]
     assert (found.step, found.name, found.evidence["parameters_bad"]) == (3, "0.bias", 1)
+
+
+def test_behind_a_clip_that_was_not_noticed_it_is_said_that_there_may_be_one() -> None:
+    clip = getattr(torch.nn.utils.clip_grad_norm_, "__wrapped__", torch.nn.utils.clip_grad_norm_)  # bound before
+    model, optimizer = made()
+    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
+        model(torch.randn(8, 4)).square().mean().backward()
+        model[0].bias.grad[2] = math.nan  # type: ignore[index]
+        clip(model.parameters(), 1.0)
+        optimizer.step()
+    (found,) = (finding for finding in handle.monitor.findings if finding.rule == "nonfinite-gradient")
+    assert "as a clip leaves them" in found.text
+    assert "before the clip" in found.advice[0]
 
 
 def test_optimizers_with_one_scaler_are_seen_apart() -> None:

@@ -92,7 +92,24 @@ class NonfiniteGradient(Rule):
                 severity = "info"
                 text += " (under a loss scale: an overflow now and then is normal)"
             evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
-            yield self.found(step, name, text, "gradient", severity, **evidence)
+            causes, advice = self.causes, self.advice
+            lost = window.scalars.get("loss_nonfinite")
+            has_lost = lost is not None and lost[np.searchsorted(window.steps, step)] > 0
+            if (
+                len(bad) == len(rows.names) > 1
+                and not has_lost
+                and (rows.field("nan_count")[look] == rows.layout.numel).all()
+            ):
+                text += "; every element is NaN, as a clip leaves them if one was NaN before"
+                causes = (
+                    "a clip before the gradients were measured: it multiplies all by its norm, which was NaN",
+                    *causes,
+                )
+                advice = (
+                    "measure before the clip, monitor.step() above clip_grad_norm_, to see which one it was",
+                    *advice,
+                )
+            yield self.found(step, name, text, "gradient", severity, causes, advice, **evidence)
 
 
 class NonfiniteLoss(Rule):
