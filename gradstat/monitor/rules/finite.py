@@ -92,7 +92,8 @@ class NonfiniteGradient(Rule):
                 severity = "info"
                 text += " (under a loss scale: an overflow now and then is normal)"
             evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
-            causes, advice = self.causes, self.advice
+            causes: tuple[str, ...] = self.causes
+            advice: tuple[str, ...] = self.advice
             lost = window.scalars.get("loss_nonfinite")
             has_lost = lost is not None and lost[np.searchsorted(window.steps, step)] > 0
             if (
