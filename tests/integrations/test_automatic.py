@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradstat
+from gradstat import automatic
 from gradstat.monitor import AnomalyWarning
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -282,8 +283,8 @@ def test_optimizers_with_one_scaler_are_seen_apart() -> None:
 @pytest.fixture
 def _nothing_else_is_watched() -> None:
     """Optimizers of other tests may be waiting to be collected."""
-    gc.collect()
-    gradstat.auto(made()[1]).remove()
+    for handle in [*automatic._handles, gradstat.auto(made()[1])]:
+        handle.remove()
 
 
 @pytest.mark.usefixtures("_nothing_else_is_watched")
