@@ -84,18 +84,20 @@ class AutoHandle:
 
     def _clip(self) -> None:
         if self._max_norm is not None:
-            clip_grad_norm_(self._optimizer_parameters(), self._max_norm)
+            clip_grad_norm_(source_of(self._optimizer).parameters, self._max_norm)
 
     def _holds(self, parameters: Iterable[object]) -> bool:
         """Whether one of them is the optimizer's."""
-        return not {id(parameter) for parameter in parameters}.isdisjoint(map(id, self._optimizer_parameters()))
+        return not {id(parameter) for parameter in parameters}.isdisjoint(
+            map(id, source_of(self._optimizer).parameters)
+        )
 
     def _before_change(self, scaler: GradScaler | None) -> None:
         """Measures complete gradients, unless this was done since they were made, for a ``scaler`` or else a clip."""
-        if self.monitor.scaler is None:
-            # Behind backward() it can only be the one that has scaled something, if there is no other.
-            pending = [scaler] if scaler is not None else list(_losses) if len(_handles) == 1 else []
-            self.monitor.scaler = pending[0] if len(pending) == 1 else None
+        if scaler is None and len(_handles) == len(_losses) == 1:
+            scaler = next(iter(_losses))  # no other can have scaled what is there
+        if self.monitor.scaler is None and scaler is not None:
+            self.monitor.scaler = scaler
         if self._measured is not None:
             known, version = self._measured
             gradient = known()
@@ -107,7 +109,7 @@ class AutoHandle:
 
     def _note_gradients(self) -> None:
         """Remembers the gradients as they are now: measured, or changed since by what told of it."""
-        gradients = (parameter.grad for parameter in self._optimizer_parameters())
+        gradients = (parameter.grad for parameter in source_of(self._optimizer).parameters)
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
@@ -115,20 +117,12 @@ class AutoHandle:
         """Measures, and warns of a clip that meets the loss scale."""
         self._before_change(None)
         scaler = self.monitor.scaler
-        if (
-            scaler is None
-            or self._has_warned
-            or not scaler.is_enabled()
-            or not is_still_scaled(scaler, self._optimizer)
-        ):
-            return
-        self._has_warned = True
-        text = "gradstat: gradients are clipped that still carry the loss scale, so to a norm that is the scale times "
-        text += "too small; call scaler.unscale_(optimizer) before the clip"
-        warnings.warn(text, AnomalyWarning, stacklevel=find_stack_level())
-
-    def _optimizer_parameters(self) -> list[Any]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
+        if is_scaled and not self._has_warned:
+            self._has_warned = True
+            text = "gradstat: gradients are clipped that still carry the loss scale, so to a norm that is the scale "
+            text += "times too small; call scaler.unscale_(optimizer) before the clip"
+            warnings.warn(text, AnomalyWarning, stacklevel=find_stack_level())
 
     def remove(self) -> None:
         """Takes the monitor out of the optimizer and ends it; its findings stay."""
@@ -195,7 +189,8 @@ def _step(layer: Layer) -> Callable[..., Any]:
 
 def _scale(layer: Layer) -> Callable[..., Any]:
     def replacement(scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(outputs, Tensor) and outputs.numel() == 1 and not torch.compiler.is_compiling():
+        is_loss = isinstance(outputs, Tensor) and outputs.numel() == 1
+        if is_loss and not torch.compiler.is_compiling() and scaler.is_enabled():
             _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
         return layer.below(scaler, outputs, *args, **kwargs)
 

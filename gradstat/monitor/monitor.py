@@ -297,7 +297,7 @@ class Monitor:
             return
         collector = self._collector
         eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
-        is_scaled = self.scaler is not None
+        is_scaled = self.scaler is not None and self.scaler.is_enabled()
         facts = Facts(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes)
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)

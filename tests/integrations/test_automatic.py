@@ -129,6 +129,13 @@ def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool) -> N
 # Behind a loss scaler or a clip ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _nothing_else_is_watched() -> None:
+    """Optimizers of other tests may be waiting to be collected."""
+    for handle in [*automatic._handles, gradstat.auto(made()[1])]:
+        handle.remove()
+
+
 class NativeScaler:
     """As trainers wrap torch's."""
 
@@ -263,6 +270,23 @@ def test_behind_a_clip_that_was_not_noticed_it_is_said_that_there_may_be_one() -
     assert "before the clip" in found.advice[0]
 
 
+@pytest.mark.usefixtures("_nothing_else_is_watched")
+@pytest.mark.parametrize("given", [False, True])
+def test_a_scaler_that_is_off_excuses_nothing(given: bool) -> None:
+    """Programs make one in any case, and switch it on for float16 only."""
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with gradstat.auto(optimizer, model, scaler=scaler if given else None, on_anomaly="record") as handle:
+        scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+        model[0].bias.grad[2] = math.nan  # type: ignore[index]
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    found = next(finding for finding in handle.monitor.findings if finding.rule == "nonfinite-gradient")
+    assert (found.name, found.severity) == ("0.bias", "error")
+
+
 def test_optimizers_with_one_scaler_are_seen_apart() -> None:
     (first, one), (second, two) = made(), made()
     handles = [gradstat.auto(one, first, on_anomaly="record"), gradstat.auto(two, second, on_anomaly="record")]
@@ -278,13 +302,6 @@ def test_optimizers_with_one_scaler_are_seen_apart() -> None:
     assert healthy.steps == bad.steps == 4
     assert not healthy.findings
     assert (bad.findings[0].rule, bad.findings[0].step) == ("nonfinite-loss", 2)
-
-
-@pytest.fixture
-def _nothing_else_is_watched() -> None:
-    """Optimizers of other tests may be waiting to be collected."""
-    for handle in [*automatic._handles, gradstat.auto(made()[1])]:
-        handle.remove()
 
 
 @pytest.mark.usefixtures("_nothing_else_is_watched")
