@@ -28,6 +28,15 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 test: $(VENV)/.for-test $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after another)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+# Large trainers, in an environment of their own: some change how the others behave by being installed.
+.PHONY: frameworks
+frameworks: ## Run DeepSpeed and the other large trainers for real (an environment of its own, gigabytes)
+	$(MAKE) VENV=$(VENV)-frameworks run-frameworks
+
+.PHONY: run-frameworks
+run-frameworks: $(VENV)/.for-frameworks $(BUILT)
+	GRADSTAT_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks
+
 .PHONY: coverage
 coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
 	mkdir -p build/coverage && rm -f build/coverage/data*
@@ -132,7 +141,7 @@ fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) gradstat/_fields.py --write
 
 clean: ## Remove everything that was built, the virtual environment included
-	rm -rf $(VENV) build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV)-frameworks build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
