@@ -312,17 +312,26 @@ def model_name(model: nn.Module) -> str:
     return type(uncompiled(without_ddp(uncompiled(model)))).__name__
 
 
-def eps_of(optimizer: Optimizer | None) -> float:
-    """What the optimizer adds to the root of its second moment."""
-    eps = 0.0 if optimizer is None else optimizer.param_groups[0].get("eps", 0.0)
-    return float(eps) if isinstance(eps, (int, float)) and math.isfinite(eps) else 0.0
+def _setting(optimizer: Optimizer | None, key: str) -> float:
+    """A setting of the first group; 0 if there is none."""
+    value = 0.0 if optimizer is None else optimizer.param_groups[0].get(key, 0.0)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
-def second_moment_decay_of(optimizer: Optimizer | None) -> float:
+def facts_of(optimizer: Optimizer | None) -> dict[str, float]:
+    """What `Facts` has of an optimizer."""
+    return {
+        "optimizer_eps": _setting(optimizer, "eps"),
+        "second_moment_decay": _second_moment_decay_of(optimizer),
+        "initial_lr": _setting(optimizer, "initial_lr"),
+    }
+
+
+def _second_moment_decay_of(optimizer: Optimizer | None) -> float:
     """How much of its second moment the optimizer keeps from step to step, the least of all groups; 0 if not known."""
-    kept = []
+    kept: list[Any] = []
     for group in () if optimizer is None else optimizer.param_groups:
         betas = group.get("betas")
-        kept.append(betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha"))
+        kept += betas[1:] if isinstance(betas, (tuple, list)) else [group.get("alpha", group.get("rho"))]
     known = [float(value) for value in kept if isinstance(value, (int, float)) and 0 < value < 1]
     return min(known) if known and len(known) == len(kept) else 0.0

@@ -22,7 +22,7 @@ from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.monitor.actions import Skipping, Snapshots
-from gradstat.monitor.collector import Collector, Pending, eps_of, model_name, second_moment_decay_of
+from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.history import History, as_state, from_state
@@ -296,9 +296,14 @@ class Monitor:
         if self._buffer.is_empty:
             return
         collector = self._collector
-        eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
         is_scaled = self.scaler is not None and self.scaler.is_enabled()
-        facts = Facts(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes)
+        facts = Facts(
+            collector.backward_order,
+            is_scaled,
+            self._max_norm,
+            classes=collector.classes,
+            **facts_of(self._optimizer),
+        )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
         found = self._rules.review(window)

@@ -70,17 +70,22 @@ def states_of(
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
-    """Which parameters the optimizer lacks, has though they are frozen, or has from somewhere else."""
+    """Which parameters the optimizer lacks, has though they are frozen, or has from somewhere else.
+
+    What it lacks and has no gradient is resting, and what is not the model's but has one is trained beside it.
+    """
     held = {
-        id(parameter): f"param_groups[{g}]['params'][{i}]"
+        id(parameter): (f"param_groups[{g}]['params'][{i}]", parameter)
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     }
+    lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in held and p.requires_grad]
     known = {id(parameter) for parameter in parameters}
     return {
-        "absent": [n for n, p in zip(names, parameters, strict=True) if id(p) not in held and p.requires_grad],
+        "absent": [name for name, parameter in lacking if parameter.grad is not None],
+        "resting": [name for name, parameter in lacking if parameter.grad is None],
         "frozen": [n for n, p in zip(names, parameters, strict=True) if id(p) in held and not p.requires_grad],
-        "foreign": [place for parameter, place in held.items() if parameter not in known],
+        "foreign": [place for i, (place, parameter) in held.items() if i not in known and parameter.grad is None],
     }
 
 

@@ -185,6 +185,7 @@ class Facts:
         max_norm: What the total norm is clipped to, if the monitor was told.
         optimizer_eps: What the optimizer adds to the root of its second moment, 0 if nothing.
         second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
+        initial_lr: The learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Into how many classes labels fall, if the monitor was told.
     """
 
@@ -193,6 +194,7 @@ class Facts:
     max_norm: float | None = None
     optimizer_eps: float = 0.0
     second_moment_decay: float = 0.0
+    initial_lr: float = 0.0
     classes: int | None = None
 
     def first_in_backward(self, names: Sequence[str]) -> str:

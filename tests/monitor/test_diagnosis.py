@@ -5,11 +5,12 @@ import re
 import diagnosis
 from faults import FAULTS
 from healthy import HEALTHY
+from programs import PROGRAMS
 
 
 def test_the_rules_are_rendered_from_the_code() -> None:
     document = diagnosis.DOCUMENT.read_text()
-    assert len(diagnosis.MARKED.findall(document)) == 3, "a marker was lost"
+    assert len(diagnosis.MARKED.findall(document)) == 4, "a marker was lost"
     fresh = diagnosis.rendered(document, {"rules": diagnosis.rules()})
     assert fresh == document, "run `python tools/diagnosis.py --write --only rules`"
 
@@ -32,3 +33,9 @@ def test_the_healthy_trainings_are_those_that_are_run() -> None:
     ((seeds, steps),) = re.findall(r"^\| training, (\d+) seeds of ([\d,]+) steps each \|", document, re.MULTILINE)
     assert int(seeds) >= 3
     assert int(steps.replace(",", "")) >= 500
+
+
+def test_the_programs_are_those_that_are_run() -> None:
+    rows = diagnosis.cells(diagnosis.DOCUMENT.read_text(), "programs")
+    expected = [[program.name, f"{program.steps:,}"] for program in PROGRAMS]
+    assert rows == expected, "run `python tools/diagnosis.py --only programs --write`"

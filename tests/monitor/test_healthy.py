@@ -5,9 +5,12 @@
 
 import math
 import os
+import random
 
 import pytest
+import torch
 from healthy import HEALTHY, Healthy, silence
+from programs import PROGRAMS, Program, run
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
@@ -25,3 +28,24 @@ def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:
     if not LONG:
         assert loss[-20:].mean() < 0.7 * loss[:20].mean()
     assert all(map(math.isfinite, loss))
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("seed", range(5 if LONG else 1))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_programs_of_others_are_neither_accused_nor_changed(program: Program, seed: int) -> None:
+    steps = program.steps if LONG else program.short
+    watched, found, monitors = run(program, seed, steps)
+    drawn = torch.get_rng_state(), random.getstate()
+    assert found == []
+    assert all(monitor.steps for monitor in monitors)
+    assert monitors
+    assert all(map(math.isfinite, watched.course))
+    first, last = watched.ends()
+    assert program.falls is None or last < program.falls * first
+    alone, _, nobody = run(program, seed, steps, on=False)
+    assert nobody == []
+    assert watched.course == alone.course
+    assert watched.digest() == alone.digest()
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert drawn[1] == random.getstate()

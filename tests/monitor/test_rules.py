@@ -142,6 +142,20 @@ def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x") ->
     return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)])
 
 
+def adam(kind: str, values: Sequence[float], every: int = 50) -> Story:
+    """The same, of an optimizer whose settings are known."""
+    story = one(kind, values, every)
+    story.facts = Facts(optimizer_eps=1e-8, second_moment_decay=0.95)
+    return story
+
+
+def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: dict[int, float] | None = None) -> Story:
+    """The same (a norm is eight times the size), and the norms of gradients."""
+    story = one(kind, values)
+    story.scalars["finite_norm"] = [(norms or {}).get(step, norm) for step in range(story.steps)]
+    return story
+
+
 def shares(kind: str, values: Sequence[float], every: int = 50) -> Story:
     """A kind with one number, every so many steps."""
     rows = {i * every: [row(v, 1, mean=v)] for i, v in enumerate(values)}
@@ -158,6 +172,10 @@ def seen(kind: str, value: Any, step: int = 3) -> Story:
     return Story(10, observations=[Observation(kind, step, value)])
 
 
+def covered(**parts: list[str]) -> Any:
+    return {"absent": [], "resting": [], "frozen": [], "foreign": [], **parts}
+
+
 def labels(low: int, high: int) -> Any:
     return {"name": "batch[1]", "low": low, "high": high, "classes": 4}
 
@@ -169,7 +187,7 @@ def incidents(*positions: int) -> Story:
 
 
 def missing(steps: int) -> Story:
-    rows = {step: [ABSENT, ABSENT, row()] for step in range(20)}
+    rows = {step: [ABSENT, ABSENT, row()] for step in range(40)}
     return rows_of("gradient", rows, observations=[Observation("missing", step, [1]) for step in range(4, 4 + steps)])
 
 
@@ -196,8 +214,10 @@ def halves(zeros: int, normals: float, steps: int = 10) -> Story:
     return rows_of("gradient", rows, dtype=torch.float16)
 
 
-def beside_weights(gradient: float, steps: int, weight: float = 1.0, looks: Sequence[int] = (0, 3)) -> Story:
-    rows = {step: [row(gradient if step < steps else 0.1), row(0.1, 8), row()] for step in range(steps + 5)}
+def beside_weights(
+    gradient: float, steps: int, weight: float = 1.0, looks: Sequence[int] = (0, 3), other: float = 1.0
+) -> Story:
+    rows = {step: [row(gradient if step < steps else 0.1), row(0.1, 8), row(other)] for step in range(steps + 5)}
     weights = {step: [row(weight), row(1.0, 8), row()] for step in looks}
     return rows_of("gradient", rows, tables={"parameter": Table(weights)})
 
@@ -207,9 +227,9 @@ def updated(*ratios: float) -> Story:
     return rows_of("update", rows, tables={"parameter": Table({0: [row(), row(1.0, 8), row()]})})
 
 
-def unchanged(looks: int, gradient: float = 0.1, apart: int = 50) -> Story:
+def unchanged(looks: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1) -> Story:
     """The first weight changes until the third look, and then does not for so many."""
-    weights = {i * apart: [row(1 + 0.01 * min(i, 2)), row(1 + i, 8), row(1 + i)] for i in range(3 + looks)}
+    weights = {i * apart: [row(1 + 0.01 * min(i, 2), zeros=zeros), row(1 + i, 8), row(1 + i)] for i in range(3 + looks)}
     gradients = {step: [row(gradient), row(0.1, 8), row()] for step in range(max(weights) + 1)}
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
 
@@ -250,26 +270,26 @@ CASES = [
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [3.1] * 5), 5, "lr",
          (series("lr", [1.0] * 5 + [3.0] * 5), series("lr", [0.0] + [1.0] * 5), series("lr", [math.nan] * 9),
           series("lr", [1.0, 0.1, 1.0, 0.1, 1.0]))),
+    Case("learning-rate-jump", series("lr", [1.0] * 5 + [5.1] * 5, facts=Facts(initial_lr=5.0)), 5, "lr",
+         (series("lr", [1.0] * 5 + [5.0] * 5, facts=Facts(initial_lr=5.0)),)),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.049] * 5), 5, "lr", (series("lr", [1.0] * 5 + [0.05] * 5),)),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [-1.0] * 5), 5, "lr", ()),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.0] * 20), 5, "lr",
          (series("lr", [1.0] * 5 + [0.0] * 19 + [0.1]), series("lr", [0.0] * 30))),
-    Case("optimizer-coverage", seen("coverage", {"absent": ["a.weight"], "frozen": [], "foreign": []}), 3, "a.weight",
-         (seen("coverage", {"absent": [], "frozen": [], "foreign": []}),)),
+    Case("optimizer-coverage", seen("coverage", covered(absent=["a.weight"])), 3, "a.weight",
+         (seen("coverage", covered()),)),
     Case("replica-mismatch", seen("replicas", report(ok=False, drifted=[report(name="a.bias")])), 3, "a.bias",
          (seen("replicas", report(ok=True)),)),
     Case("nonfinite-optimizer-state", rows_of("exp_avg", {0: healthy_rows(), 50: with_nan(1)}), 50, "a.bias",
          (rows_of("exp_avg", {0: healthy_rows()}), rows_of("parameter", {0: with_nan()}))),
-    Case("second-moment-drop", one("exp_avg_sq", [1.0, 1.0, 0.49 * 0.9**5], 5), 10, "x",
-         (one("exp_avg_sq", [1.0, 1.0, 0.51 * 0.95**5], 5), one("exp_avg_sq", [0.0, 0.0, 1.0], 5),
-          one("exp_avg", [1.0, 0.0, 0.0], 5))),
-    Case("momentum-drift", one("exp_avg", [1.0] * 5 + [1.2**i for i in range(1, 7)]), 9 * 50, "x",
-         (one("exp_avg", [1.0] * 5 + [1.14**i for i in range(1, 12)]),
-          one("exp_avg", [1.0] * 5 + [1.2, 1.5, 1.9, 2.3, 2.2]),
-          one("exp_avg", [2.0, *[1.0] * 4, 1.2, 1.5, 1.9, 2.3, 2.8, 3.9]),
-          one("exp_avg", [0.0] * 5 + [1.2**i for i in range(1, 7)]))),
-    Case("momentum-drift", one("momentum_buffer", [1.0, 1.0, 101.0]), 100, "x",
-         (one("momentum_buffer", [1.0, 1.0, 99.0]), one("momentum_buffer", [1.0, 101.0]))),
+    Case("second-moment-drop", adam("exp_avg_sq", [1.0, 1.0, 0.49 * 0.95**5], 5), 10, "x",
+         (adam("exp_avg_sq", [1.0, 1.0, 0.51 * 0.95**5], 5), adam("exp_avg_sq", [0.0, 0.0, 1.0], 5),
+          adam("exp_avg", [1.0, 0.0, 0.0], 5), one("exp_avg_sq", [1.0, 1.0, 0.0], 5))),
+    Case("momentum-drift", moved("exp_avg", [1.0, 101.0]), 50, "x",
+         (moved("exp_avg", [1.0, 99.0]), moved("exp_avg_sq", [1.0, 101.0]), moved("exp_avg", [101.0]),
+          moved("exp_avg", [1.0, 101.0], norm=0.0))),
+    Case("momentum-drift", moved("momentum_buffer", [1.0, 99.0, 101.0], norms={100: 1e6}), 100, "x",
+         (moved("momentum_buffer", [1.0, 99.0, 101.0], norms={99: 9.0}),)),
     Case("nonfinite-parameter", rows_of("parameter", {0: healthy_rows(), 50: with_nan()}), 50, "b.weight",
          (rows_of("parameter", {0: healthy_rows()}), rows_of("buffer", {0: with_nan()}))),
     Case("parameter-jump", one("parameter", [1.0, 101.0]), 50, "x",
@@ -303,32 +323,35 @@ CASES = [
     Case("loss-scale", skipped(0, 2.0**33), 0, "loss_scale", (skipped(0, 2.0**32),)),
     Case("nonfinite-gradient", rows_of("gradient", {0: healthy_rows(), 4: with_nan(0, 3)}), 4, "a.weight",
          (rows_of("gradient", {0: healthy_rows()}), rows_of("gradient", {0: [ABSENT] * 3}))),
-    Case("missing-gradient", missing(5), 4, "a.bias",
-         (missing(4), rows_of("gradient", {step: [ABSENT, ABSENT, row()] for step in range(20)}))),
+    Case("missing-gradient", missing(20), 4, "a.bias",
+         (missing(19), rows_of("gradient", {step: [ABSENT, ABSENT, row()] for step in range(20)}))),
     Case("dead-gradient", dead(20), 4, "a.bias", (dead(19),)),
     Case("underflow", halves(30, 7.0), 0, "a.weight", (halves(30, 7.0, steps=9), halves(19, 7.0), halves(30, 9.0))),
     Case("vanishing-gradient", series("norm", [1.0] * 5 + [1e-9] * 5), 5, "norm",
          (series("norm", [1.0] * 5 + [1e-9] * 4 + [1.0]), series("norm", [2e-8] * 20),
           series("norm", [math.nan] * 20))),
     Case("vanishing-gradient", layers(1e-6), 0, "0.weight", (layers(1e-4),)),
-    Case("exploding-gradient", series("norm", [*NORMS, 10.1]), 96, "norm",
-         (series("norm", [*NORMS, 9.9]), series("norm", [*NORMS, math.nan, math.inf]),
+    Case("exploding-gradient", series("norm", [*NORMS, 20.1]), 96, "norm",
+         (series("norm", [*NORMS, 19.9]), series("norm", [*NORMS, math.nan, math.inf]),
           series("norm", [1.0] * 30 + [9.0]))),
     Case("exploding-gradient", series("norm", [*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), 96, "norm",
          (series("norm", [*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), series("norm", [*NORMS, 0.9, 0.9, 0.9, 0.9]))),
-    Case("exploding-gradient", series("norm", [1.0, 1.0, 1001.0]), 2, "norm", (series("norm", [1.0, 1.0, 999.0]),)),
-    Case("exploding-gradient", series("norm", [501.0] * 10), 9, "norm", (series("norm", [499.0] * 10),)),
+    Case("exploding-gradient", series("norm", [1.0, 2.0, 1.0, 1.0, 1.0, 2001.0]), 5, "norm",
+         (series("norm", [1.0, 2.0, 1.0, 1.0, 1.0, 1999.0]), series("norm", [1.0, 1.0, 1.0, 1.0, 1e9]),
+          series("norm", [1e6] * 60))),
     Case("gradient-weight-ratio", beside_weights(101.0, 5), 0, "a.weight",
          (beside_weights(101.0, 4), beside_weights(99.0, 9), beside_weights(101.0, 9, looks=[0]),
-          beside_weights(1.0, 9, weight=0.0))),
+          beside_weights(1.0, 9, weight=0.0), beside_weights(101.0, 9, other=1.1))),
     Case("gradient-weight-ratio", beside_weights(0.9e-5, 500), 0, "a.weight",
          (beside_weights(0.9e-5, 499), beside_weights(1.1e-5, 600), beside_weights(0.0, 600))),
     Case("update-weight-ratio", updated(0.1, 0.31, 0.31), 11, "a.weight", (updated(0.1, 0.31), updated(0.3, 0.3, 0.3))),
     Case("update-weight-ratio", updated(0.9e-7, 0.9e-7), 1, "a.weight", (updated(1.1e-7, 1.1e-7), updated(0.0, 0.0))),
     Case("unchanged-parameter", unchanged(2), 100, "a.weight",
-         (unchanged(1), unchanged(2, gradient=0.0), unchanged(9, apart=5))),
-    Case("small-second-moment", one("exp_avg_sq", [1.0, 0.9e-10, 0.9e-10, 0.9e-10]), 50, "x",
-         (one("exp_avg_sq", [0.9e-10, 0.9e-10]), one("exp_avg_sq", [1.1e-10] * 5), one("exp_avg_sq", [0.0] * 5))),
+         (unchanged(1), unchanged(2, gradient=0.9e-5), unchanged(9, apart=5), unchanged(2, zeros=0))),
+    Case("unchanged-parameter", unchanged(2, gradient=1.1e-5), 100, "a.weight", (unchanged(2, gradient=0.0),)),
+    Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16, 0.9e-16]), 50, "x",
+         (adam("exp_avg_sq", [0.9e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [0.0] * 5),
+          one("exp_avg_sq", [0.9e-16] * 5))),
     Case("clip-activity", series("norm", [1.1] * 460 + [0.9] * 40, facts=Facts(max_norm=1.0)), 499, "norm",
          (series("norm", [1.1] * 440 + [0.9] * 60, facts=Facts(max_norm=1.0)), series("norm", [1.1] * 500)), (500,)),
 ]  # fmt: skip
@@ -423,17 +446,10 @@ def test_what_is_no_trouble_by_itself_is_an_info() -> None:
 
 
 def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
-    story = one("exp_avg_sq", [1.0, 0.2], 50)
+    story = adam("exp_avg_sq", [1.0, 0.2])
     assert told(new("second-moment-drop"), story.windows(100)) == []
     story.facts = Facts(second_moment_decay=0.999)
     assert told(new("second-moment-drop"), story.windows(100)) == [("second-moment-drop", 50, "x")]
-
-
-def test_a_small_second_moment_is_judged_beside_eps() -> None:
-    for value, found in ((0.9e-10, []), (1.1e-14, []), (0.9e-14, [("small-second-moment", 0, "x")])):
-        story = one("exp_avg_sq", [value] * 4)
-        story.facts = Facts(optimizer_eps=1e-8)
-        assert told(new("small-second-moment"), story.windows(100)) == found
 
 
 @pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])
@@ -465,13 +481,6 @@ def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
     assert rate.bands() == {"lr": (0.0, math.inf)}
     told(rate, series("lr", [1.0]).windows(1))
     assert rate.bands() == {"lr": (0.05, 3.0)}
-
-
-def test_norms_that_are_always_large_are_told_once() -> None:
-    story = series("norm", [*wobbling(200, 2000.0), 15_000.0])
-    assert told(new("exploding-gradient"), story.windows(32)) == [("exploding-gradient", 0, "norm")]
-    story = series("norm", [*wobbling(200, 2000.0), *[25_000.0] * 5])
-    assert [step for _, step, _ in told(new("exploding-gradient"), story.windows(32))] == [0, 200]
 
 
 def test_a_series_with_heavy_tails_has_a_higher_limit() -> None:

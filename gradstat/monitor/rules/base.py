@@ -186,7 +186,11 @@ class LastingRule(Rule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lasts_for, self._since = PerName(0.0), PerName(0.0)
+        self._lasts_for, self._since, self._times = PerName(0.0), PerName(0.0), PerName(0.0)
+
+    def come_and_go(self, names: tuple[str, ...]) -> bool:
+        """Whether it has begun for the same tensor three times."""
+        return bool((self._times.of(names) >= 3).any())
 
     def lasting(
         self, rows: Rows, condition: Bools, looks: int, names: tuple[str, ...] | None = None
@@ -197,10 +201,11 @@ class LastingRule(Rule):
         step. ``names`` are those of episodes, if not those of the rows.
         """
         names = rows.names if names is None else names
-        since = self._since.of(names)
+        since, times = self._since.of(names), self._times.of(names)
         for look, lengths in runs(condition, self._lasts_for.of(names)):
             step = int(rows.steps[look])
             since[lengths == 1] = step
+            times += lengths == 1
             due = np.flatnonzero(lengths == looks).tolist()
             fresh = [i for i in due if self._episodes.begins(names[i], step)]
             if fresh:

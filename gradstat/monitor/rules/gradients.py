@@ -7,21 +7,18 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Band, Episodes, LastingRule, Rule, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
 class ExplodingGradient(SpikeRule):
-    """A total norm that is too large by itself, or beside the steps before.
+    """A total norm that is too large beside those of the steps before.
 
     Args:
-        limit: Of the total norm of one step. Where norms are always large, as those of a loss that is summed, it is
-            told once; when the window is half full, a norm has to be above ``factor`` times its median as well.
-        mean_limit: Of the mean of ten steps, likewise.
-        sigmas, log_sigmas, factor, back, times, within, beyond, window: As for `SpikeRule`. Norms have heavy tails,
-            so three standard deviations alone are exceeded by healthy steps every day.
+        sigmas, log_sigmas, factor, back, times, within, beyond, early, window: As for `SpikeRule`. Norms have heavy
+            tails, so three standard deviations alone are exceeded by healthy steps every day.
     """
 
     name = "exploding-gradient"
@@ -38,43 +35,29 @@ class ExplodingGradient(SpikeRule):
 
     def __init__(
         self,
-        limit: float = 1e3,
-        mean_limit: float = 5e2,
         sigmas: float = 3.0,
-        log_sigmas: float = 3.0,
+        log_sigmas: float = 5.0,
         factor: float = 10.0,
         back: float = 0.25,
         times: int = 4,
         within: int = 5,
-        beyond: float = 5.0,
+        beyond: float = 10.0,
+        early: float = 1e3,
         window: int = 100,
     ) -> None:
-        super().__init__(sigmas, log_sigmas, factor, back, 0.0, times, within, beyond, window, quiet=20)
-        self.limit, self.mean_limit = limit, mean_limit
+        super().__init__(sigmas, log_sigmas, factor, back, 0.0, times, within, beyond, early, window, quiet=20)
 
     def bands(self) -> Mapping[str, Band]:
-        return {"norm": (-math.inf, self._limit_of(self.limit))}
-
-    def _limit_of(self, absolute: float) -> float:
-        return absolute if math.isinf(self._high) else min(self._high, max(absolute, self.factor * self._median))
+        return {"norm": (-math.inf, self._high)}
 
     def review(self, window: Window) -> Iterable[Finding]:
         for look, (step, norm) in enumerate(series(window, "norm")):
             if not math.isfinite(norm):
                 continue
-            limit = self._limit_of(self.limit)
-            median = self._median
+            limit, median = self._high, self._median
             began = self.leapt(step, norm)
-            if began is None and norm > max(limit, self.limit) and self._episodes.begins("leap", step):
-                began = step
-            last = self._values[-10:]
             if began is not None:
                 yield self._finding(window, look, norm, began, median, limit)
-                continue
-            mean = sum(last) / 10 if len(last) == 10 else 0.0
-            if mean > max(self.mean_limit, self._limit_of(self.mean_limit)) and self._episodes.begins("leap", step):
-                text = f"the gradient norm is {mean:.3g} on average of 10 steps"
-                yield self.found(step, "norm", text, mean=mean, limit=self.mean_limit)
 
     def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
         rows = window.rows("gradient")
@@ -162,7 +145,10 @@ def _module(parameter: str) -> str:
 
 
 class _GoneRule(LastingRule):
-    """Gradients that are gone for ``in_a_row`` steps; ``others`` are those that are as the one that is named."""
+    """Gradients that are gone for ``in_a_row`` steps; ``others`` are those that are as the one that is named.
+
+    An info in a model in which gradients come and go, as those of experts do that are chosen by a router.
+    """
 
     others = ""
 
@@ -170,11 +156,14 @@ class _GoneRule(LastingRule):
         super().__init__()
         self.in_a_row = in_a_row
 
-    def _finding(self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str) -> Finding:
+    def _finding(
+        self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str, is_serious: bool = True
+    ) -> Finding:
         every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
         text += f", {self.others} {len(every) - 1} others" * (len(every) > 1)
         began = since[rows.names.index(name)]
-        return self.found(began, name, text, about="gradient", parameters=every[:20], in_a_row=self.in_a_row)
+        severity: Severity = "info" if not is_serious or self.come_and_go(rows.names) else self.severity
+        return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=self.in_a_row)
 
 
 class DeadGradient(_GoneRule):
@@ -209,13 +198,16 @@ class DeadGradient(_GoneRule):
             # weight lives, the weight has a zero for its input, and the cause is what makes that.
             alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
             names = [rows.names[i] for i in fresh]
-            name = window.facts.first_in_backward([n for n in names if _module(n) not in alive] or names)
+            whole = [name for name in names if _module(name) not in alive]
+            name = window.facts.first_in_backward(whole or names)
+            # A bias that the loss does not see, as that of a critic of which only differences count.
+            is_serious = bool(whole or rows.layout.matrices[fresh].any())
             text = f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
-            yield self._finding(rows, lengths, since, name, text)
+            yield self._finding(rows, lengths, since, name, text, is_serious)
 
 
 class MissingGradient(_GoneRule):
-    """Parameters that require a gradient and never get one.
+    """Parameters that require a gradient and get none, and are in the optimizer.
 
     Args:
         in_a_row: For so many steps.
@@ -232,16 +224,21 @@ class MissingGradient(_GoneRule):
         "if it is meant to rest, requires_grad_(False) says so and saves its memory",
     )
 
-    def __init__(self, in_a_row: int = 5) -> None:
+    def __init__(self, in_a_row: int = 20) -> None:
         super().__init__(in_a_row)
+        self._resting: list[str] = []  # as a target network does, which `OptimizerCoverage` tells of
 
     def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("coverage"):
+            self._resting = seen.value["resting"]
         rows = window.rows("gradient")
         if rows is None:
             return
         missing = np.zeros(rows.present.shape, dtype=bool)
         for seen in window.observed("missing"):  # rows do not tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
+        if self._resting:
+            missing &= ~np.isin(rows.names, self._resting)
         for _, fresh, lengths, since in self.lasting(rows, missing, self.in_a_row):
             name = rows.names[fresh[-1]]  # the one nearest to the loss: those before it are cut off with it
             text = f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"

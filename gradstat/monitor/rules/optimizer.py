@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -24,76 +23,51 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
 
 
 class MomentumDrift(Rule):
-    """Momentum that grows and grows.
+    """Momentum far larger than gradients can have made it: overwritten, or restored wrongly.
 
     Args:
-        growth: By more than this share from look to look, for so many ``looks`` in a row.
-        factor: And in the end above so many times the largest norm before that. Norms of gradients' averages are noisy,
-            and five rises in a row happen.
-        settled_after: Looks it takes to settle.
-        jump: So many times the settled norm is too much at once, without growing, from the third look on.
+        factor: Norm over the largest total norm that gradients had so far, so that weight decay does not matter. A
+            momentum of 0.99 without dampening comes to 100 times a gradient that stays as it is.
     """
 
     name = "momentum-drift"
     causes = (
-        "gradients that point the same way and grow: the run is about to diverge",
-        "a momentum or beta1 too close to 1 for this learning rate",
-        "a state that was overwritten or restored wrongly",
+        "a state of the optimizer that was overwritten or restored wrongly",
+        "a momentum so close to 1 that gradients pile up",
     )
-    advice = ("lower the learning rate now; clip gradients", "compare the state with that of the last checkpoint")
+    advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
-    def __init__(
-        self, factor: float = 2.0, growth: float = 0.15, looks: int = 5, settled_after: int = 5, jump: float = 100.0
-    ) -> None:
-        self.factor, self.growth, self.looks, self.settled_after = factor, growth, looks, settled_after
-        self.jump = jump
-        self._norms: dict[str, list[Any]] = {}
-        self._names: dict[str, list[str]] = {}
-        self._growing = PerName(0.0)
+    def __init__(self, factor: float = 100.0) -> None:
+        self.factor = factor
+        self._largest = 0.0
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
+        norms = np.nan_to_num([self._largest, *window.scalars.get("finite_norm", ())], posinf=0.0)
+        norms = np.maximum.accumulate(norms)
+        self._largest = float(norms[-1])
         for kind, rows, names in _states(window, _MOMENTA):
-            if self._names.get(kind) != list(names):
-                self._names[kind], self._norms[kind] = list(names), []
-            before = self._norms[kind]
-            growing = self._growing.of(names)
             for look, step in enumerate(rows.steps.tolist()):
-                norms = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
-                if len(before) >= 2:
-                    growing[:] = np.where(norms > (1 + self.growth) * np.asarray(before[-1]), growing + 1, 0)
-                    past = np.array(before)
-                    drifts = growing >= self.looks
-                    fresh: list[int] = []
-                    # The median is above the smallest, and much dearer.
-                    if drifts.any() or (norms > self.jump * past.min(0)).any():
-                        settled = np.median(past, axis=0)
-                        largest = (past[: -self.looks] if len(past) > self.looks else past).max(0)
-                        drifts &= (largest > 0) & (norms > self.factor * largest)
-                        leaps = norms > self.jump * settled
-                        due = (drifts & (len(before) >= self.settled_after) | leaps) & (settled > 0)
-                        fresh = [i for i in np.flatnonzero(due).tolist() if self._episodes.begins(names[i], step)]
-                    if fresh:
-                        worst = max(fresh, key=lambda i: norms[i] / settled[i])
-                        name, norm, usual = rows.names[worst], norms[worst], settled[worst]
-                        grown = f"has grown to {norm / usual:.3g} times its settled norm of {usual:.3g}"
-                        yield self.found(
-                            step, name, f"the optimizer's {kind} of {name} {grown}", about=kind,
-                            norm=norm, settled=usual, growing_for=growing[worst], parameters=len(fresh),
-                        )  # fmt: skip
-                before.append(norms)
-            del before[:-50]
+                largest = norms[np.searchsorted(window.steps, step)]  # in steps before: they have made the state
+                sizes = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
+                due = np.flatnonzero((sizes > self.factor * largest) & (largest > 0)).tolist()
+                fresh = [i for i in due if self._episodes.begins(names[i], step)]
+                if fresh:
+                    i = max(fresh, key=lambda i: sizes[i])
+                    text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}, and all gradients "
+                    text += f"together never had more than {largest:.3g}"
+                    evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
+                    yield self.found(step, rows.names[i], text, about=kind, **evidence)
 
 
 class SecondMomentDrop(Rule):
     """A second moment that is smaller than it can be: overwritten, cleared, or restored wrongly.
 
     It is an average of squares with weights that fall by a factor of beta2 with each step, so of what it was, at least
-    ``beta2 ** steps`` are left.
+    ``beta2 ** steps`` are left. Where beta2 is not known nothing is said.
 
     Args:
         factor: Below so much of what must be left: optimizers may step several times in a step of the monitor.
-        decay: The beta2 that is reckoned with where the optimizer's is not known.
     """
 
     name = "second-moment-drop"
@@ -106,14 +80,14 @@ class SecondMomentDrop(Rule):
         "after clearing states on purpose, warm up anew",
     )
 
-    def __init__(self, factor: float = 0.5, decay: float = 0.95) -> None:
-        self.factor, self.decay = factor, decay
+    def __init__(self, factor: float = 0.5) -> None:
+        self.factor = factor
         self._norms, self._when = PerName(0.0), PerName(0.0)
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        decay = window.facts.second_moment_decay or self.decay
-        for kind, rows, names in _states(window, _SECOND_MOMENTS):
+        decay = window.facts.second_moment_decay
+        for kind, rows, names in _states(window, _SECOND_MOMENTS if decay else ()):
             before, when = self._norms.of(names), self._when.of(names)
             for look, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[look]
@@ -139,9 +113,7 @@ class SmallSecondMoment(LastingRule):
     more are judged: a bias before a batch norm has no gradient but for rounding, and none is missed.
 
     Args:
-        beside_eps: The root of no element is larger than so many times eps. If the largest of thousands is, most are
-            below eps.
-        limit: Of the elements where the optimizer has no eps.
+        beside_eps: The root of no element is larger than so many times eps.
         looks: For so many looks in a row.
     """
 
@@ -153,13 +125,13 @@ class SmallSecondMoment(LastingRule):
         "look why its gradients are so small: see vanishing-gradient",
     )
 
-    def __init__(self, beside_eps: float = 10.0, limit: float = 1e-10, looks: int = 3) -> None:
+    def __init__(self, beside_eps: float = 1.0, looks: int = 3) -> None:
         super().__init__()
-        self.beside_eps, self.limit, self.looks = beside_eps, limit, looks
+        self.beside_eps, self.looks = beside_eps, looks
 
     def review(self, window: Window) -> Iterable[Finding]:
         eps = window.facts.optimizer_eps
-        limit = (self.beside_eps * eps) ** 2 if eps else self.limit
+        limit = (self.beside_eps * eps) ** 2
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
             largest = rows.field("max")
             # All zero means no gradient yet, which is another rule's business.

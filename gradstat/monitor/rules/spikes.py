@@ -13,6 +13,9 @@ _MAD = 1.4826
 # So many values tell where training began.
 _BEGINNING = 20
 
+# So many values are the least that tell what is far too much.
+_FEW = 5
+
 # Limits are set anew after so many values, however long windows are.
 _EVERY = 32
 
@@ -27,29 +30,32 @@ class SpikeRule(Rule):
     Args:
         sigmas, factor: The limit is so many robust standard deviations (1.4826 times the median absolute deviation)
             above the median of the window, and at least ``factor`` times the median.
-        log_sigmas: And at least so many of the logarithms above theirs: on this scale tails that are heavy because
-            samples differ by factors are no heavier than those of a normal distribution.
+        log_sigmas: And so many of the logarithms of magnitudes: on this scale tails that are heavy because samples
+            differ by factors, or because a loss is a sum over more here and less there, are no heavier than those of a
+            normal distribution.
         back: And at least so far above the median, as a share of the way back to where training began: the third
             quartile of the first 20 values.
         floor: And at least so far above it.
         times, within: So many values above the limit within so many steps are a leap, told of the first of them.
         beyond: A single value is one if it is above so many times that of the beginning and the window's largest.
+        early: Before half a window is known, it takes so many times the largest of at least five.
         window: Of how many steps; compared from half of them on.
         quiet: A leap so many steps after the last is another one.
     """
 
     def __init__(
         self, sigmas: float, log_sigmas: float, factor: float, back: float, floor: float, times: int, within: int,
-        beyond: float, window: int, quiet: int,
+        beyond: float, early: float, window: int, quiet: int,
     ) -> None:  # fmt: skip
         self.sigmas, self.log_sigmas, self.factor = sigmas, log_sigmas, factor
         self.back, self.floor = back, floor
-        self.times, self.within, self.beyond, self.window = times, within, beyond, window
+        self.times, self.within, self.beyond, self.early, self.window = times, within, beyond, early, window
         self._values: list[float] = []
         self._first: list[float] = []
         self._leaps: list[int] = []
         self._new = 0
         self._median = math.nan  # of the window, when it is half full
+        self._scatter = 1.0  # the factor by which values of this series differ anyhow
         self._high = self._beyond = math.inf
         self._episodes = Episodes(quiet)
 
@@ -68,7 +74,7 @@ class SpikeRule(Rule):
         # By the count of values, so that it does not matter where one review ends and the next begins.
         if self._new == _EVERY:
             self._new = 0
-        if not self._new or len(self._values) == self.window // 2:
+        if not self._new or len(self._values) in (_FEW, self.window // 2):
             self.set_limits()
         return began
 
@@ -80,22 +86,24 @@ class SpikeRule(Rule):
         """Sets the limits for the next steps."""
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
+            self._high = self._beyond = self.early * max(self._values)
             return
         # Sorting a hundred numbers is quicker than numpy's median of them.
         values = sorted(self._values)
         self._median = median = values[len(values) // 2]
         first = self.beginning()
-        above = max(
+        sizes = sorted(abs(value) for value in values if value)
+        if sizes:
+            logs = [math.log(size) for size in sizes]
+            self._scatter = math.exp(min(self.log_sigmas * _spread(logs, logs[len(logs) // 2]), 100.0))
+        size = sizes[len(sizes) // 2] if sizes else 0.0
+        self._high = median + max(
             self.sigmas * _spread(values, median),
-            (self.factor - 1) * abs(median),
+            (max(self.factor, self._scatter) - 1) * size,
             self.back * (first - median),
             self.floor,
         )
-        self._beyond = max(median + above, self.beyond * max(first, values[-1]))
-        if values[0] > 0:
-            logs = self.log_sigmas * _spread([math.log(value) for value in values], math.log(median))
-            above = max(above, median * math.expm1(min(logs, 100.0)))
-        self._high = min(median + above, self._beyond)
+        self._beyond = max(self._high, self.beyond * max(first, values[-1]))
 
 
 def _spread(values: Sequence[float], median: float) -> float:

@@ -19,8 +19,8 @@ class LossSpike(SpikeRule):
     Args:
         sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `SpikeRule`.
         climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest mean of a
-            window so far, and above it by ``floor``, by so large a share of the way back to where training began, and
-            by five standard errors.
+            window so far (which is as far below the beginning), and than values differ anyhow; and if it is above it by
+            ``floor``, by so large a share of the way back to where training began, and by five standard errors.
     """
 
     name = "loss-spike"
@@ -38,7 +38,7 @@ class LossSpike(SpikeRule):
     def __init__(
         self,
         sigmas: float = 10.0,
-        log_sigmas: float = 3.0,
+        log_sigmas: float = 5.0,
         factor: float = 2.0,
         back: float = 0.25,
         floor: float = 0.1,
@@ -49,7 +49,7 @@ class LossSpike(SpikeRule):
         climbed_back: float = 0.4,
         window: int = 100,
     ) -> None:
-        super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, window, quiet=50)
+        super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, math.inf, window, quiet=50)
         self.climb, self.climbed_back = climb, climbed_back
         self._lowest = math.inf
         self._error = 0.0
@@ -79,7 +79,8 @@ class LossSpike(SpikeRule):
             if not 0 < self._lowest < math.inf:
                 continue
             mean = sum(self._values[-20:]) / 20
-            if mean <= self.climb * self._lowest:
+            # What has never been far below its beginning does not fall, as errors of values that grow do not.
+            if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
                 continue
             least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.begins("climb", step):
@@ -91,7 +92,8 @@ class LearningRateJump(Rule):
     """A learning rate that jumps, or that is no learning rate.
 
     Args:
-        up: From one step to the next it has grown by more than this factor. A linear warm-up doubles once, at most.
+        up: From one step to the next it has grown by more than this factor, beyond all there was and beyond what its
+            scheduler has noted as ``initial_lr``: a warm-up that is stepped per epoch may come there at once.
         down: It has fallen by more than this factor; schedules by steps divide by 10.
         zeros: It has been 0 for so many steps, after it was not. Schedules touch 0 at an end.
     """
@@ -110,16 +112,17 @@ class LearningRateJump(Rule):
     def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20) -> None:
         self.up, self.down, self.zeros = up, down, zeros
         self._before = math.nan
-        self._largest = 0.0
+        self._largest = self._scheduled = 0.0
         self._zero_for = 0
         self._episodes = Episodes(quiet=10)
 
     def bands(self) -> Mapping[str, Band]:
         if not self._before > 0:
             return {"lr": (0.0, math.inf)}
-        return {"lr": (self._before / self.down, max(self._largest, self.up * self._before))}
+        return {"lr": (self._before / self.down, max(self._largest, self._scheduled, self.up * self._before))}
 
     def review(self, window: Window) -> Iterable[Finding]:
+        self._scheduled = window.facts.initial_lr
         for step, rate in series(window, "lr"):
             before, self._before = self._before, rate
             if rate < 0 or (math.isnan(rate) and not math.isnan(before)):
@@ -132,7 +135,7 @@ class LearningRateJump(Rule):
                 since = step - self.zeros + 1
                 yield self.found(since, "lr", f"the learning rate has been 0 for {self.zeros} steps", lr=0.0)
             # From 0, and from what is small beside what has been, a warm-up may begin.
-            grown = before > 0 and rate > self.up * before and rate > self._largest
+            grown = before > 0 and rate > self.up * before and rate > max(self._largest, self._scheduled * (1 + 1e-9))
             fallen = before > 0 and rate < before / self.down and rate > 0
             if (grown or fallen) and self._episodes.begins("jump", step):
                 text = f"the learning rate jumps from {before:.4g} to {rate:.4g}"
@@ -225,7 +228,11 @@ class SaturatedOutput(Rule):
 
 
 class OptimizerCoverage(Rule):
-    """Parameters that the optimizer does not have, has though they are frozen, or has from somewhere else."""
+    """Parameters that the optimizer does not have, has though they are frozen, or has from somewhere else.
+
+    An info: parameters without gradients that it does not have, as those of a target network, and those that were
+    frozen from the start.
+    """
 
     name = "optimizer-coverage"
     causes = (
@@ -239,17 +246,22 @@ class OptimizerCoverage(Rule):
 
     def __init__(self) -> None:
         self._told: list[str] = []
+        self._looked = False
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
-            for key, words in (
-                ("absent", "requires a gradient and is not in the optimizer"),
-                ("frozen", "is frozen (requires_grad is False) and still in the optimizer"),
-                ("foreign", "of the optimizer is no parameter of the model"),
+            frozen: Severity = self.severity if self._looked else "info"
+            self._looked = True
+            severity: Severity
+            for key, severity, words in (
+                ("absent", self.severity, "has a gradient and is not in the optimizer"),
+                ("resting", "info", "has no gradient and is not in the optimizer"),
+                ("frozen", frozen, "is frozen (requires_grad is False) and still in the optimizer"),
+                ("foreign", self.severity, "of the optimizer is no parameter of the model, and has no gradient"),
             ):
                 names = [name for name in seen.value[key] if f"{key} {name}" not in self._told]
                 if names:
                     self._told += [f"{key} {name}" for name in names]
                     more = f", and so {'is' if len(names) == 2 else 'are'} {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
-                    yield self.found(seen.step, names[0], text, "parameter", what=key, parameters=names[:20])
+                    yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])

@@ -24,8 +24,8 @@ class GradientWeightRatio(Rule):
     to be looked at again before anything is said: one that begins near zero may have grown within a few steps.
 
     Args:
-        std_ratio: Standard deviation of the gradient over that of the weight; above it the next updates destroy what
-            the weight holds.
+        std_ratio: Standard deviation of the gradient over that of the weight: above it, and above so many times what
+            it is in the median weight. A loss that is a sum, or multiplied, makes all ratios large.
         norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn by plain SGD. An info, since
             Adam does not mind, and large models trained on large batches come there by themselves.
         in_a_row, long: For so many steps.
@@ -40,23 +40,28 @@ class GradientWeightRatio(Rule):
 
     def __init__(self, std_ratio: float = 100.0, norm_ratio: float = 1e-5, in_a_row: int = 5, long: int = 500) -> None:
         self.std_ratio, self.norm_ratio, self.in_a_row, self.long = std_ratio, norm_ratio, in_a_row, long
-        self._high_for, self._low_for = PerName(0.0), PerName(0.0)
+        self._high_for, self._low_for, self._zero = PerName(0.0), PerName(0.0), PerName(0.0)
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
         if gradients is None or parameters is None or parameters.names != gradients.names:
             return
-        judged = parameters.layout.matrices
         spread, size = parameters.std[-1], parameters.l2_norm[-1]
-        # Weights that are all zero have begun there on purpose, and constants have no spread.
+        # Weights that were all zero have begun there on purpose, and constants have no spread.
+        zero = self._zero.of(gradients.names)
+        zero += size == 0
+        judged = parameters.layout.matrices & (zero == 0)
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
         norms = gradients.l2_norm
         # The root mean square is never below the standard deviation, and cheaper.
         high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
         if high.any():
-            high &= gradients.std > self.std_ratio * spreads
+            ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
+            known = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
+            typical = np.sort(ratios, axis=1)[np.arange(len(ratios)), known // 2]  # NaN are sorted to the end
+            high = ratios > self.std_ratio * np.maximum(1, typical)[:, None]
         low = norms < smallest
         if low.any():
             low &= norms > 0
@@ -162,6 +167,8 @@ class UnchangedParameter(Rule):
     Args:
         looks: At least so many looks at parameters in a row without any change.
         steps: And for at least so many steps: after something odd, looks are close together.
+        rounding: Elements of its gradient are above such a share of the largest one in the model. Below it is what
+            rounding leaves of sums that are zero, as for a bias before a batch norm.
     """
 
     name = "unchanged-parameter"
@@ -175,8 +182,8 @@ class UnchangedParameter(Rule):
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
 
-    def __init__(self, looks: int = 2, steps: int = 50) -> None:
-        self.looks, self.steps = looks, steps
+    def __init__(self, looks: int = 2, steps: int = 50, rounding: float = 1e-5) -> None:
+        self.looks, self.steps, self.rounding = looks, steps, rounding
         self._same_for, self._since = PerName(0.0), PerName(0.0)
         self._names: list[str] = []
         self._sums: Any = None
@@ -186,13 +193,15 @@ class UnchangedParameter(Rule):
         rows, gradients = window.rows("parameter"), window.latest.get("gradient")
         if rows is None or gradients is None or gradients.names != rows.names:
             return
-        moved = np.nan_to_num(gradients.max_abs[-1]) > 0
+        largest = np.nan_to_num(gradients.max_abs[-1])
+        moved = largest > self.rounding * largest.max()
         counts, since = self._same_for.of(rows.names), self._since.of(rows.names)
         for look, step in enumerate(rows.steps.tolist()):
             sums = rows.raw[look, :, _SUMS]
             same = np.zeros(len(rows.names), dtype=bool)
             if self._sums is not None and self._names == list(rows.names):
                 same = (sums == np.asarray(self._sums)).all(1) & moved
+                same &= rows.rms[look] < (1 - 1e-6) * rows.max_abs[look]  # else every element may be at a bound
             self._names, self._sums = list(rows.names), sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
