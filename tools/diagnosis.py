@@ -60,15 +60,15 @@ def faults() -> str:
                 raise RuntimeError("\n    ".join([f"not found: {fault.what}", *map(str, outcome.findings)]))
             noticed = outcome.noticed_at(first)
             steps = f"{fault.step}/{first.step}/{noticed}"
-            rows.append((fault.what, f"`{first.rule}` `{first.name}`", steps))
+            rows.append((fault.what, f"`{first.rule}` `{first.name}` {steps}"))
     finally:
         pool.stop()
-    return table(("what is broken", "first finding, of what", "steps"), rows)
+    return table(("what is broken", "first finding, of what, steps"), rows)
 
 
 def healthy(seeds: int, steps: int) -> str:
     """What was found in healthy trainings, from runs."""
-    rows = []
+    made = []
     for each in HEALTHY:
         found = []
         for seed in range(seeds):
@@ -77,25 +77,30 @@ def healthy(seeds: int, steps: int) -> str:
             loss = monitor.recording().scalars["loss"]
             course = f"loss {loss[:20].mean():.3g} to {loss[-20:].mean():.3g}"
             print(f"{each.name}, seed {seed}: {course}, {len(new)} findings", *new, sep="\n    ", file=sys.stderr)
-        rows.append((each.name + _counted(found),))
-    return table((f"training, {seeds} seeds of {steps:,} steps each",), rows)
+        made.append(each.name + _counted(found))
+    return _listed(f"{seeds} seeds of {steps:,} steps each", made)
 
 
 def programs(seeds: int) -> str:
     """What was found in programs of others, from runs."""
-    rows = []
+    made = []
     for each in PROGRAMS:
         found = []
         for seed in range(seeds):
             outcome, new, _ = run(each, seed, each.steps)
             found += new
             print(f"{each.name}, seed {seed}: {outcome}, {len(new)} findings", *new, sep="\n    ", file=sys.stderr)
-        rows.append((each.name + _counted(found), f"{each.steps:,}"))
-    return table((f"program, {seeds} seeds each", "steps"), rows)
+        made.append(f"{each.name} {each.steps:,}" + _counted(found))
+    return _listed(f"{seeds} seeds of so many steps each", made)
 
 
 def _counted(found: Sequence[Finding]) -> str:
-    return "".join(f"; {rule}: {count}" for rule, count in Counter(each.rule for each in found).items())
+    counts = Counter(finding.rule for finding in found)
+    return f" ({', '.join(f'{rule}: {count}' for rule, count in counts.items())})" if counts else ""
+
+
+def _listed(title: str, items: Sequence[str]) -> str:
+    return f"{title}: {'; '.join(items)}.\n"
 
 
 def rendered(document: str, regions: Mapping[str, str]) -> str:
@@ -112,6 +117,13 @@ def cells(document: str, region: str) -> list[list[str]]:
     (text,) = [match[0] for match in MARKED.finditer(document) if match[2] == region]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def listed(document: str, region: str) -> tuple[str, list[str]]:
+    """The title and the items of the list in a region of ``document``."""
+    (text,) = [match[0] for match in MARKED.finditer(document) if match[2] == region]
+    title, _, items = text.splitlines()[2].partition(": ")
+    return title, items.removesuffix(".").split("; ")
 
 
 def main() -> int:

@@ -452,6 +452,60 @@ def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
     assert told(new("second-moment-drop"), story.windows(100)) == [("second-moment-drop", 50, "x")]
 
 
+def test_what_rests_or_is_frozen_from_the_start_is_an_info() -> None:
+    for part, name in (("resting", "b.weight"), ("frozen", "a.bias")):
+        (found,) = new("optimizer-coverage").review(seen("coverage", covered(**{part: [name]})).windows(10)[0])
+        assert (found.severity, found.name) == ("info", name)
+    later = Story(
+        10, observations=[Observation("coverage", 0, covered()), Observation("coverage", 5, covered(frozen=["x"]))]
+    )
+    (found,) = new("optimizer-coverage").review(later.windows(10)[0])
+    assert (found.severity, found.step) == ("warning", 5)
+
+
+def test_what_rests_is_not_missed() -> None:
+    story = missing(30)
+    resting = covered(resting=["a.bias"])
+    story.observations = [Observation("coverage", 0, resting), *story.observations]
+    for size in (1, 100):
+        assert told(new("missing-gradient"), story.windows(size)) == []
+
+
+def test_gradients_that_come_and_go_are_an_info() -> None:
+    """As those of experts; the third time that one is gone says that this is how the model is."""
+    gone = [*range(0, 2), *range(5, 7), *range(10, 35)]
+    rows = {step: [ABSENT if step in gone else row(), row(0.1, 8), row()] for step in range(40)}
+    story = rows_of("gradient", rows, observations=[Observation("missing", step, [0]) for step in gone])
+    for size in (1, 7, 100):
+        asked = new("missing-gradient")
+        (found,) = [found for window in story.windows(size) for found in asked.review(window)]
+        assert (found.severity, found.step, found.name) == ("info", 10, "a.weight")
+
+
+@pytest.mark.parametrize(("zeros", "severity"), [((0, 8), "info"), ((64, 8), "warning")])
+def test_a_bias_that_the_loss_does_not_see_is_an_info(zeros: tuple[int, int], severity: str) -> None:
+    rows = {step: [row(0.1, 64, zeros[0]), row(0.0, 8, zeros[1]), row()] for step in range(30)}
+    (found,) = new("dead-gradient").review(rows_of("gradient", rows).windows(30)[0])
+    assert (found.severity, found.name) == (severity, "a.bias")
+
+
+def test_a_weight_that_began_at_zero_may_be_small_beside_its_gradient() -> None:
+    story = beside_weights(1e6, 30, looks=range(0, 30, 5))
+    story.tables["parameter"].rows[0][0] = row(0.0, zeros=64)
+    assert told(new("gradient-weight-ratio"), story.windows(4)) == []
+
+
+def test_a_series_that_changes_its_sign_is_judged_by_its_own_scatter() -> None:
+    values = [math.exp(1.5 * math.sin(i * 1.7)) * (-1) ** (i // 5) for i in range(96)]
+    for name, scalar in (("loss-spike", "loss"), ("exploding-gradient", "norm")):
+        assert told(new(name), series(scalar, [*values, *[25.0] * 5]).windows(32)) == []
+
+
+def test_a_loss_that_never_fell_does_not_climb() -> None:
+    story = series("loss", [1.0] * 20 + [0.5] * 108 + [*[3.0, 3.0, 3.0, 0.5, 0.5] * 6])
+    assert told(new("loss-spike"), story.windows(32)) == []
+
+
 @pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])
 def test_certain_predictions_are_trouble_if_they_are_wrong(loss: float, classes: int | None, severity: str) -> None:
     (found,) = new("saturated-logits").review(certain([0.6] * 4, loss, classes).windows(500)[0])
