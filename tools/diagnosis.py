@@ -21,7 +21,7 @@ from gradstat.monitor import RULES, Finding, Rule
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from faults import FAULTS, inject, is_found
 from healthy import HEALTHY, silence
-from programs import PROGRAMS, run
+from public_programs import PROGRAMS, run
 from ranks import Ranks
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "diagnosis.md"

@@ -5,7 +5,7 @@ import re
 import diagnosis
 from faults import FAULTS
 from healthy import HEALTHY
-from programs import PROGRAMS
+from public_programs import PROGRAMS
 
 
 def test_the_rules_are_rendered_from_the_code() -> None:

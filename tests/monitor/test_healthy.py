@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from healthy import HEALTHY, Healthy, silence
-from programs import PROGRAMS, Program, run
+from public_programs import PROGRAMS, Program, run
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
