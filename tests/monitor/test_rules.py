@@ -309,7 +309,7 @@ CASES = [
     # A single loss beyond those of the beginning, and four among five above the limit.
     Case("loss-spike", series("loss", [*LOSSES, 12.1]), 96, "loss",
          (series("loss", [*LOSSES, 11.9]), series("loss", [*LOSSES, math.nan, math.inf]),
-          series("loss", [1.0] * 40 + [9.0]))),
+          series("loss", [1.0] * 40 + [9.0]), series("loss", [-1.0] * 40 + [1e6]))),
     Case("loss-spike", series("loss", [*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), 96, "loss",
          (series("loss", [*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]), series("loss", [*LOSSES, 0.5, 0.5, 0.5, 0.5]))),
     # A climb: never four of five.
@@ -338,7 +338,7 @@ CASES = [
          (series("norm", [*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), series("norm", [*NORMS, 0.9, 0.9, 0.9, 0.9]))),
     Case("exploding-gradient", series("norm", [1.0, 2.0, 1.0, 1.0, 1.0, 2001.0]), 5, "norm",
          (series("norm", [1.0, 2.0, 1.0, 1.0, 1.0, 1999.0]), series("norm", [1.0, 1.0, 1.0, 1.0, 1e9]),
-          series("norm", [1e6] * 60))),
+          series("norm", [1e6] * 60), series("norm", [0.0] * 40 + [1.0]))),
     Case("gradient-weight-ratio", beside_weights(101.0, 5), 0, "a.weight",
          (beside_weights(101.0, 4), beside_weights(99.0, 9), beside_weights(101.0, 9, looks=[0]),
           beside_weights(1.0, 9, weight=0.0), beside_weights(101.0, 9, other=1.1))),

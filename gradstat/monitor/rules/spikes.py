@@ -86,7 +86,8 @@ class SpikeRule(Rule):
         """Sets the limits for the next steps."""
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
-            self._high = self._beyond = self.early * max(self._values)
+            largest = max(self._values)
+            self._high = self._beyond = self.early * largest if largest > 0 else math.inf
             return
         # Sorting a hundred numbers is quicker than numpy's median of them.
         values = sorted(self._values)
