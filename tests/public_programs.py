@@ -350,7 +350,7 @@ def actor_critic(watch: Watch, seed: int, steps: int) -> Outcome:
     """As `reinforce`, beside a critic whose loss is a sum as well; slower than the original, which often gets stuck."""
     model = _ActorCritic()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    monitor = watch.monitor(model, optimizer)
+    watch.auto(optimizer, model)
     world, course = CartPole(), []
     for _ in range(steps):
         state, over, kept, values = world.reset(), False, [], []
@@ -366,7 +366,6 @@ def actor_critic(watch: Watch, seed: int, steps: int) -> Outcome:
         optimizer.zero_grad()
         loss = actor + F.smooth_l1_loss(guessed, returns, reduction="sum")
         loss.backward()
-        monitor.step(loss.detach())
         optimizer.step()
         course.append(-float(len(kept)))
         if _is_solved(course):
@@ -1187,7 +1186,7 @@ PROGRAMS: tuple[Program, ...] = (
     Program("DCGAN, two optimizers (`auto`)", dcgan, 120, 500, None),
     Program("LSTM on sines, LBFGS (`auto`)", time_sequence, 10, 30, 0.5),
     Program("REINFORCE (`auto`)", reinforce, 40, 400, None),
-    Program("actor-critic (`Monitor`)", actor_critic, 40, 400, None),
+    Program("actor-critic (`auto`)", actor_critic, 40, 400, None),
     Program("GCN, sparse matrices (`auto`)", gcn, 200, 1000),
     Program("GAT, dropout of 0.6 (`Monitor`)", gat, 200, 800, 0.9),
     Program("word language model, learning rate 20, no optimizer (`Monitor`)", word_language_model, 150, 1000, 0.9),

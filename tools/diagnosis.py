@@ -91,7 +91,7 @@ def programs(seeds: int) -> str:
             found += new
             print(f"{each.name}, seed {seed}: {outcome}, {len(new)} findings", *new, sep="\n    ", file=sys.stderr)
         made.append(f"{each.name} {each.steps:,}" + _counted(found))
-    return _listed(f"{seeds} seeds of so many steps each", made)
+    return _listed("one seed in every test run, and five of so many steps in a long one", made)
 
 
 def _counted(found: Sequence[Finding]) -> str:

@@ -48,7 +48,7 @@ class ExplodingGradient(SpikeRule):
         super().__init__(sigmas, log_sigmas, factor, back, 0.0, times, within, beyond, early, window, quiet=20)
 
     def bands(self) -> Mapping[str, Band]:
-        return {"norm": (-math.inf, self._high)}
+        return {"norm": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
         for look, (step, norm) in enumerate(series(window, "norm")):

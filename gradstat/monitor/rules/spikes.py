@@ -62,11 +62,11 @@ class SpikeRule(Rule):
     def leapt(self, step: int, value: float) -> int | None:
         """Takes in a finite value; the step in which a leap began that shows now, or None."""
         began = None
-        if value > self._high:
+        alone, is_high = value > self._beyond, value > self._high
+        if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within), step]
-            alone = value > self._beyond
-            if (alone or len(self._leaps) >= self.times) and self._episodes.begins("leap", step):
-                began = step if alone else self._leaps[0]
+        if (alone or (is_high and len(self._leaps) >= self.times)) and self._episodes.begins("leap", step):
+            began = step if alone else self._leaps[0]
         if len(self._first) < _BEGINNING:
             self._first.append(value)
         self._values.append(value)
@@ -98,13 +98,11 @@ class SpikeRule(Rule):
             logs = [math.log(size) for size in sizes]
             self._scatter = math.exp(min(self.log_sigmas * _spread(logs, logs[len(logs) // 2]), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
-        self._high = median + max(
-            self.sigmas * _spread(values, median),
-            (max(self.factor, self._scatter) - 1) * size,
-            self.back * (first - median),
-            self.floor,
+        above = max(
+            self.sigmas * _spread(values, median), (self.factor - 1) * size, self.back * (first - median), self.floor
         )
-        self._beyond = max(self._high, self.beyond * max(first, values[-1]))
+        self._beyond = max(median + above, self.beyond * max(first, values[-1]))
+        self._high = median + max(above, (self._scatter - 1) * size)
 
 
 def _spread(values: Sequence[float], median: float) -> float:

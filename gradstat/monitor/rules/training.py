@@ -38,7 +38,7 @@ class LossSpike(SpikeRule):
     def __init__(
         self,
         sigmas: float = 10.0,
-        log_sigmas: float = 5.0,
+        log_sigmas: float = 4.0,
         factor: float = 2.0,
         back: float = 0.25,
         floor: float = 0.1,
@@ -65,7 +65,7 @@ class LossSpike(SpikeRule):
                 self._error = math.sqrt(sum((value - mean) ** 2 for value in self._values) / (20 * count))
 
     def bands(self) -> Mapping[str, Band]:
-        return {"loss": (-math.inf, self._high)}
+        return {"loss": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, loss in series(window, "loss"):
