@@ -94,7 +94,7 @@ class Program:
     """A training program.
 
     Attributes:
-        name: With the way into gradstat.
+        name: For people.
         run: Trains for a number of steps, watched or not; random numbers are seeded before.
         short, steps: How many steps in a test, and in the table of docs/diagnosis.md.
         falls: To what share of its beginning the course falls in a short run; None where that takes longer.
@@ -1182,34 +1182,34 @@ def sac(watch: Watch, seed: int, steps: int) -> Outcome:
 
 
 PROGRAMS: tuple[Program, ...] = (
-    Program("VAE, summed loss (`Monitor`)", vae, 200, 1000, 0.9),
-    Program("DCGAN, two optimizers (`auto`)", dcgan, 120, 500, None),
-    Program("LSTM on sines, LBFGS (`auto`)", time_sequence, 10, 30, 0.5),
-    Program("REINFORCE (`auto`)", reinforce, 40, 400, None),
-    Program("actor-critic (`auto`)", actor_critic, 40, 400, None),
-    Program("GCN, sparse matrices (`auto`)", gcn, 200, 1000),
-    Program("GAT, dropout of 0.6 (`Monitor`)", gat, 200, 800, 0.9),
-    Program("word language model, learning rate 20, no optimizer (`Monitor`)", word_language_model, 150, 1000, 0.9),
-    Program("forward-forward, an optimizer per layer (`auto`)", forward_forward, 150, 600),
-    Program("siamese network, Adadelta (`Monitor`)", siamese, 120, 700, None),
-    Program("super resolution, orthogonal weights (`Monitor`)", super_resolution, 120, 700),
-    Program("MNIST, Adadelta (`auto`)", mnist, 150, 800),
-    Program("MNIST by rows, LSTM and batch norm (`Monitor`)", mnist_rnn, 150, 800, 0.95),
-    Program("polynomial regression, no optimizer (`Monitor`)", regression, 200, 2000, 0.9),
-    Program("neural style, losses of 1e10 (`Monitor`)", neural_style, 120, 600),
-    Program("translation, transformer (`auto`)", translation, 80, 400, None),
-    Program("nanoGPT (`auto`)", nano_gpt, 120, 600, None),
-    Program("mixture of experts (`auto`)", switch, 150, 700),
-    Program("timm: SGD, warm-up per epoch, average copy (`auto`)", timm_sgd, 240, 1200),
-    Program("timm: ViT, AdamW, stochastic depth (`Monitor`)", timm_vit, 240, 800, None),
-    Program("YOLO: constant convolution, warm-up of biases (`Monitor`)", yolo, 200, 1000),
-    Program("SimCLR, learned temperature (`auto`)", simclr, 100, 500, 0.9),
-    Program("BYOL, target network (`Monitor`)", byol, 100, 500),
-    Program("diffusion on a spiral, average copy (`auto`)", diffusion, 200, 1000, None),
-    Program("WGAN, weights cut off (`auto`)", wgan, 250, 1500, None),
-    Program("DLRM, sparse gradients (`Monitor`)", dlrm, 200, 1000, None),
-    Program("differential equation (PINN) (`auto`)", pinn, 150, 1000, None),
-    Program("DQN, target network (`Monitor`)", dqn, 200, 1200, None),
-    Program("PPO (`auto`)", ppo, 160, 800, None),
-    Program("SAC, three optimizers (`auto`)", sac, 120, 700, None),
+    Program("VAE, summed loss", vae, 200, 1000, 0.9),
+    Program("DCGAN, two optimizers", dcgan, 120, 500, None),
+    Program("LSTM on sines, LBFGS", time_sequence, 10, 30, 0.5),
+    Program("REINFORCE", reinforce, 40, 400, None),
+    Program("actor-critic", actor_critic, 40, 400, None),
+    Program("GCN, sparse matrices", gcn, 200, 1000),
+    Program("GAT, dropout of 0.6", gat, 200, 800, 0.9),
+    Program("word language model, no optimizer", word_language_model, 150, 1000, 0.9),
+    Program("forward-forward, an optimizer per layer", forward_forward, 150, 600),
+    Program("siamese network, Adadelta", siamese, 120, 700, None),
+    Program("super resolution, orthogonal weights", super_resolution, 120, 700),
+    Program("MNIST, Adadelta", mnist, 150, 800),
+    Program("MNIST by rows, LSTM and batch norm", mnist_rnn, 150, 800, 0.95),
+    Program("polynomial regression, no optimizer", regression, 200, 2000, 0.9),
+    Program("neural style, losses of 1e10", neural_style, 120, 600, None),
+    Program("translation, transformer", translation, 80, 400, None),
+    Program("nanoGPT", nano_gpt, 120, 600, None),
+    Program("mixture of experts", switch, 150, 700),
+    Program("timm: SGD, warm-up per epoch, average copy", timm_sgd, 240, 1200),
+    Program("timm: ViT, AdamW, stochastic depth", timm_vit, 240, 800, None),
+    Program("YOLO: constant convolution, warm-up of biases", yolo, 200, 1000),
+    Program("SimCLR, learned temperature", simclr, 100, 500, 0.9),
+    Program("BYOL, target network", byol, 100, 500),
+    Program("diffusion on a spiral, average copy", diffusion, 200, 1000, None),
+    Program("WGAN, weights cut off", wgan, 250, 1500, None),
+    Program("DLRM, sparse gradients", dlrm, 200, 1000, None),
+    Program("differential equation (PINN)", pinn, 150, 1000, None),
+    Program("DQN, target network", dqn, 200, 1200, None),
+    Program("PPO", ppo, 160, 800, None),
+    Program("SAC, three optimizers", sac, 120, 700, None),
 )

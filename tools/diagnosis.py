@@ -39,8 +39,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def rules() -> str:
     """The rules, in the order in which they are asked."""
     return table(
-        ("rule", "severity", "what it finds"),
-        [(f"`{kind.name}`", kind.severity, _summary(kind)) for kind in RULES],
+        ("rule, severity", "what it finds"),
+        [(f"`{kind.name}`, {kind.severity}", _summary(kind)) for kind in RULES],
     )
 
 
@@ -91,7 +91,7 @@ def programs(seeds: int) -> str:
             found += new
             print(f"{each.name}, seed {seed}: {outcome}, {len(new)} findings", *new, sep="\n    ", file=sys.stderr)
         made.append(f"{each.name} {each.steps:,}" + _counted(found))
-    return _listed("one seed in every test run, and five of so many steps in a long one", made)
+    return _listed(f"{seeds} seeds of so many steps each", made)
 
 
 def _counted(found: Sequence[Finding]) -> str:

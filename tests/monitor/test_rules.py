@@ -21,6 +21,7 @@ import gradstat.monitor as monitoring
 from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
+from gradstat.monitor.collector import facts_of
 from gradstat.monitor.observers import Outputs
 from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
@@ -323,8 +324,8 @@ CASES = [
     Case("loss-scale", skipped(0, 2.0**33), 0, "loss_scale", (skipped(0, 2.0**32),)),
     Case("nonfinite-gradient", rows_of("gradient", {0: healthy_rows(), 4: with_nan(0, 3)}), 4, "a.weight",
          (rows_of("gradient", {0: healthy_rows()}), rows_of("gradient", {0: [ABSENT] * 3}))),
-    Case("missing-gradient", missing(20), 4, "a.bias",
-         (missing(19), rows_of("gradient", {step: [ABSENT, ABSENT, row()] for step in range(20)}))),
+    Case("missing-gradient", missing(30), 4, "a.bias",
+         (missing(29), rows_of("gradient", {step: [ABSENT, ABSENT, row()] for step in range(20)}))),
     Case("dead-gradient", dead(20), 4, "a.bias", (dead(19),)),
     Case("underflow", halves(30, 7.0), 0, "a.weight", (halves(30, 7.0, steps=9), halves(19, 7.0), halves(30, 9.0))),
     Case("vanishing-gradient", series("norm", [1.0] * 5 + [1e-9] * 5), 5, "norm",
@@ -464,7 +465,7 @@ def test_what_rests_or_is_frozen_from_the_start_is_an_info() -> None:
 
 
 def test_what_rests_is_not_missed() -> None:
-    story = missing(30)
+    story = missing(32)
     resting = covered(resting=["a.bias"])
     story.observations = [Observation("coverage", 0, resting), *story.observations]
     for size in (1, 100):
@@ -472,9 +473,9 @@ def test_what_rests_is_not_missed() -> None:
 
 
 def test_gradients_that_come_and_go_are_an_info() -> None:
-    """As those of experts; the third time that one is gone says that this is how the model is."""
-    gone = [*range(0, 2), *range(5, 7), *range(10, 35)]
-    rows = {step: [ABSENT if step in gone else row(), row(0.1, 8), row()] for step in range(40)}
+    """As those of experts; the second time that one is gone says that this is how the model is."""
+    gone = [*range(0, 2), *range(10, 45)]
+    rows = {step: [ABSENT if step in gone else row(), row(0.1, 8), row()] for step in range(50)}
     story = rows_of("gradient", rows, observations=[Observation("missing", step, [0]) for step in gone])
     for size in (1, 7, 100):
         asked = new("missing-gradient")
@@ -504,6 +505,18 @@ def test_a_series_that_changes_its_sign_is_judged_by_its_own_scatter() -> None:
 def test_a_loss_that_never_fell_does_not_climb() -> None:
     story = series("loss", [1.0] * 20 + [0.5] * 108 + [*[3.0, 3.0, 3.0, 0.5, 0.5] * 6])
     assert told(new("loss-spike"), story.windows(32)) == []
+
+
+def test_the_decay_of_a_second_moment_is_found_under_whatever_name() -> None:
+    weight = [nn.Parameter(torch.ones(2))]
+    for optimizer, decay in (
+        (torch.optim.Adadelta(weight, rho=0.9), 0.9),
+        (torch.optim.RMSprop(weight, alpha=0.8), 0.8),
+        (torch.optim.Adam([{"params": weight, "betas": (0.9, 0.95, 0.7)}]), 0.7),
+        (torch.optim.SGD(weight, lr=0.1), 0.0),
+        (None, 0.0),
+    ):
+        assert facts_of(optimizer)["second_moment_decay"] == decay
 
 
 @pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])

@@ -189,8 +189,8 @@ class LastingRule(Rule):
         self._lasts_for, self._since, self._times = PerName(0.0), PerName(0.0), PerName(0.0)
 
     def come_and_go(self, names: tuple[str, ...]) -> bool:
-        """Whether it has begun for the same tensor three times."""
-        return bool((self._times.of(names) >= 3).any())
+        """Whether it has begun for the same tensor more than once."""
+        return bool((self._times.of(names) > 1).any())
 
     def lasting(
         self, rows: Rows, condition: Bools, looks: int, names: tuple[str, ...] | None = None

@@ -224,9 +224,14 @@ class MissingGradient(_GoneRule):
         "if it is meant to rest, requires_grad_(False) says so and saves its memory",
     )
 
-    def __init__(self, in_a_row: int = 20) -> None:
+    def __init__(self, in_a_row: int = 30) -> None:
         super().__init__(in_a_row)
         self._resting: list[str] = []  # as a target network does, which `OptimizerCoverage` tells of
+
+    def come_and_go(self, names: tuple[str, ...]) -> bool:
+        # One that came back is enough. Zeros, too, end where a factor begins at zero (LoRA), in any model.
+        came_back = (self._times.of(names) > 0) & (self._lasts_for.of(names) == 0)
+        return super().come_and_go(names) or bool(came_back.any())
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
