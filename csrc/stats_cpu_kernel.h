@@ -1,6 +1,6 @@
 // The CPU inner loops, for one instruction set. Included once per set by stats_cpu.cpp, which defines
 //   GRADSTAT_NAMESPACE       a namespace of its own for each set
-//   GRADSTAT_VECTOR_BYTES    16 or 32
+//   GRADSTAT_VECTOR_BYTES    16, 32 or 64
 //   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 the same with AVX-512 F/BW/VL/DQ
 // under the matching target pragma; undefined again at its end. Hence no include guard and no #include here.
 //
@@ -56,41 +56,84 @@ GRADSTAT_INLINE void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// Asks for what will be read soon, so that memory is at work during the arithmetic. It may lie behind the end.
+template <size_t kBytes>
+GRADSTAT_INLINE void prefetch(const void* p) {
+  for (size_t byte = 0; byte < kBytes; byte += 64) {
+    __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes + byte);
+  }
+}
+
 // The few operations for which portable vectors compile to noticeably worse code.
 #if GRADSTAT_X86_LEVEL >= 2
-GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return _mm256_min_ps(a, b); }
-GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return _mm256_max_ps(a, b); }
-GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return _mm256_min_pd(a, b); }
-GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return _mm256_max_pd(a, b); }
-GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return _mm256_fmadd_ps(a, b, c); }
-GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return _mm256_fmadd_pd(a, b, c); }
-GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return _mm256_cvtph_ps(bitcast<__m128i>(h)); }
+#if GRADSTAT_X86_LEVEL == 4
+#define GRADSTAT_MM(operation) _mm512_##operation
+#define GRADSTAT_UPPER_HALF(x) _mm512_extractf32x8_ps(x, 1)
+#define GRADSTAT_LOWER_HALF(x) _mm512_castps512_ps256(x)
+#else
+#define GRADSTAT_MM(operation) _mm256_##operation
+#define GRADSTAT_UPPER_HALF(x) _mm256_extractf128_ps(x, 1)
+#define GRADSTAT_LOWER_HALF(x) _mm256_castps256_ps128(x)
+#endif
+using VBits = Vector<long long>;  // as intrinsics take integers of any width
+using VHalfBits = Vector<long long, kVectorBytes / 2>;
+GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return GRADSTAT_MM(min_ps)(a, b); }
+GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return GRADSTAT_MM(max_ps)(a, b); }
+GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return GRADSTAT_MM(min_pd)(a, b); }
+GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return GRADSTAT_MM(max_pd)(a, b); }
+GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return GRADSTAT_MM(fmadd_ps)(a, b, c); }
+GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return GRADSTAT_MM(fmadd_pd)(a, b, c); }
+GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return GRADSTAT_MM(cvtph_ps)(bitcast<VHalfBits>(h)); }
 GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
-  return bitcast<VHalfShort>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  return bitcast<VHalfShort>(GRADSTAT_MM(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 GRADSTAT_INLINE VLong swap_pairs(VLong x) {
-  return bitcast<VLong>(_mm256_permute_pd(bitcast<VDouble>(x), 0x5));
+  return bitcast<VLong>(GRADSTAT_MM(permute_pd)(bitcast<VDouble>(x), kVectorBytes == 64 ? 0x55 : 0x5));
 }
 GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
-  a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-  b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+  a = GRADSTAT_MM(cvtps_pd)(GRADSTAT_LOWER_HALF(x));
+  b = GRADSTAT_MM(cvtps_pd)(GRADSTAT_UPPER_HALF(x));
 }
 GRADSTAT_INLINE VShort vmin(VShort a, VShort b) {
-  return bitcast<VShort>(_mm256_min_epi16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
+  return bitcast<VShort>(GRADSTAT_MM(min_epi16)(bitcast<VBits>(a), bitcast<VBits>(b)));
 }
 GRADSTAT_INLINE VShort vmax(VShort a, VShort b) {
-  return bitcast<VShort>(_mm256_max_epi16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
+  return bitcast<VShort>(GRADSTAT_MM(max_epi16)(bitcast<VBits>(a), bitcast<VBits>(b)));
 }
 GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
-  return bitcast<VShort>(_mm256_max_epu16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
+  return bitcast<VShort>(GRADSTAT_MM(max_epu16)(bitcast<VBits>(a), bitcast<VBits>(b)));
+}
+#else
+GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
+GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
+GRADSTAT_INLINE VLong swap_pairs(VLong x) { return VLong{x[1], x[0]}; }
+#if defined(__aarch64__)
+GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return vminq_f32(a, b); }
+GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return vmaxq_f32(a, b); }
+GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return vminq_f64(a, b); }
+GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return vmaxq_f64(a, b); }
+GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return vminq_s16(a, b); }
+GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return vmaxq_s16(a, b); }
+GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
+  return bitcast<VShort>(vmaxq_u16(bitcast<uint16x8_t>(a), bitcast<uint16x8_t>(b)));
+}
+GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return vcvt_f32_f16(bitcast<float16x4_t>(h)); }
+GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) { return bitcast<VHalfShort>(vcvt_f16_f32(x)); }
+GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
+  a = vcvt_f64_f32(vget_low_f32(x));
+  b = vcvt_high_f64_f32(x);
 }
 #else
 GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return a < b ? a : b; }
 GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return a > b ? a : b; }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return a < b ? a : b; }
 GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return a > b ? a : b; }
-GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
-GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
+GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return a < b ? a : b; }
+GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return a > b ? a : b; }
+GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
+  using Unsigned = Vector<uint16_t>;
+  return bitcast<Unsigned>(a) > bitcast<Unsigned>(b) ? a : b;
+}
 // half_to_float of stat.h, lane by lane.
 GRADSTAT_INLINE VFloat widen_half(VHalfShort h) {
   const VUint bits = __builtin_convertvector(h, VUint);
@@ -105,19 +148,13 @@ GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
   for (int i = 0; i < kLanes / 2; ++i) pairs[i] = to_half_pair(x[2 * i], x[2 * i + 1]);
   return load<VHalfShort>(pairs);
 }
-GRADSTAT_INLINE VLong swap_pairs(VLong x) { return VLong{x[1], x[0]}; }
 GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
   VHalfFloat half[2];
   std::memcpy(half, &x, sizeof(x));
   a = __builtin_convertvector(half[0], VDouble);
   b = __builtin_convertvector(half[1], VDouble);
 }
-GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return a < b ? a : b; }
-GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return a > b ? a : b; }
-GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
-  using Unsigned = Vector<uint16_t>;
-  return bitcast<Unsigned>(a) > bitcast<Unsigned>(b) ? a : b;
-}
+#endif
 #endif
 
 // The two 32-bit halves of 64-bit lanes exchanged.
@@ -133,13 +170,13 @@ GRADSTAT_INLINE VInt swap_pairs(VInt x) {
 template <class Integer>
 using Counter = int64_t;
 GRADSTAT_INLINE int64_t count_without(int64_t count, VShort x, VShort mask) {
-  return count + __builtin_popcount(_mm256_testn_epi16_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+  return count + __builtin_popcount(GRADSTAT_MM(testn_epi16_mask)(bitcast<VBits>(x), bitcast<VBits>(mask)));
 }
 GRADSTAT_INLINE int64_t count_without(int64_t count, VInt x, VInt mask) {
-  return count + __builtin_popcount(_mm256_testn_epi32_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+  return count + __builtin_popcount(GRADSTAT_MM(testn_epi32_mask)(bitcast<VBits>(x), bitcast<VBits>(mask)));
 }
 GRADSTAT_INLINE int64_t count_without(int64_t count, VLong x, VLong mask) {
-  return count + __builtin_popcount(_mm256_testn_epi64_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+  return count + __builtin_popcount(GRADSTAT_MM(testn_epi64_mask)(bitcast<VBits>(x), bitcast<VBits>(mask)));
 }
 #else
 template <class Integer>
@@ -561,6 +598,29 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   }
 }
 
+void scale_float8(const Entry& entry, int64_t first, int64_t count, float coefficient) {
+  auto* p = static_cast<uint8_t*>(entry.data) + first;
+  const auto& values = float8_values(entry.dtype).value;
+  const auto scaled = [&](int code) { return to_float8(values[code] * coefficient, entry.dtype); };
+  int64_t i = 0;
+  if (count > 256) {
+    uint8_t of_code[256];
+    for (int code = 0; code < 256; ++code) of_code[code] = scaled(code);
+#if GRADSTAT_X86_LEVEL == 4
+    __m512i table[4];
+    std::memcpy(table, of_code, sizeof(table));
+    for (; i + 64 <= count; i += 64) {
+      const __m512i code = load<__m512i>(p + i);
+      store(p + i,
+            _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(table[0], code, table[1]), _mm512_movepi8_mask(code),
+                                 _mm512_permutex2var_epi8(table[2], code, table[3])));
+    }
+#endif
+    for (; i < count; ++i) p[i] = of_code[p[i]];
+  }
+  for (; i < count; ++i) p[i] = scaled(p[i]);
+}
+
 template <class Type>
 void scale_values(typename Type::Storage* p, int64_t count, double wide_coefficient) {
   using V = typename Type::V;
@@ -583,30 +643,85 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
   }
 }
 
-// Adds `count` values at `p`, of which the first is value number `first` of its tensor, to the tensor's row,
-// multiplied by `factor` in place unless that is 1.
-template <class Type, bool kPair>
-void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
+// Adds `count` values to a tensor's row, block by block: fetch(first, count) gives the values of a block, and
+// read_block(first, count) reads one that a Pass could not account for.
+template <class Type, bool kPair, class Fetch, class ReadBlock>
+GRADSTAT_INLINE void read_blocks(int64_t count, const Fetch& fetch, const ReadBlock& read_block, Row& row) {
   constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
   static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
   Pass<Type, kPair> total;
   bool any = false;
   for (int64_t done = 0; done < count; done += kBlock) {
     const int64_t take = std::min(kBlock, count - done);
-    auto* block = p + done;
-    if (factor != 1.0) scale_values<Type>(block, take, factor);
+    const typename Type::Storage* block = fetch(done, take);
     Pass<Type, kPair> pass;
     int64_t i = 0;
-    for (; i + Type::kStep <= take; i += Type::kStep) pass.add(block + i);
+    for (; i + Type::kStep <= take; i += Type::kStep) {
+      prefetch<Type::kStep * sizeof(*block)>(block + i);
+      pass.add(block + i);
+    }
     if (i < take) pass.add_rest(block + i, take - i);
     if (pass.is_safe(take)) {
       total.merge(pass);
       any = true;
     } else {
-      read_exactly<Type, kPair>(block, take, first + done, row);
+      read_block(done, take);
     }
   }
   if (any) total.add_to(row);
+}
+
+// The values at `p`, of which the first is value number `first` of its tensor, multiplied by `factor` in place
+// unless that is 1.
+template <class Type, bool kPair>
+void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
+  const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
+    if (factor != 1.0) scale_values<Type>(p + done, take, factor);
+    return p + done;
+  };
+  const auto read_block = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
+    read_exactly<Type, kPair>(p + done, take, first + done, row);
+  };
+  read_blocks<Type, kPair>(count, fetch, read_block, row);
+}
+
+// Float8 codes as bfloat16, which holds all of their values.
+GRADSTAT_INLINE void widen_float8(const uint8_t* codes, int64_t count, const Float8Values& values,
+                                  uint16_t* to) {
+  int64_t i = 0;
+#if GRADSTAT_X86_LEVEL == 4
+  // Two bytes looked up for each of 64 codes, by their bits but the sign.
+  const __m512i low0 = load<__m512i>(values.low), low1 = load<__m512i>(values.low + 64);
+  const __m512i high0 = load<__m512i>(values.high), high1 = load<__m512i>(values.high + 64);
+  const __m512i sign = _mm512_set1_epi8(-128), minus_zero = _mm512_set1_epi16(values.bfloat16[0x80]),
+                minus_zeros = _mm512_set1_epi16(INT16_MIN);
+  for (; i + 64 <= count; i += 64) {
+    prefetch<64>(codes + i);
+    const __m512i code = load<__m512i>(codes + i);
+    const __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
+    const __m512i high = _mm512_permutex2var_epi8(high0, code, high1) | (code & sign);
+    const __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
+    // Some types have a NaN where -0 would be.
+    store(to + i, _mm512_mask_mov_epi16(a, _mm512_cmpeq_epi16_mask(a, minus_zeros), minus_zero));
+    store(to + i + 32, _mm512_mask_mov_epi16(b, _mm512_cmpeq_epi16_mask(b, minus_zeros), minus_zero));
+  }
+#endif
+  for (; i < count; ++i) to[i] = values.bfloat16[codes[i]];
+}
+
+void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
+  const auto exactly = [&](int64_t done, int64_t take) { count_float8(entry, first + done, take, row); };
+#if GRADSTAT_X86_LEVEL < 4
+  if (count > kFewFloat8) return exactly(0, count);
+#endif
+  const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
+  const Float8Values& values = float8_values(entry.dtype);
+  uint16_t widened[kBlockBytes / sizeof(uint16_t)];
+  const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
+    widen_float8(codes + done, take, values, widened);
+    return widened;
+  };
+  read_blocks<BFloat16, false>(count, fetch, exactly, row);
 }
 
 // Calls body(type, first value) unless these are 8-bit ones; returns whether it did.
@@ -640,11 +755,7 @@ void read(const Entry& entry, int64_t first, int64_t count, double factor, Row& 
   });
   if (is_read) return;
   if (factor != 1.0) scale_float8(entry, first, count, static_cast<float>(factor));
-  if (count > kFewFloat8) return read_float8(entry, first, count, row);
-  float widened[kFewFloat8];
-  const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
-  for (int64_t i = 0; i < count; ++i) widened[i] = float8_values(entry.dtype)[codes[i]];
-  read_values<Float32, false>(widened, first, count, 1.0, row);
+  read_float8(entry, first, count, row);
 }
 
 void scale(const Entry& entry, int64_t first, int64_t count, double coefficient) {
@@ -655,6 +766,9 @@ void scale(const Entry& entry, int64_t first, int64_t count, double coefficient)
 
 }  // namespace GRADSTAT_NAMESPACE
 
+#undef GRADSTAT_MM
+#undef GRADSTAT_UPPER_HALF
+#undef GRADSTAT_LOWER_HALF
 #undef GRADSTAT_NAMESPACE
 #undef GRADSTAT_VECTOR_BYTES
 #undef GRADSTAT_X86_LEVEL
