@@ -61,10 +61,7 @@ class DeviceModule(Protocol):
         """Multiplies each tensor by its own of the float64 ``coefficients``; None, and nothing done, as in `check`."""
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None:
-        """Multiplies by the float32 ``factor``: table and signature of the results.
-
-        None, and nothing done, as in `check`, and if an address occurs twice.
-        """
+        """Multiplies by the float32 ``factor``: table and signature. None as in `check`, and if an address is twice."""
 
 
 class CpuModule(DeviceModule, Protocol):
@@ -101,12 +98,7 @@ def library_path(name: str) -> Path | None:
 
 @functools.cache
 def load_cpu() -> CpuModule:
-    """Loads the schemas, the CPU kernels and the helpers.
-
-    Raises:
-        BackendUnavailableError: There is no compiled extension, or it does not load.
-        StaleExtensionError: Its fields differ from those of the Python sources.
-    """
+    """Loads the schemas, the CPU kernels and the helpers, or raises `BackendUnavailableError`."""
     module: CpuModule = _load("_C")
     _register_fakes()
     return module
@@ -128,10 +120,7 @@ def load_cuda() -> CudaModule:
 
 
 def operators(device: torch.device) -> Any:
-    """``torch.ops.gradstat`` inside torch.compile, where a program's first call of gradstat may be traced.
-
-    Raises as `load_cpu` and `load_cuda`, while it is traced.
-    """
+    """``torch.ops.gradstat`` inside torch.compile, where a program's first call of gradstat may be traced."""
     _is_loaded(device.type)
     return torch.ops.gradstat
 
@@ -187,12 +176,9 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 def _register_fakes() -> None:
     # `check` and `unscale_` have none: a signature is known to the host only.
+    @torch.library.register_fake("gradstat::stats")
     def table_like(tensors: list[Tensor]) -> Tensor:
         return tensors[0].new_empty((len(tensors), len(_fields.NAMES)), dtype=torch.float64)
-
-    @torch.library.register_fake("gradstat::stats")
-    def _(tensors: list[Tensor]) -> Tensor:
-        return table_like(tensors)
 
     @torch.library.register_fake("gradstat::unit_stats")
     def _(tensors: list[Tensor]) -> Tensor:
