@@ -160,7 +160,7 @@ class GradScaler(TorchGradScaler):
                 ``unscale_``, or lost its scale with another optimizer's. Nothing has been changed then.
             AssertionError: None of its parameters had a gradient when it was unscaled.
         """
-        if not self._enabled or optimizers.accepts_scaler(optimizer):
+        if not self._enabled or optimizers.traits_of(optimizer).accepts_scaler:
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")

@@ -71,7 +71,8 @@ def clip_grad_norm_(
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` neither 2 nor infinity.
     """
     given = listed_parameters(parameters, stacklevel=3)
-    gradients, name_of = gradients_to_clip(given)
+    found = gradients_to_clip(given)
+    gradients, name_of = found.tensors, found.name_of
     max_norm, norm_type = _limit(max_norm), float(norm_type)
     if not gradients and extra_groups is None:
         return torch.tensor(0.0, device="cpu")
@@ -201,7 +202,8 @@ def clip_grads_with_norm_(
     Raises:
         As `clip_grad_norm_`; and ValueError if ``total_norm`` is not one real number.
     """
-    gradients, name_of = gradients_to_clip(listed(parameters))
+    found = gradients_to_clip(listed(parameters))
+    gradients, name_of = found.tensors, found.name_of
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if foreach:
         require_foreach(gradients)

@@ -148,7 +148,7 @@ def _norm_clip(layer: Layer) -> _Function:
         parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
     ) -> Any:
         given = listed_parameters(parameters, stacklevel=3)
-        gradients = gradients_to_clip(given)[0]
+        gradients = gradients_to_clip(given).tensors
         function = layer.choose(clip_grad_norm_, gradients, norm_type)
         return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
@@ -158,7 +158,7 @@ def _norm_clip(layer: Layer) -> _Function:
 def _value_clip(layer: Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed(parameters)
-        gradients = gradients_to_clip(given)[0]
+        gradients = gradients_to_clip(given).tensors
         function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
         return function(given, *args, **kwargs)
 
@@ -179,7 +179,7 @@ def _clip_with_norm(layer: Layer) -> _Function:
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
     ) -> Any:
         given = listed(parameters)
-        tensors = [*gradients_to_clip(given)[0], *([total_norm] if isinstance(total_norm, Tensor) else [])]
+        tensors = [*gradients_to_clip(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
         return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
 
     return replacement

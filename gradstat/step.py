@@ -129,10 +129,10 @@ def guarded_step(
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
     request = _Request(optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups)
     if closure is None:
-        if optimizers.needs_closure(optimizer):
+        if optimizers.traits_of(optimizer).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
         return _step(request, None)
-    if optimizers.repeats_closure(optimizer):
+    if optimizers.traits_of(optimizer).repeats_closure:
         if clip is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} evaluates the loss several times in a step, each of which an adaptive "
@@ -237,7 +237,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
         nonlocal measured
         with torch.enable_grad():
             loss = closure()
-        if loss is None and optimizers.needs_closure(optimizer):
+        if loss is None and optimizers.traits_of(optimizer).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
         gradients, measured = _measure(request, counts=False)
         skip, divisor = measured.on_host() if request.skips else (False, math.nan)

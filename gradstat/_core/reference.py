@@ -18,7 +18,7 @@ def stats(tensors: list[Tensor]) -> Tensor:
 
 
 def row(tensor: Tensor) -> Tensor:
-    """The row of one tensor: ``[len(FIELDS)]`` float64 on its device. docs/architecture.md says what complex ones mean."""
+    """The row of one tensor: ``[len(FIELDS)]`` float64 on its device, complex ones as in docs/architecture.md."""
     elements = tensor.permute(memory_order(tensor)).reshape(-1)
     parts = torch.view_as_real(elements) if tensor.is_complex() else elements.unsqueeze(-1)
     parts = parts.to(torch.float64)  # [elements, parts]

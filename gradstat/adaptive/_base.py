@@ -16,7 +16,7 @@ from gradstat._core.backends import Kernels
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, resolve_for
-from gradstat._core.parameters import collect, listed_parameters
+from gradstat._core.parameters import gradients_to_clip, listed_parameters
 from gradstat._core.tensors import NameOf, check_writable, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
@@ -67,17 +67,14 @@ class AdaptiveClip(ABC):
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
         """
         listed = listed_parameters(parameters, stacklevel=4)
-        gradients, positions, _ = collect(listed)
+        found = gradients_to_clip(listed)
+        gradients, positions, _ = found
         if not gradients:
             return torch.tensor(0.0, device="cpu")
         if positions is not None:
             listed = [listed[i] for i in positions]
-
-        def name_of(i: int) -> str:
-            return f"the gradient of parameters[{i if positions is None else positions[i]}]"
-
         with torch.no_grad():
-            norm = self._clip_(listed, gradients, name_of, backend)
+            norm = self._clip_(listed, gradients, found.name_of, backend)
         # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
         torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))

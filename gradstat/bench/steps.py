@@ -110,7 +110,7 @@ def variants() -> list[Variant]:
 
 
 def verify(step: Step) -> None:
-    """Holds what the variants say about one step's gradients against float64; ValueError if there is nothing to time."""
+    """Holds what the variants say about one step's gradients against float64; ValueError if nothing can be timed."""
     step.optimizer.zero_grad()
     step.loss().backward()
     parameters = [p for p in step.model.parameters() if p.grad is not None]
@@ -160,7 +160,7 @@ class Cost:
 def costs(
     step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] = lambda: None
 ) -> list[Cost]:
-    """Time and peak memory of the variants ``compared`` (all, if None), the plain step first; one step in each round."""
+    """Time and peak memory of the variants ``compared`` (None: all), the plain step first; one step in each round."""
     compared = compared or variants()
     inside: dict[str, list[float]] = {variant.name: [] for variant in compared}
     samples = interleaved(

@@ -1,4 +1,4 @@
-"""Fair timing: calls take turns round by round, so that a slow moment of the machine meets all of them; its progress."""
+"""Fair timing: calls take turns round by round, so that a slow moment of the machine meets all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def progress_bar(total: int, what: str) -> Any:
-    """tqdm's bar of ``total`` rounds on stderr; where that is no terminal, a line every 15 seconds."""
+    """A bar of ``total`` rounds on stderr, of tqdm; where that is no terminal, a line every 15 seconds."""
     seconds = 0.0 if sys.stderr.isatty() else 15.0
     options = {"mininterval": seconds or 0.1, "delay": seconds, "dynamic_ncols": True, "leave": False}
     return tqdm(total=total, desc=what, unit="round", **options)
