@@ -34,9 +34,7 @@ class ScalerStatus:
 
     Attributes:
         scale: The loss scale.
-        steps: Updates so far.
-        skipped: Those in which a step was skipped.
-        consecutive_skipped: Those skipped since the last that was not.
+        steps, skipped, consecutive_skipped: Updates so far, as `StepCounts` has them of steps.
         verdict: ``"ok"``, ``"collapsing"`` or ``"running away"``.
     """
 
@@ -95,12 +93,9 @@ class GradScaler(TorchGradScaler):
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
-        """The report about ``optimizer``'s gradients as ``unscale_`` or `step` last met them.
+        """The report about ``optimizer``'s gradients as ``unscale_`` or `step` last met them, on its way from now on.
 
-        Its numbers start on their way to the host now. A step by `gradstat.guarded_step` has its own report.
-
-        Raises:
-            KeyError: Neither has been called for it.
+        KeyError if neither has been called for it. A step by `gradstat.guarded_step` has its own report.
         """
         try:
             make = (self._reports or {})[optimizer]  # type: ignore[index]
@@ -112,12 +107,7 @@ class GradScaler(TorchGradScaler):
         """``unscale_``, then what `gradstat.clip_grad_norm_` does, with the norm from the same pass.
 
         No host sync. If a gradient is not finite none is clipped, so that `report` and the gradients still
-        show which; `step` skips.
-
-        Args:
-            optimizer: As for ``unscale_``.
-            max_norm: Upper limit of the L2 norm of all its gradients together; infinity only measures. Or an
-                adaptive clip (`gradstat.AutoClip` and its like).
+        show which; `step` skips. ``optimizer`` is as for ``unscale_``, ``max_norm`` as for `gradstat.guarded_step`.
 
         Returns:
             The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
@@ -147,10 +137,7 @@ class GradScaler(TorchGradScaler):
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.
 
         As torch's: unscales if ``unscale_`` has not. A fused optimizer does that by itself, and without a host
-        sync; every other one costs one.
-
-        Args:
-            optimizer: The optimizer; further arguments are its step's.
+        sync; every other one costs one. Further arguments are those of the optimizer's step.
 
         Returns:
             What the optimizer's step returns; None if it was skipped on the host.
@@ -202,12 +189,7 @@ class GradScaler(TorchGradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Sets the scale for the next step, as torch's, and counts the steps for `status`. No host sync.
 
-        Args:
-            new_scale: The scale to set; None grows or shrinks it by what was found.
-
-        Raises:
-            AssertionError: Nothing was unscaled or stepped since the last update, as torch's.
-            RuntimeError: It is the first update, and a CUDA graph is being captured.
+        ``new_scale`` and errors are as torch's; RuntimeError for a first update while a CUDA graph is captured.
         """
         if self._enabled and new_scale is None:
             flags = [
@@ -220,9 +202,7 @@ class GradScaler(TorchGradScaler):
     def status(self, wait: bool = False) -> ScalerStatus:
         """How the scale is doing: the newest numbers that have arrived.
 
-        Args:
-            wait: Whether to wait for a GPU, so that the numbers are those of now. Without it only the first call
-                waits; later ones may show what was true a few calls ago.
+        With ``wait`` those of now. Without it only the first call waits for a GPU; later ones may be a few calls old.
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")

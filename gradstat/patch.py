@@ -80,14 +80,10 @@ def patch_torch() -> TorchPatch:
     **A name bound before the patch keeps the function it has**: after ``from torch.nn.utils import
     clip_grad_norm_`` a module calls torch's, of which only the two halves, which torch looks up on every call, are
     gradstat's. Patch before such modules are imported, or rebind the name (``module.clip_grad_norm_ =
-    gradstat.clip_grad_norm_``). A function of this patch that is bound in that way outlives it, but hands over to
-    torch's once the patch is removed.
+    gradstat.clip_grad_norm_``). A name bound while it is patched calls torch's once the patch is removed.
 
-    Patches may be nested and removed in any order; the last one removed leaves exactly what the first one found.
-    Safe to call from several threads; what a thread is in the middle of is not interrupted.
-
-    Returns:
-        A handle with ``remove()``, also a context manager.
+    Patches may be nested and removed in any order, from several threads; the last one removed leaves exactly what the
+    first one found. What a thread is in the middle of is not interrupted.
     """
     with lock:
         return TorchPatch([Layer(module, name, make) for module, name, make in _PLACES if hasattr(module, name)])

@@ -61,7 +61,7 @@ class ReplicaReport:
 
     Attributes:
         drifted: One `Drift` for each tensor that differs, sorted by kind and name.
-        compared: How many tensors were compared. A rank outside of the mesh of a ``DTensor`` does not count it.
+        compared: How many tensors were compared.
         ranks: Those that took part, global numbers.
     """
 
@@ -114,10 +114,7 @@ def verify_replicas(
     A collective: all ranks of the group have to call it. Agreement costs one reduction of 32 bytes and one host sync,
     however many tensors there are; distributed tensors add a reduction for each mesh dimension they are replicated on,
     one for the verdict, and a sync. Only if something differs are names and checksums gathered, as objects, to tell
-    which ranks it is. Whatever a rank lacks, all of them take the same branch.
-
-    Plain tensors are compared over the group. A ``DTensor``'s local shard is compared over the dimensions of its own
-    mesh on which it is replicated (``Replicate``), and never over those it is sharded on.
+    which ranks it is. A ``DTensor``'s shard is compared over the dimensions of its mesh on which it is replicated.
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
@@ -178,10 +175,7 @@ def _participants(
 def _agree(
     tensors: list[_Replicated], compared: list[_Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
 ) -> bool:
-    """Whether all ranks have the same tensors with the same bits. The answer is the same on every rank.
-
-    ``compared`` are those that have replicas, ``numbers`` their checksums, on the device of the collectives.
-    """
+    """Whether all have the same tensors, and those ``compared`` the same checksums, ``numbers``; all say alike."""
     # First what is compared over all ranks: the list of tensors, so that what follows is done by all or by none, and
     # the plain tensors. Two numbers, whatever a rank has or lacks.
     listed = of_text("\n".join(f"{tensor.kind} {tensor.name} {tensor.layout}" for tensor in tensors))
@@ -252,9 +246,6 @@ def _difference(apart: tuple[int, ...], replicas: tuple[int, ...]) -> str:
 
 def _tensors(count: int) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
-
-
-# What there is to compare ----------------------------------------------------------------------------------
 
 
 class _Replicated(NamedTuple):
