@@ -88,7 +88,7 @@ def guarded_step(
     numbers that never leave the device: no host sync, and no pass over the gradients besides the optimizer's own.
     For every other optimizer gradients are clipped and unscaled in place, only if they have to be, and one host
     sync decides whether ``step`` is called at all (none if ``skip_nonfinite`` is False). A skipped step changes no
-    parameter, no state and no step count. Learning-rate schedulers are the caller's, and advance as they are told.
+    parameter, no state and no step count; schedulers are the caller's.
 
     Args:
         optimizer: Any optimizer with gradients from ``backward()``.
@@ -104,9 +104,6 @@ def guarded_step(
         model: Lends the names of its parameters to the report. An optimizer made from ``named_parameters()`` has
             them already; any other knows groups and positions only.
         backend, extra_groups: As for `check`.
-
-    Returns:
-        Norm, whether it was skipped, counters and the pending report; see `StepResult`.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or a gradient has no norm.

@@ -24,21 +24,9 @@ else:
 
 NameOf = Callable[[int], str]
 
-_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.complex32,
-        torch.complex64,
-        torch.complex128,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz,
-    }
-)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_DTYPES |= {torch.complex32, torch.complex64, torch.complex128}
+_DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 
 class Shards(NamedTuple):
@@ -108,9 +96,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
     """Dense strided tensors with the elements to be measured, each the original where that is possible.
 
-    Sparse COO tensors give their coalesced values, distributed tensors their local shard, views that are
-    not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values. What cannot be
-    measured raises, by name: see `_refusal`.
+    What cannot be measured raises, by name: see `_refusal`.
     """
     _refuse_pretence()
     found = []
@@ -249,10 +235,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
-    """The strided tensors that hold the elements of ``tensors``, safe to be scaled in place by a real number.
-
-    Raises as `readable`, and for what cannot be scaled in place.
-    """
+    """The strided tensors that hold the elements of ``tensors``, to be scaled in place by a real number."""
     _refuse_pretence()
     targets = []
     for i, tensor in enumerate(tensors):

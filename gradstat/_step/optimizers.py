@@ -92,10 +92,8 @@ def refuse_foreign_verdict(optimizer: Optimizer) -> None:
 def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
     """Whether skipping the coming step of a fused SGD would leave uninitialised memory in its momentum.
 
-    Fused SGD allocates its buffers without filling them, as its first step will (``torch/optim/sgd.py``,
-    ``_fused_sgd``). If the device skips that step nobody does, and the second step reads them. Where zeros serve
-    the first step as well they are put there, and nothing is at risk: without dampening,
-    ``momentum * 0 + gradient`` is what torch starts with. With dampening it is not.
+    It allocates its buffers without filling them, as its first step will (``torch/optim/sgd.py``, ``_fused_sgd``). If
+    the device skips that step nobody does. Without dampening zeros serve as well, and are put there.
     """
     if _original_step(type(optimizer)) is not _SGD_STEP:
         return False
