@@ -85,7 +85,7 @@ class AdaptiveClip(ABC):
         return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, of `state_dict`, with this clip's own options; ValueError if of another rule or window.
+        """Continues from ``state``, of `state_dict`, with own options; ValueError if of another rule or window.
 
         The tensors may be on any device; at the next step they are moved to the gradients'. Where this clip has a
         tensor of that shape already it is copied into, so that captured graphs see the values. No host sync, unless
