@@ -207,11 +207,9 @@ class TensorStats(RowValues):
 
 def _unravelled(flat: int, shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
     """The index of an element by its place in memory."""
-    if order is None:
-        return tuple(int(i) for i in np.unravel_index(flat, shape))
+    order = tuple(range(len(shape))) if order is None else order
     in_order = np.unravel_index(flat, [shape[d] for d in order])
-    index = dict(zip(order, in_order, strict=True))
-    return tuple(int(index[d]) for d in range(len(shape)))
+    return tuple(int(i) for _, i in sorted(zip(order, in_order, strict=True)))
 
 
 def l2_norm_of(rows: Array) -> Array:

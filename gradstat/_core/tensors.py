@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -45,27 +46,16 @@ class Shards(NamedTuple):
         """Sizes of a rank's shard of a tensor of that shape, and where it begins; None if shards are interleaved."""
         if self.dims is None:
             return None
-        at = _position(self.ranks, rank)
+        ranks = np.array(self.ranks)
+        at = np.argwhere(ranks == rank)[0].tolist()
         sizes, start = list(shape), [0] * len(shape)
         for mesh_dim, dim in self.dims:
-            ranks = self.ranks
-            for _ in range(mesh_dim):
-                ranks = ranks[0]
             # As torch.chunk does: all as large as the first, as far as it goes.
-            piece = -(-sizes[dim] // len(ranks))
+            piece = -(-sizes[dim] // ranks.shape[mesh_dim])
             begin = min(piece * at[mesh_dim], sizes[dim])
             start[dim] += begin
             sizes[dim] = min(piece, sizes[dim] - begin)
         return sizes, start
-
-
-def _position(ranks: list[Any], rank: int) -> tuple[int, ...]:
-    for i, item in enumerate(ranks):
-        if item == rank:
-            return (i,)
-        if isinstance(item, list) and (rest := _position(item, rank)):
-            return (i, *rest)
-    return ()
 
 
 class TensorInfo(NamedTuple):

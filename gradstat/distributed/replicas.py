@@ -268,23 +268,22 @@ def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> lis
     if unknown or not wanted:
         raise ValueError(f"cannot compare {', '.join(unknown) or 'nothing'}; known: {', '.join(_FINDERS)}")
     found: dict[tuple[str, str], _Replicated] = {}
-    for kind, find in (_FINDERS[each] for each in wanted):
-        for name, tensor in find(target):
+    for each in wanted:
+        kind = each.removesuffix("s")
+        for name, tensor in _FINDERS[each](target):
             if (kind, name) in found:
                 raise ValueError(f"two tensors are named {name!r}; ranks tell them apart by name")
             found[kind, name] = _described(kind, name, tensor, ranks)
     return [found[key] for key in sorted(found)]
 
 
-def _gradients(target: Any) -> _Named:
-    source = source_of(target)
-    pairs = zip(source.names(), source.parameters, strict=True)
-    return [(name, p.grad) for name, p in pairs if p.requires_grad or p.grad is not None]
-
-
-def _parameters(target: Any) -> _Named:
+def _parameters(target: Any) -> Iterable[tuple[str, Tensor]]:
     source = source_of(target)
     return zip(source.names(), source.parameters, strict=True)
+
+
+def _gradients(target: Any) -> _Named:
+    return [(name, p.grad) for name, p in _parameters(target) if p.requires_grad or p.grad is not None]
 
 
 def _buffers(target: Any) -> _Named:
@@ -296,21 +295,18 @@ def _buffers(target: Any) -> _Named:
 def _state(target: Any) -> _Named:
     if not isinstance(target, Optimizer):
         raise TypeError(f"state is that of a torch.optim.Optimizer, got {type(target).__name__}")
-    source = source_of(target)
+    states = ((name, target.state.get(parameter, {})) for name, parameter in _parameters(target))
     return [
-        (f"{name}.{key}", value)
-        for name, parameter in zip(source.names(), source.parameters, strict=True)
-        for key, value in target.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
+        (f"{name}.{key}", value) for name, state in states for key, value in state.items() if torch.is_tensor(value)
     ]
 
 
-# By what users call it: what one of them is called, and how they are found.
-_FINDERS: dict[str, tuple[str, Callable[[Any], _Named]]] = {
-    "gradients": ("gradient", _gradients),
-    "parameters": ("parameter", _parameters),
-    "buffers": ("buffer", _buffers),
-    "state": ("state", _state),
+# By what users call it, in the plural mostly: how it is found.
+_FINDERS: dict[str, Callable[[Any], _Named]] = {
+    "gradients": _gradients,
+    "parameters": _parameters,
+    "buffers": _buffers,
+    "state": _state,
 }
 
 
