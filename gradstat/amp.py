@@ -68,12 +68,10 @@ class GradScaler(TorchGradScaler):
 
     - ``unscale_`` computes every gradient's statistics in the pass that unscales; ``report(optimizer)`` has them,
       in unscaled units, and tells an overflow, which is how loss scaling works, from NaN, which is not.
-    - ``step`` of a fused optimizer without ``unscale_`` reads the gradients once and writes nothing: torch's
-      checks by reading and writing them all.
-    - ``unscale_and_clip_`` needs no further pass for the norm.
-    - ``status()`` shows a scale that collapses or runs away.
+    - ``step`` of a fused optimizer without ``unscale_`` reads the gradients once and writes nothing.
+    - ``unscale_and_clip_`` needs no further pass for the norm; ``status()`` shows a scale that collapses or runs away.
     - A gradient that came after ``unscale_``, or lost its scale twice because two optimizers share it, raises
-      instead of making a wrong step; and no attribute stays on an optimizer whose step failed.
+      instead of making a wrong step.
 
     Attributes:
         collapse_after: Skips in a row from which `status` says ``"collapsing"``. Finding a first scale takes a few.

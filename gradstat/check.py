@@ -130,8 +130,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     stream reads one, let the stream that made it wait for that before the last reference goes.
 
     Args:
-        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README
-            lists them.
+        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README lists them.
         backend: As for `check`.
 
     Returns:

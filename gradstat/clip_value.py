@@ -23,9 +23,8 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     gradient twice, once for each end of the range; here large gradients are clamped one by one, in one pass.
     No host sync.
 
-    It differs from torch's on purpose in three ways. A ``clip_value`` that is negative, which torch sets every
-    element to, or NaN, which torch turns every element into, is refused. Sparse COO gradients work, and are
-    coalesced. Parameters without any gradient do nothing, where torch fails.
+    It differs from torch's on purpose: a ``clip_value`` that is negative or NaN, which torch sets every element to, is
+    refused, sparse COO gradients work, and are coalesced, and parameters without any gradient do nothing.
 
     Args:
         parameters: As for `clip_grad_norm_`.

@@ -15,7 +15,6 @@ from gradstat._core.tensors import TensorInfo
 
 Array = npt.NDArray[np.float64]
 
-
 INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
 FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 
@@ -143,11 +142,7 @@ class TensorStats(RowValues):
 
     @property
     def std(self) -> float:
-        """Population standard deviation of the finite elements; NaN when there is none.
-
-        From the sums: relative to the root mean square it is good to about 1e-4, so the spread of nearly constant
-        elements is lost in it.
-        """
+        """Population standard deviation of the finite elements, to about 1e-4 of their root mean square; or NaN."""
         if not self.finite_values:
             return math.nan
         with np.errstate(invalid="ignore"):  # sums may have left float64's range

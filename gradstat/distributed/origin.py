@@ -62,11 +62,10 @@ def watch_origin(
         hook: The communication hook to wrap, as ``register_comm_hook`` takes it; None for torch's ``allreduce_hook``,
             which is what DDP does by itself.
         state: What ``hook`` is called with.
-        per_micro_batch: With gradient accumulation under ``no_sync()`` nothing is reduced before the last micro-batch,
-            and a bucket holds the sum of all of them: which one was bad cannot be seen there. If true, gradients are
-            also measured after each ``backward()`` that reduced nothing, when the next ``forward`` begins or
-            `OriginWatch.result` is called. That is one more read of the gradients and one launch for each such
-            micro-batch, and a call into Python for each parameter in every ``backward()``.
+        per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches:
+            which one was bad cannot be seen there. If true, gradients are also measured after each ``backward()`` that
+            reduced nothing, when the next ``forward`` begins or `OriginWatch.result` is called: another read and launch
+            for each such micro-batch, and a call into Python for each parameter in every ``backward()``.
         backend: As in `gradstat.check`.
 
     Returns:

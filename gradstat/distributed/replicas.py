@@ -111,10 +111,10 @@ def verify_replicas(
     payload. Values are turned into 64-bit checksums where they lie, with one read of the tensors and a few launches for
     each; two tensors that differ escape with a chance of about 2**-32.
 
-    A collective: all ranks of the group have to call it. Agreement costs one reduction of 32 bytes and one host sync,
-    however many tensors there are; distributed tensors add a reduction for each mesh dimension they are replicated on,
-    one for the verdict, and a sync. Only if something differs are names and checksums gathered, as objects, to tell
-    which ranks it is. A ``DTensor``'s shard is compared over the dimensions of its mesh on which it is replicated.
+    A collective: all ranks of the group have to call it, and get the same report. Agreement costs one reduction of 32
+    bytes and one host sync, however many tensors there are; distributed tensors add a reduction for each mesh dimension
+    they are replicated on, over which their shards are compared, one for the verdict, and a sync. Only if something
+    differs are names and checksums gathered, as objects, to tell which ranks it is.
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
@@ -122,9 +122,6 @@ def verify_replicas(
         what: Any of ``"gradients"``, ``"parameters"``, ``"buffers"`` (of a module) and ``"state"`` (the tensors in an
             optimizer's state).
         mesh: In place of ``group``: all ranks of this device mesh, the data-parallel part of a larger one for example.
-
-    Returns:
-        The same report on every rank.
 
     Raises:
         TypeError: ``target`` is none of these or has not what is asked for, or a tensor's bits cannot be compared.
