@@ -1,5 +1,5 @@
-// The statistic itself: what a row means, how rows merge, how one element is lifted into a row, and what
-// is derived from a row. Plain C++ for host and device alike, no tensors and no traversal, so that the
+// The statistic itself: what a row means, how rows merge, how one element is lifted into a row (lift.h), and
+// what is derived from a row. Plain C++ for host and device alike, no tensors and no traversal, so that the
 // CPU and the CUDA code cannot disagree about meaning. The columns come from gradstat/_fields.py.
 #pragma once
 
@@ -84,53 +84,7 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
 #include "stat_fields.def"
 }
 
-// Lifts -------------------------------------------------------------------------------------------------
-
-// Adds one finite value to the columns that describe magnitudes. Squares of values whose own square would
-// leave float64's range are scaled first; see gradstat/_fields.py for the source of the constants.
-GRADSTAT_HD void lift_finite(Row& row, double x) {
-  const double magnitude = x < 0 ? -x : x;
-  row.sum += x;
-  if (magnitude > GRADSTAT_LARGE) {
-    const double scaled = x * GRADSTAT_LARGE_SCALE;
-    row.sq_sum_large += scaled * scaled;
-  } else if (magnitude < GRADSTAT_SMALL) {
-    const double scaled = x * GRADSTAT_SMALL_SCALE;
-    row.sq_sum_small += scaled * scaled;
-  } else {
-    row.sq_sum += x * x;
-  }
-  row.min = merge::min(row.min, x);
-  row.max = merge::max(row.max, x);
-}
-
-GRADSTAT_HD bool is_nan(double x) { return x != x; }
-GRADSTAT_HD bool is_inf(double x) { return x == kInf || x == -kInf; }
-
-// One real element at flat index `index`, whatever its value: the exact path of every traversal.
-GRADSTAT_HD void lift(Row& row, double x, double index) {
-  if (is_nan(x) || is_inf(x)) {
-    (is_nan(x) ? row.nan_count : row.inf_count) += 1;
-    row.first_nonfinite = merge::min(row.first_nonfinite, index);
-    return;
-  }
-  row.zero_count += x == 0;
-  lift_finite(row, x);
-}
-
-// One complex element: NaN if either part is, else Inf if either part is, zero if both parts are; the
-// other columns take both parts of a finite element.
-GRADSTAT_HD void lift_pair(Row& row, double re, double im, double index) {
-  const bool nan = is_nan(re) || is_nan(im);
-  if (nan || is_inf(re) || is_inf(im)) {
-    (nan ? row.nan_count : row.inf_count) += 1;
-    row.first_nonfinite = merge::min(row.first_nonfinite, index);
-    return;
-  }
-  row.zero_count += re == 0 && im == 0;
-  lift_finite(row, re);
-  lift_finite(row, im);
-}
+#include "lift.h"
 
 // Derived -----------------------------------------------------------------------------------------------
 
@@ -188,34 +142,27 @@ GRADSTAT_HD float half_to_float(uint16_t bits) {
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p+112f));
 }
 
-// An 8-bit float with `mantissa` mantissa bits and exponent bias `bias`, before special values.
-GRADSTAT_HD float float8_magnitude(uint32_t magnitude, int mantissa, int bias) {
-  const float scale = bits_to_float(static_cast<uint32_t>(127 + 127 - bias) << 23);  // 2^(127 - bias)
-  return bits_to_float(magnitude << (23 - mantissa)) * scale;
+// The 8-bit formats: those of the OCP, and the "fnuz" ones (finite, no negative zero), in which 0x80 is the
+// only NaN.
+struct Float8 {
+  bool is_fnuz;
+  int mantissa, bias;  // bits, and what the exponent is biased by
+};
+GRADSTAT_HD Float8 float8_of(DType dtype) {
+  const bool is_fnuz = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
+  const bool is_wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
+  return {is_fnuz, is_wide ? 2 : 3, (is_wide ? 15 : 7) + is_fnuz};
 }
 
-// All four 8-bit formats of the OCP and the "fnuz" (finite, no negative zero) families.
 GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
+  const Float8 format = float8_of(dtype);
   const uint32_t magnitude = bits & 0x7fu;
-  const bool negative = (bits & 0x80u) != 0;
-  float value;
-  switch (dtype) {
-    case DType::kFloat8E4M3FN:
-      value = magnitude == 0x7fu ? NAN : float8_magnitude(magnitude, 3, 7);
-      break;
-    case DType::kFloat8E5M2:
-      value = magnitude > 0x7cu    ? NAN
-              : magnitude == 0x7cu ? static_cast<float>(kInf)
-                                   : float8_magnitude(magnitude, 2, 15);
-      break;
-    case DType::kFloat8E4M3FNUZ:
-      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 3, 8);
-      break;
-    default:
-      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 2, 16);
-      break;
-  }
-  return negative ? -value : value;
+  if (format.is_fnuz ? bits == 0x80u : magnitude > (format.mantissa == 2 ? 0x7cu : 0x7eu)) return NAN;
+  const float scale = bits_to_float(static_cast<uint32_t>(127 + 127 - format.bias) << 23);  // 2^(127 - bias)
+  const bool is_inf = dtype == DType::kFloat8E5M2 && magnitude == 0x7cu;
+  const float value =
+      is_inf ? static_cast<float>(kInf) : bits_to_float(magnitude << (23 - format.mantissa)) * scale;
+  return (bits & 0x80u) != 0 ? -value : value;
 }
 
 // Narrowing, to nearest even ----------------------------------------------------------------------------
@@ -273,16 +220,14 @@ GRADSTAT_HD uint32_t to_half_pair(float low, float high) {
 GRADSTAT_HD uint8_t to_float8(float x, DType dtype) {
   const uint32_t sign = (float_to_bits(x) >> 24) & 0x80u;
   const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
-  const bool finite_only = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
-  const bool wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
-  const uint32_t nan = finite_only ? 0x80u : sign | 0x7fu;
+  const Float8 format = float8_of(dtype);
+  const uint32_t nan = format.is_fnuz ? 0x80u : sign | 0x7fu;
   if (bits > 0x7f800000u) return static_cast<uint8_t>(nan);
-  const uint32_t magnitude =
-      narrow_magnitude(bits, wide ? 2 : 3, wide ? (finite_only ? 16 : 15) : (finite_only ? 8 : 7));
+  const uint32_t magnitude = narrow_magnitude(bits, format.mantissa, format.bias);
   if (dtype == DType::kFloat8E5M2) {
     return static_cast<uint8_t>(sign | (magnitude > 0x7cu ? 0x7cu : magnitude));
   }
-  if (!finite_only) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
+  if (!format.is_fnuz) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
   if (magnitude > 0x7fu) return static_cast<uint8_t>(nan);
   return static_cast<uint8_t>(magnitude == 0 ? 0 : sign | magnitude);
 }

@@ -211,15 +211,7 @@ GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
   }
 }
 
-// Eight vectors added as a balanced tree, or the only one.
-template <class V>
-GRADSTAT_INLINE V tree_sum(const V (&x)[8]) {
-  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-}
-template <class V>
-GRADSTAT_INLINE V tree_sum(const V (&x)[1]) {
-  return x[0];
-}
+#include "lift.h"
 
 // Smallest and largest of floating lanes, as they are.
 template <class Type>
@@ -297,15 +289,15 @@ struct Narrow {
   static constexpr double kSafeHigh = 0x1p+120;
   static constexpr bool kSquaresFitDouble = true;
 
-  static GRADSTAT_INLINE VDouble promote_sum(VFloat x) {
+  static GRADSTAT_INLINE VDouble promote(VFloat x) {
     VDouble a, b;
     widen(x, a, b);
     return a + b;
   }
-  static GRADSTAT_INLINE VDouble promote_squares(VFloat x) {
+  static GRADSTAT_INLINE Sums<VDouble> lifted(VFloat x) {
     VDouble a, b;
     widen(x, a, b);
-    return a * a + b * b;
+    return Sums<VDouble>::of_pair(a, b);
   }
 };
 
@@ -375,8 +367,8 @@ struct Float64 {
 
   static GRADSTAT_INLINE VDouble load_vector(const double* p) { return load<VDouble>(p); }
   static GRADSTAT_INLINE void store_vector(double* p, VDouble x) { store(p, x); }
-  static GRADSTAT_INLINE VDouble promote_sum(VDouble x) { return x; }
-  static GRADSTAT_INLINE VDouble promote_squares(VDouble x) { return x * x; }
+  static GRADSTAT_INLINE VDouble promote(VDouble x) { return x; }
+  static GRADSTAT_INLINE Sums<VDouble> lifted(VDouble x) { return Sums<VDouble>::of(x); }
   static double to_real(double x) { return x; }
 };
 
@@ -400,42 +392,19 @@ GRADSTAT_INLINE void store_two(typename Type::Storage* p, typename Type::V a, ty
   }
 }
 
-// What is added up lane by lane. A further sum is a name in each of the first three lines, and its lift.
+// One step of the fast loop.
 template <class Type>
-struct Sums {
-  VDouble sq_sum = {}, sum = {};
-  GRADSTAT_INLINE void merge(const Sums& other) { sq_sum += other.sq_sum, sum += other.sum; }
-  void add_to(Row& row) const { row.sq_sum += total(sq_sum), row.sum += total(sum); }
-
-  // One step.
-  GRADSTAT_INLINE void add(const typename Type::Storage* p) {
-    typename Type::V x[8], squares[4];
-    for (int k = 0; k < 4; ++k) {
-      load_two<Type>(p + k * 2 * Type::kValues, x[2 * k], x[2 * k + 1]);
-      squares[k] = fma(x[2 * k + 1], x[2 * k + 1], x[2 * k] * x[2 * k]);
-    }
-    const auto first = squares[0] + squares[1], second = squares[2] + squares[3];
-    if constexpr (Type::kGroupsOfEight) {
-      sq_sum += Type::promote_sum(first + second);
-    } else {
-      sq_sum += Type::promote_sum(first) + Type::promote_sum(second);
-    }
-    lift(x);
-  }
-  // One vector of finite values, every product and sum in float64.
-  GRADSTAT_INLINE void add_exactly(typename Type::V x) {
-    sq_sum += Type::promote_squares(x);
-    lift({x});
-  }
-  static double total(VDouble lanes) { return reduce<double>(lanes, kAdd); }
-
- private:
-  // Zeros may stand in for what is not to be counted.
-  template <int kCount>
-  GRADSTAT_INLINE void lift(const typename Type::V (&x)[kCount]) {
-    sum += Type::promote_sum(tree_sum(x));
-  }
-};
+GRADSTAT_INLINE Sums<VDouble> sums_of_step(const typename Type::Storage* p) {
+  typename Type::V x[8];
+  for (int k = 0; k < 8; k += 2) load_two<Type>(p + k * Type::kValues, x[k], x[k + 1]);
+  const auto promote = [](typename Type::V x) __attribute__((always_inline)) { return Type::promote(x); };
+  return Sums<typename Type::V>::template promoted<VDouble, Type::kGroupsOfEight>(sums_of<4>(x),
+                                                                                  sums_of<4>(x + 4), promote);
+}
+inline double total(VDouble lanes) { return reduce<double>(lanes, kAdd); }
+inline void add_to(Row& row, const Sums<VDouble>& sums) {
+  sums.each(row, [](double& column, VDouble sum) { column += total(sum); });
+}
 
 // The zeros among elements of one or two parts, counted in integer lanes as wide as an element. There are no
 // lanes of 128 bits: two of 64 count each element then.
@@ -480,7 +449,7 @@ struct Pass {
   using Storage = typename Type::Storage;
   static constexpr int kPerElement = kPair ? 2 : 1;
 
-  Sums<Type> sums;
+  Sums<VDouble> sums;
   typename Type::Extremes extremes;
   Zeros<Type, kPair> zeros;
   int64_t padding = 0;  // elements that were counted as zeros without being there
@@ -503,19 +472,19 @@ struct Pass {
     padding += (Type::kStep - count) / kPerElement;
   }
   GRADSTAT_INLINE void merge(const Pass& other) {
-    sums.merge(other.sums);
+    sums = sums + other.sums;
     extremes.merge(other.extremes);
     zeros.count += other.zeros.count;
     padding += other.padding;
   }
   int64_t zero_count() const { return zeros.total() - padding; }
   bool is_safe(int64_t count) const {
-    const double squares = sums.total(sums.sq_sum);
+    const double squares = total(sums.sq_sum);
     return (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
            (squares == 0 && zero_count() * kPerElement == count);
   }
   void add_to(Row& row) const {
-    sums.add_to(row);
+    GRADSTAT_NAMESPACE::add_to(row, sums);
     row.zero_count += static_cast<double>(zero_count());
     row.min = merge::min(row.min, extremes.min());
     row.max = merge::max(row.max, extremes.max());
@@ -523,7 +492,7 @@ struct Pass {
 
  private:
   GRADSTAT_INLINE void add_sums(const Storage* p) {
-    sums.add(p);
+    sums = sums + sums_of_step<Type>(p);
     zeros.add(p);
   }
 };
@@ -536,7 +505,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   using Bits = typename Type::Bits;
   using Integer = typename Type::Integer;
   constexpr int kPerElement = kPair ? 2 : 1;
-  Sums<Type> sums;
+  Sums<VDouble> sums;
   V low = V{} + std::numeric_limits<typename Type::Real>::infinity();
   V high = -low;
   Bits zeros = {}, nans = {}, nonfinite = {};
@@ -556,7 +525,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     nonfinite -= bad;
     low = vmin(bad ? low : x, low);
     high = vmax(bad ? high : x, high);
-    sums.add_exactly(bitcast<V>(bitcast<Bits>(x) & ~bad));
+    sums = sums + Type::lifted(bitcast<V>(bitcast<Bits>(x) & ~bad));
   };
   int64_t i = 0;
   for (; i + Type::kValues <= count; i += Type::kValues) add(p + i);
@@ -572,7 +541,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
 
   if constexpr (!Type::kSquaresFitDouble) {
-    const double squares = sums.total(sums.sq_sum);
+    const double squares = total(sums.sq_sum);
     const bool safe = squares >= Type::kSafeLow && squares <= Type::kSafeHigh;
     if (!safe && (zero_count + bad_count) * kPerElement < count) {
       for (int64_t k = 0; k < count; k += kPerElement) {
@@ -585,7 +554,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
       return;
     }
   }
-  sums.add_to(row);
+  add_to(row, sums);
   row.zero_count += zero_count;
   row.nan_count += nan_count;
   row.inf_count += bad_count - nan_count;

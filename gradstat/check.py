@@ -77,12 +77,9 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
 
 @never_traced
 def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
-    """`check` without the sync: launches the kernel and returns at once. Arguments and errors as there.
+    """`check` without the sync: launches the kernel and returns the report on its way. Arguments and errors as there.
 
     The gradients may be changed or freed as soon as this returns, on the same stream.
-
-    Returns:
-        The report on its way; ``result()`` waits for it, ``done()`` tells whether it would.
     """
     return _launched(target, backend, extra_groups)
 
@@ -133,8 +130,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     stream reads one, let the stream that made it wait for that before the last reference goes.
 
     Args:
-        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README
-            lists them.
+        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README lists them.
         backend: As for `check`.
 
     Returns:

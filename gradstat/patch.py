@@ -80,14 +80,10 @@ def patch_torch() -> TorchPatch:
     **A name bound before the patch keeps the function it has**: after ``from torch.nn.utils import
     clip_grad_norm_`` a module calls torch's, of which only the two halves, which torch looks up on every call, are
     gradstat's. Patch before such modules are imported, or rebind the name (``module.clip_grad_norm_ =
-    gradstat.clip_grad_norm_``). A function of this patch that is bound in that way outlives it, but hands over to
-    torch's once the patch is removed.
+    gradstat.clip_grad_norm_``). A name bound while it is patched calls torch's once the patch is removed.
 
-    Patches may be nested and removed in any order; the last one removed leaves exactly what the first one found.
-    Safe to call from several threads; what a thread is in the middle of is not interrupted.
-
-    Returns:
-        A handle with ``remove()``, also a context manager.
+    Patches may be nested and removed in any order, from several threads; the last one removed leaves exactly what the
+    first one found. What a thread is in the middle of is not interrupted.
     """
     with lock:
         return TorchPatch([Layer(module, name, make) for module, name, make in _PLACES if hasattr(module, name)])
@@ -148,7 +144,7 @@ def _norm_clip(layer: Layer) -> _Function:
         parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
     ) -> Any:
         given = listed_parameters(parameters, stacklevel=3)
-        gradients = gradients_to_clip(given)[0]
+        gradients = gradients_to_clip(given).tensors
         function = layer.choose(clip_grad_norm_, gradients, norm_type)
         return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
@@ -158,7 +154,7 @@ def _norm_clip(layer: Layer) -> _Function:
 def _value_clip(layer: Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed(parameters)
-        gradients = gradients_to_clip(given)[0]
+        gradients = gradients_to_clip(given).tensors
         function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
         return function(given, *args, **kwargs)
 
@@ -179,7 +175,7 @@ def _clip_with_norm(layer: Layer) -> _Function:
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
     ) -> Any:
         given = listed(parameters)
-        tensors = [*gradients_to_clip(given)[0], *([total_norm] if isinstance(total_norm, Tensor) else [])]
+        tensors = [*gradients_to_clip(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
         return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
 
     return replacement

@@ -17,7 +17,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
-from gradstat._core.tensors import NameOf
 
 PLAIN_TYPES = {Tensor, Parameter}
 
@@ -150,10 +149,14 @@ class Gradients(NamedTuple):
     positions: list[int] | None
     missing: list[int] | None  # of the parameters that require a gradient and have none
 
+    def name_of(self, i: int) -> str:
+        """What the errors of clips, which know no names, call the i-th of them."""
+        return f"the gradient of parameters[{i if self.positions is None else self.positions[i]}]"
+
 
 def gradients_of(parameters: list[Tensor]) -> Gradients:
     """The gradients of ``parameters``. AttributeError if something has no ``.grad``."""
-    helpers = native.helpers()
+    helpers = None if torch.compiler.is_compiling() else native.helpers()
     if helpers is not None:
         return Gradients(*helpers.gradients_of(parameters))
     found = [parameter.grad for parameter in parameters]
@@ -216,17 +219,7 @@ def listed_parameters(parameters: Tensor | Iterable[Tensor], stacklevel: int) ->
     return found
 
 
-def gradients_to_clip(parameters: list[Tensor]) -> tuple[list[Tensor], NameOf]:
-    """The gradients there are, and what errors call the i-th of them. Errors as `collect`."""
-    if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
-        found = [parameter.grad for parameter in parameters]
-        return [gradient for gradient in found if gradient is not None], lambda i: f"gradient {i}"
-    gradients = collect(parameters)
-    positions = gradients.positions
-    return gradients.tensors, lambda i: f"the gradient of parameters[{i if positions is None else positions[i]}]"
-
-
-def collect(parameters: list[Tensor]) -> Gradients:
+def gradients_to_clip(parameters: list[Tensor]) -> Gradients:
     """`gradients_of`, whose error says which item is not a parameter."""
     try:
         return gradients_of(parameters)

@@ -119,9 +119,8 @@ class Sharded:
     """A list of tensors, some of which are shards of larger ones, and the groups over which their rows are merged.
 
     Every rank of a mesh has a row for every owner, so that all ranks reduce the same number of them, whether there
-    is a gradient on each or not. Tensors of a mesh are in the same order on every rank of it. Owners are the parameters
-    if they are gradients, of which those that take part in training have a row, or else the tensors themselves.
-    ``extra`` is as in `gradstat.check`. Raises TypeError or ValueError if something in it is no group.
+    is a gradient on each or not. Owners are the parameters if they are gradients, of which those that take part in
+    training have a row, or else the tensors themselves. ``extra`` is as in `gradstat.check`.
     """
 
     def __init__(
@@ -166,13 +165,11 @@ class Sharded:
         return any(layout is not None and layout.resolved is not None for layout in self._layouts)
 
     def rows(self, measure_local: MeasureLocal) -> Measurement:
-        """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks.
+        """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks. No sync with NCCL.
 
-        Two reductions of one row for each tensor for every group of shards, and two of a few rows for every extra
-        group. No host sync with NCCL. The tables have a column more than there are fields: on how many ranks there
-        is a NaN or Inf. ``first_nonfinite`` of a sharded tensor holds the lowest such rank, above the bits of the
-        index in its shard (`Shards.index_bits`). What ``measure_local`` raises is raised after the
-        reductions: other ranks find it in ``failed``.
+        The tables have a column more than there are fields: on how many ranks there is a NaN or Inf.
+        ``first_nonfinite`` of a sharded tensor holds the lowest such rank, above the bits of the index in its shard.
+        What ``measure_local`` raises is raised after the reductions: other ranks find it in ``failed``.
         """
         table, infos, error = self._measured(measure_local)
         packed = _pack(
@@ -191,11 +188,7 @@ class Sharded:
         return Measurement([whole], None, self._infos(infos), _counting(total, failed), failed)
 
     def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
-        """`rows` without the rows: what travels is a row for each kind of tensor.
-
-        Without ``extremes`` minima, maxima and first indices stay those of this rank, and there is one reduction
-        for a group instead of two.
-        """
+        """`rows` without the rows: a row for each kind of tensor travels, and of it only sums unless ``extremes``."""
         table, _, error = self._measured(measure_local)
         if not extremes and not self._extra and len(self._kinds) == 1 and len(table):
             total, failed = self._total_of_sums(table, error is not None)
@@ -238,17 +231,17 @@ class Sharded:
 
     def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo], Exception | None]:
         """A row for every owner, those of tensors that are not here the identity."""
-        if self._tensors:
-            try:
-                local = measure_local(self._local())
-            except Exception as error:
-                return self._identities(), [], error
-            if len(self._here) == len(self._owners):
-                return local.table(), local.infos, None
+        if not self._tensors:
+            return self._identities(), [], None
+        try:
+            local = measure_local(self._local())
+        except Exception as error:
+            return self._identities(), [], error
+        table = local.table()
+        if len(self._here) < len(self._owners):
             table = self._identities()
             table[self._here] = local.table()
-            return table, local.infos, None
-        return self._identities(), [], None
+        return table, local.infos, None
 
     def _local(self) -> list[Tensor]:
         """What this rank holds of the tensors. Partial ones are summed up first, a collective for each."""

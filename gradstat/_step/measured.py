@@ -26,14 +26,11 @@ _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
 class Measured(NamedTuple):
-    """What was measured of some gradients, on the first one's device. Keeps no gradient alive.
-
-    ``norm``, ``numbers`` and ``verdict`` are those of `gradstat._core.norms.Decision`.
-    """
+    """What was measured of some gradients, on the first one's device. Keeps no gradient alive."""
 
     rows: Measurement  # with the loss scale, if ``is_scaled``
     labels: Labels
-    norm: Tensor
+    norm: Tensor  # this and the next two are those of `gradstat._core.norms.Decision`
     numbers: Tensor
     verdict: Tensor
     is_scaled: bool
@@ -58,11 +55,7 @@ class Measured(NamedTuple):
         backend: str | None,
         extra_groups: ExtraGroups | None,
     ) -> Measured:
-        """Reads the gradients once, and counts the step, without a host sync.
-
-        ``parameters`` are all of which some may have a gradient, and one at least has, unless there are
-        ``extra_groups``. Distributed gradients are merged over their ranks, so that all decide alike.
-        """
+        """Reads the gradients of ``parameters`` once, and counts the step. No host sync; all ranks decide alike."""
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=moved(step.loss_scale, home))
@@ -99,10 +92,7 @@ class Measured(NamedTuple):
             return PendingReport(self.rows, make, self.verdict)
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
-        """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
-
-        Raises as `refuse_half`, if they are to be unscaled, and `scale_gradients_`; none has been changed then.
-        """
+        """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1."""
         name_of = self.labels.of
         if self.is_scaled:
             refuse_half(gradients, name_of)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradstat._core.files import replacing
 from gradstat.bench import steps
 from gradstat.bench.machine import circumstance, device_name, driver_version, versions
-from gradstat.bench.progress import Progress
+from gradstat.bench.timing import progress_bar
 
 BUILT_IN = "gradstat.demo.model:example"
 CONTRACT = """\
@@ -130,8 +130,8 @@ def _run(options: argparse.Namespace) -> int:
         f"on {setting['device']}, {circumstance(setting['driver'], setting['threads'])}; {setting['versions']}"
     )
     compared = _that_run(step, where)
-    with Progress(steps.WARMUP + options.rounds, "measuring") as progress:
-        measured = steps.costs(step, options.rounds, compared=compared, progress=progress.advance)
+    with progress_bar(steps.WARMUP + options.rounds, "measuring") as progress:
+        measured = steps.costs(step, options.rounds, compared=compared, progress=lambda: progress.update(1))
     print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
     if options.json is not None:
         content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
