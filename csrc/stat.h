@@ -142,27 +142,34 @@ GRADSTAT_HD float half_to_float(uint16_t bits) {
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p+112f));
 }
 
-// The 8-bit formats: those of the OCP, and the "fnuz" ones (finite, no negative zero), in which 0x80 is the
-// only NaN.
-struct Float8 {
-  bool is_fnuz;
-  int mantissa, bias;  // bits, and what the exponent is biased by
-};
-GRADSTAT_HD Float8 float8_of(DType dtype) {
-  const bool is_fnuz = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
-  const bool is_wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
-  return {is_fnuz, is_wide ? 2 : 3, (is_wide ? 15 : 7) + is_fnuz};
+// An 8-bit float with `mantissa` mantissa bits and exponent bias `bias`, before special values.
+GRADSTAT_HD float float8_magnitude(uint32_t magnitude, int mantissa, int bias) {
+  const float scale = bits_to_float(static_cast<uint32_t>(127 + 127 - bias) << 23);  // 2^(127 - bias)
+  return bits_to_float(magnitude << (23 - mantissa)) * scale;
 }
 
+// All four 8-bit formats of the OCP and the "fnuz" (finite, no negative zero) families.
 GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
-  const Float8 format = float8_of(dtype);
   const uint32_t magnitude = bits & 0x7fu;
-  if (format.is_fnuz ? bits == 0x80u : magnitude > (format.mantissa == 2 ? 0x7cu : 0x7eu)) return NAN;
-  const float scale = bits_to_float(static_cast<uint32_t>(127 + 127 - format.bias) << 23);  // 2^(127 - bias)
-  const bool is_inf = dtype == DType::kFloat8E5M2 && magnitude == 0x7cu;
-  const float value =
-      is_inf ? static_cast<float>(kInf) : bits_to_float(magnitude << (23 - format.mantissa)) * scale;
-  return (bits & 0x80u) != 0 ? -value : value;
+  const bool negative = (bits & 0x80u) != 0;
+  float value;
+  switch (dtype) {
+    case DType::kFloat8E4M3FN:
+      value = magnitude == 0x7fu ? NAN : float8_magnitude(magnitude, 3, 7);
+      break;
+    case DType::kFloat8E5M2:
+      value = magnitude > 0x7cu    ? NAN
+              : magnitude == 0x7cu ? static_cast<float>(kInf)
+                                   : float8_magnitude(magnitude, 2, 15);
+      break;
+    case DType::kFloat8E4M3FNUZ:
+      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 3, 8);
+      break;
+    default:
+      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 2, 16);
+      break;
+  }
+  return negative ? -value : value;
 }
 
 // Narrowing, to nearest even ----------------------------------------------------------------------------
@@ -220,14 +227,16 @@ GRADSTAT_HD uint32_t to_half_pair(float low, float high) {
 GRADSTAT_HD uint8_t to_float8(float x, DType dtype) {
   const uint32_t sign = (float_to_bits(x) >> 24) & 0x80u;
   const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
-  const Float8 format = float8_of(dtype);
-  const uint32_t nan = format.is_fnuz ? 0x80u : sign | 0x7fu;
+  const bool finite_only = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
+  const bool wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
+  const uint32_t nan = finite_only ? 0x80u : sign | 0x7fu;
   if (bits > 0x7f800000u) return static_cast<uint8_t>(nan);
-  const uint32_t magnitude = narrow_magnitude(bits, format.mantissa, format.bias);
+  const uint32_t magnitude =
+      narrow_magnitude(bits, wide ? 2 : 3, wide ? (finite_only ? 16 : 15) : (finite_only ? 8 : 7));
   if (dtype == DType::kFloat8E5M2) {
     return static_cast<uint8_t>(sign | (magnitude > 0x7cu ? 0x7cu : magnitude));
   }
-  if (!format.is_fnuz) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
+  if (!finite_only) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
   if (magnitude > 0x7fu) return static_cast<uint8_t>(nan);
   return static_cast<uint8_t>(magnitude == 0 ? 0 : sign | magnitude);
 }
