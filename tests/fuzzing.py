@@ -2,8 +2,8 @@
 
 A `Recipe` says what one tensor is: element type, sizes, strides, where it begins, and what bits fill it. A `Batch` is
 made of recipes: tensors over memory that it owns, one stretch for each element type, so that it also sees what is
-written beside them. Recipes are drawn by hypothesis (`recipes`), which shrinks what fails, or quickly from a seed
-(`Batch.drawn`).
+written beside them. Recipes are drawn from a source of chance (`drawn_recipe`): a seed's, or hypothesis', which shrinks
+what fails (`recipes`).
 
 Elements are decoded from the bits with numpy alone.
 """
@@ -365,13 +365,15 @@ def view_of(elements: npt.NDArray[Any], recipe: Recipe, start: int) -> npt.NDArr
 _SIZES = ((0, 0), (1, 1), (2, 40), (2, 40), (2, 40), (2, 70), (41, 600), (41, 600), (41, 600), (600, 9000))
 
 
-def drawn_recipe(source: random.Random) -> Recipe:
-    """Mostly small tensors, every other one plain; now and then one of several chunks of work."""
+def drawn_recipe(source: random.Random, largest: int | None = None) -> Recipe:
+    """Mostly small tensors, every other one plain; now and then one of several chunks of work, unless too large."""
     dtype = source.choice(KINDS).dtype
     low, high = (60_000, 200_000) if source.random() < 0.001 else source.choice(_SIZES)
-    numel = source.randint(low, high)
+    numel = source.randint(low, high) if largest is None else min(source.randint(low, high), largest)
     skip = source.choice((0, 0, 0, source.randint(1, 17)))
-    fill = source.choice(list(FILLS))
+    fill: str | tuple[int, ...] = source.choice(list(FILLS))
+    if source.random() < 0.1:
+        fill = tuple(source.getrandbits(KIND_OF[dtype].format.bits) for _ in range(source.randint(1, 40)))
     if source.random() < 0.5:
         return Recipe(dtype, (numel,), (1,), skip, fill)
     shape, rest = [], numel
@@ -389,27 +391,11 @@ def drawn_recipe(source: random.Random) -> Recipe:
     return Recipe(dtype, tuple(shape), strides_for(shape, order, gaps, expanded, odd), skip, fill)
 
 
-@st.composite
-def recipes(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = tuple(KIND_OF), largest: int = 20_000) -> Recipe:
-    """Any tensor of at most ``largest`` elements."""
-    dtype = draw(st.sampled_from(dtypes))
-    shape: list[int] = []
-    for _ in range(draw(st.integers(0, 4))):
-        room = largest // max(math.prod(shape), 1)
-        shape.append(draw(st.one_of(st.integers(0, min(9, room)), st.integers(0, room))))
-    dims = len(shape)
-    each = lambda values: st.lists(values, min_size=dims, max_size=dims)  # noqa: E731
-    order = draw(st.permutations(range(dims)))
-    gaps = draw(each(st.integers(0, 2)))
-    expanded = draw(each(st.booleans()))
-    odd = draw(each(st.sampled_from((1, 0, 7, 1000))))
-    bits = KIND_OF[dtype].format
-    patterns = st.one_of(st.sampled_from(special_bits(bits)), st.integers(0, (1 << bits.bits) - 1))
-    fill = draw(st.one_of(st.lists(patterns, min_size=1, max_size=40).map(tuple), st.sampled_from(list(FILLS))))
-    return Recipe(dtype, tuple(shape), strides_for(shape, order, gaps, expanded, odd), draw(st.integers(0, 17)), fill)
+def recipes(largest: int | None = None) -> st.SearchStrategy[Recipe]:
+    """Any tensor, of at most ``largest`` elements."""
+    return st.randoms(use_true_random=False).map(lambda source: drawn_recipe(source, largest))
 
 
-def batches(most: int = 8, largest: int = 20_000, dtypes: Sequence[torch.dtype] = tuple(KIND_OF)) -> st.SearchStrategy:
+def batches(most: int = 8, largest: int | None = None) -> st.SearchStrategy[Batch]:
     """Batches of at most ``most`` tensors."""
-    some = st.lists(recipes(dtypes, largest), max_size=most)
-    return st.builds(Batch, some, st.integers(0, 2**32 - 1), apart=st.booleans())
+    return st.builds(Batch, st.lists(recipes(largest), max_size=most), st.integers(0, 2**32 - 1), apart=st.booleans())

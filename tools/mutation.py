@@ -40,7 +40,7 @@ COPIED = (
 # The tests that have to notice a change in a file, those that notice most first.
 TESTS = {
     "gradstat/_fields.py": ("fields", "report"),
-    "gradstat/clip.py": ("clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
+    "gradstat/clip.py": ("clip", "every_clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
     "gradstat/distributed/_checksum.py": ("replicas",),
     "gradstat/distributed/batches.py": ("replicas",),
     "gradstat/distributed/origin.py": ("origin",),

@@ -362,11 +362,12 @@ def test_a_report_keeps_nothing_of_the_model(way: str) -> None:
     model(torch.randn(4, 3)).sum().backward()
     report = ways[way](model, optimizer)
     count = len(report)
-    gone = [weakref.ref(model[0].weight), weakref.ref(model), weakref.ref(optimizer)]
+    gone = [weakref.ref(kept) for kept in (model, optimizer, model[0], model[0].weight, model[0].weight.grad)]
     del model, optimizer
     gc.collect()
-    assert [reference() for reference in gone] == [None] * 3
+    assert [reference() for reference in gone] == [None] * 5
     assert len(report.names) == count
+    assert report.names[0] in str(report)
 
 
 # A program that changes everything between steps -------------------------------------------------------------
@@ -419,7 +420,11 @@ CHANGES_BETWEEN_STEPS: dict[str, Change] = {
     "added": lambda m, r: some_linear(m, r).register_parameter("bias", nn.Parameter(torch.randn(3))),
     "an odd one added": lambda m, r: setattr(m, f"extra{r.randrange(3)}", nn.Parameter(torch.randn(2, 1, 2))),
     "an odd one removed": lambda m, r: m._parameters.pop(f"extra{r.randrange(3)}", None),
+    "an odd one renamed": lambda m, r: m._parameters.update({"extra3": m._parameters.pop("extra0", None)}),
+    "order changed": lambda m, r: m._parameters.update({"extra1": m._parameters.pop("extra1", None)}),
     "tied": lambda m, r: setattr(some_linear(m, r), "weight", some_linear(m, r).weight),
+    "tied biases": lambda m, r: setattr(some_linear(m, r), "bias", some_linear(m, r).bias),
+    "layer replaced behind torch's back": lambda m, r: m.layers._modules.update({"0": nn.Linear(3, 3, bias=False)}),
     "layer added": lambda m, r: m.layers.append(nn.Linear(3, 3)),
     "layer removed": lambda m, r: m.layers.__delitem__(-1) if len(m.layers) > 2 else None,
     "layers swapped": lambda m, r: m.layers.insert(0, m.layers.pop(-1)),
