@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, collectives_of
+from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -110,7 +110,8 @@ def test_the_rank_is_named_in_every_mode(ranks: Ranks, mode: str, hook: str, per
     assert ranks.run(2, steps, MODES[mode], HOOKS[hook], per_micro_batch) == [expected] * 2
 
 
-def averaged() -> bool:
+@on_ranks(2)
+def test_gradients_are_averaged_as_without_a_watch() -> None:
     """Gradients of a watched model and of one that is not, which are the same on average."""
     plain = wrapped()
     watched = DistributedDataParallel(copy.deepcopy(plain.module), bucket_cap_mb=0.0001)
@@ -120,23 +121,16 @@ def averaged() -> bool:
         for model in (plain, watched):
             model(x).square().mean().backward()
     pairs = zip(plain.parameters(), watched.parameters(), strict=True)
-    return all(torch.equal(p.grad, w.grad) for p, w in pairs)  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, w.grad) for p, w in pairs)
 
 
-def test_gradients_are_averaged_as_without_a_watch(ranks: Ranks) -> None:
-    assert ranks.run(2, averaged) == [True] * 2
-
-
-def sparse() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_sparse_gradients() -> None:
     model = DistributedDataParallel(nn.Embedding(6, 3, sparse=True))
     watch = watch_origin(model)
     out = model(torch.tensor([1, 4]))
     (out * (float("inf") if dist.get_rank() == 0 else 1.0)).sum().backward()
-    return told(watch.result(), "weight")
-
-
-def test_sparse_gradients(ranks: Ranks) -> None:
-    assert ranks.run(2, sparse) == [(0, 1, 0)] * 2
+    assert told(watch.result(), "weight") == (0, 1, 0)
 
 
 def in_a_group() -> tuple[Any, ...]:
@@ -154,7 +148,8 @@ def test_ranks_are_global_numbers(ranks: Ranks) -> None:
     assert ranks.run(4, in_a_group) == [even, odd, even, odd]
 
 
-def with_a_hook_of_its_own() -> tuple[bool, tuple[Any, ...]]:
+@on_ranks(2)
+def test_a_hook_is_called_with_its_state() -> None:
     state: list[int] = []
 
     def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -167,11 +162,8 @@ def with_a_hook_of_its_own() -> tuple[bool, tuple[Any, ...]]:
         watch.remove()
         watch = watch_origin(model, **again)  # type: ignore[arg-type]
     backward(model, bad=dist.get_rank() == 1)
-    return len(state) > 0, told(watch.result(), "last.bias")
-
-
-def test_a_hook_is_called_with_its_state(ranks: Ranks) -> None:
-    assert ranks.run(2, with_a_hook_of_its_own) == [(True, (1, 1, 0))] * 2
+    assert state
+    assert told(watch.result(), "last.bias") == (1, 1, 0)
 
 
 # Micro-batches -----------------------------------------------------------------------------------------------
@@ -225,18 +217,15 @@ def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, 
     assert seen == [[(None, 0, None, 3), (*expected, 3)]] * 2
 
 
-def unreduced() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_micro_batches_are_told_apart_only_if_asked_for() -> None:
     model = wrapped()
     watch = watch_origin(model)
     with model.no_sync():
         backward(model, bad=dist.get_rank() == 1)
     backward(model, bad=False)
     report = watch.result()
-    return report.micro_batches, told(report, "last.bias")
-
-
-def test_micro_batches_are_told_apart_only_if_asked_for(ranks: Ranks) -> None:
-    assert ranks.run(2, unreduced) == [(1, (1, 1, 0))] * 2
+    assert (report.micro_batches, told(report, "last.bias")) == (1, (1, 1, 0))
 
 
 def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
@@ -384,7 +373,8 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
 # The watch itself ----------------------------------------------------------------------------------------------
 
 
-def one_hook_only() -> None:
+@on_ranks(2)
+def test_ddp_takes_one_hook_for_life() -> None:
     hooked = wrapped()
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(
@@ -416,36 +406,26 @@ def one_hook_only() -> None:
         watch_origin(Net())  # type: ignore[arg-type]
 
 
-def test_ddp_takes_one_hook_for_life(ranks: Ranks) -> None:
-    ranks.run(2, one_hook_only)
-
-
-def counted() -> list[list[str]]:
+@on_ranks(2)
+def test_finite_gradients_cost_one_reduction() -> None:
     model = wrapped()
     watch = watch_origin(model, fp16_compress_hook)
     seen = []
     for bad in (False, True):
         backward(model, bad=bad)
         seen.append(collectives_of(watch.result))
-    return seen
+    assert seen == [["all_reduce of 56 bytes"], ["all_reduce of 56 bytes", "all_gather"]]
 
 
-def test_finite_gradients_cost_one_reduction(ranks: Ranks) -> None:
-    assert ranks.run(2, counted) == [[["all_reduce of 56 bytes"], ["all_reduce of 56 bytes", "all_gather"]]] * 2
-
-
-def dropped() -> bool:
+@on_ranks(2)
+def test_a_model_is_not_kept_alive_by_its_watch() -> None:
     model = wrapped()
     watch = watch_origin(model, per_micro_batch=True)
     backward(model, bad=False)
     alive = weakref.ref(model.module.first.weight)
     del model, watch
     gc.collect()
-    return alive() is None
-
-
-def test_a_model_is_not_kept_alive_by_its_watch(ranks: Ranks) -> None:
-    assert ranks.run(2, dropped) == [True] * 2
+    assert alive() is None
 
 
 def alone() -> str:

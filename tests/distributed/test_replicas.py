@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Forks
-from ranks import Ranks, collectives_of
+from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -306,7 +306,8 @@ def test_agreement_costs_one_small_reduction(ranks: Ranks) -> None:
     assert ranks.run(2, counted) == [([one], [one, "all_gather_object"], [one])] * 2
 
 
-def in_a_group() -> bool | None:
+@on_ranks(4)
+def test_only_the_ranks_of_the_group_are_compared() -> None:
     model, _ = trained()
     if dist.get_rank() >= 2:
         flip(model.first.weight)
@@ -314,11 +315,7 @@ def in_a_group() -> bool | None:
     with pytest.raises(ValueError, match=r"rank \d is not in the group"):
         verify_replicas(model, group=halves[dist.get_rank() < 2])
     assert verify_replicas(model, what="parameters", group=halves[dist.get_rank() >= 2]).ok
-    return verify_replicas(model, what="parameters").ok
-
-
-def test_only_the_ranks_of_the_group_are_compared(ranks: Ranks) -> None:
-    assert ranks.run(4, in_a_group) == [False] * 4
+    assert not verify_replicas(model, what="parameters").ok
 
 
 def unusual_layouts() -> list[Tensor]:
@@ -342,7 +339,8 @@ def with_gradient(gradient: Tensor) -> nn.Module:
     return module
 
 
-def bad_arguments() -> None:
+@on_ranks(1)
+def test_bad_arguments_get_a_sentence() -> None:
     model, optimizer = trained()
     for target, what, error, match in (
         (model, ("grads",), ValueError, "cannot compare grads; known: gradients, parameters, buffers, state"),
@@ -361,10 +359,6 @@ def bad_arguments() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.raises(ValueError, match="a group or a mesh, not both"):
         verify_replicas(model, group=dist.group.WORLD, mesh=mesh)
-
-
-def test_bad_arguments_get_a_sentence(ranks: Ranks) -> None:
-    ranks.run(1, bad_arguments)
 
 
 def test_without_a_process_group() -> None:
@@ -442,27 +436,22 @@ def test_a_rank_outside_of_a_mesh_takes_part(ranks: Ranks) -> None:
         assert [drift.ranks for drift in drifted.drifted] == [(0, 1)]
 
 
-def over_a_mesh() -> list[tuple[int, ...]]:
+@on_ranks(4)
+def test_plain_tensors_are_compared_over_the_mesh_given() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
     parameter = nn.Parameter(torch.full((3,), float(mesh.get_local_rank("stages"))))
     assert verify_replicas(parameter, what="parameters", mesh=mesh["replicas"]).ok
-    return [drift.ranks for drift in verify_replicas(parameter, what="parameters", mesh=mesh).drifted]
+    (drift,) = verify_replicas(parameter, what="parameters", mesh=mesh).drifted
+    assert drift.ranks == (0, 1, 2, 3)
 
 
-def test_plain_tensors_are_compared_over_the_mesh_given(ranks: Ranks) -> None:
-    assert ranks.run(4, over_a_mesh) == [[(0, 1, 2, 3)]] * 4
-
-
-def beyond_the_group() -> None:
+@on_ranks(2)
+def test_a_mesh_beyond_the_group_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     with pytest.raises(ValueError, match="has replicas on ranks 0, 1, not all of which take part"):
         verify_replicas(nn.Parameter(tensor), what="parameters", group=alone)
-
-
-def test_a_mesh_beyond_the_group_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, beyond_the_group)
 
 
 # Batches -----------------------------------------------------------------------------------------------------
