@@ -326,22 +326,6 @@ def test_backends_decide_alike(where: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
-def test_parameters_are_clipped_together_and_those_without_gradient_passed_over(make: Any) -> None:
-    parameters = parameters_on("cpu")
-    gradients = give_gradients(parameters)
-    having = copy.deepcopy(parameters)
-    for parameter, gradient in zip(having, gradients, strict=True):
-        parameter.grad = gradient
-    del having[1], gradients[1]
-    parameters[1].grad = None
-    assert make().clip_(iter(parameters)).item() == pytest.approx(total_of(gradients))
-    make().clip_(having)
-    assert parameters.pop(1).grad is None
-    for parameter, other in zip(parameters, having, strict=True):
-        assert torch.equal(gradient_of(parameter), gradient_of(other))
-
-
-@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
 def test_without_gradients_there_is_no_step(make: Any) -> None:
     clip = make()
     for parameters in ([], [nn.Parameter(torch.zeros(3))]):

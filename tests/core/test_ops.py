@@ -125,33 +125,6 @@ def test_the_operators_refuse_what_they_cannot_read_in_place() -> None:
             OPS.stats([torch.ones(1), tensor])
 
 
-def test_gradients_that_are_no_ones_grad_are_measured() -> None:
-    model = torch.nn.Linear(3, 2)
-    parameters = dict(model.named_parameters())
-
-    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).square().sum()
-
-    gradients = torch.func.grad(loss)(parameters, torch.ones(4, 3))
-    report = gradstat.check_tensors(gradients)
-    assert report.names == ("weight", "bias")
-    assert report.total_norm == pytest.approx(gradstat.get_total_norm(gradients.values()).item())
-    assert gradstat.stats(
-        list(torch.autograd.grad(loss(parameters, torch.ones(4, 3)), list(parameters.values())))
-    ).equal(gradstat.stats(list(gradients.values())))
-
-
-def test_tensors_inside_a_functional_transform_are_measured() -> None:
-    seen = []
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        seen.append(gradstat.stats([x * 2]))
-        return (x * 2).square().sum()
-
-    assert torch.func.grad(f)(torch.ones(3)).equal(torch.full((3,), 8.0))
-    assert seen[0].shape == (1, len(gradstat.FIELDS))
-
-
 @pytest.mark.parametrize("tensor", [torch.ones(3, 4).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)])
 def test_the_operators_refuse_units_that_are_no_stretches_of_memory(tensor: torch.Tensor) -> None:
     """Named by their place among the tensors, whatever number of units there is before them."""
