@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from exact import COMPLEX, REAL
+from gradients import parameters_with
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 
@@ -32,16 +33,6 @@ WAYS: list[Clip] = [gradstat.clip_grad_norm_, in_halves]
 both_ways = pytest.mark.parametrize("clip", WAYS, ids=["at once", "in halves"])
 
 ORDERS = [2.0, math.inf, 1.0, 0.0, 0.5, 3.0, -1.0, -math.inf]
-
-
-def parameters_with(gradients: list[Tensor | None]) -> list[nn.Parameter]:
-    made = []
-    for gradient in gradients:
-        example = gradient if gradient is not None else torch.zeros(3)
-        parameter = nn.Parameter(torch.zeros_like(example.to_dense() if example.is_sparse else example))
-        parameter.grad = gradient
-        made.append(parameter)
-    return made
 
 
 def clones(gradients: list[Tensor | None]) -> list[Tensor | None]:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from exact import REAL
-from test_clip import clones, parameters_with
+from gradients import parameters_with
+from test_clip import clones
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_ as torch_clip_value
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import parameter_with
 from torch import Tensor, nn
 
 import gradstat
@@ -46,12 +47,6 @@ WRITING = {
     ),
 }
 every_clip = pytest.mark.parametrize("clip", CLIPS)
-
-
-def parameter_with(gradient: Tensor | None, shape: tuple[int, ...] = (3, 4), device: str = "cpu") -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(shape, device=device))
-    parameter.grad = gradient
-    return parameter
 
 
 def uncoalesced(device: str) -> Tensor:
@@ -117,7 +112,7 @@ def test_gradients_are_clipped_where_they_lie(clip: str, where: tuple[str, str])
     backend, device = where
     memory = torch.full((3, 8), 13 / math.sqrt(12), device=device)
     before = memory.clone()
-    parameter, plain = (parameter_with(g, device=device) for g in (memory[:, ::2], before[:, ::2].clone()))
+    parameter, plain = (parameter_with(g) for g in (memory[:, ::2], before[:, ::2].clone()))
     gradient = parameter.grad
     assert gradient is not None
     version = gradient._version
@@ -136,8 +131,8 @@ def test_sparse_gradients_are_clipped(clip: str, where: tuple[str, str]) -> None
     backend, device = where
     sparse = uncoalesced(device)
     parameters = [
-        parameter_with(sparse.clone(), (6, 2), device),
-        parameter_with(torch.zeros(3, device=device), (3,), device),
+        parameter_with(sparse.clone()),
+        parameter_with(torch.zeros(3, device=device)),
     ]
     WRITING[clip](parameters, backend=backend)
     torch.testing.assert_close(parameters[0].grad.to_dense(), sparse.to_dense() / 10)  # type: ignore[union-attr]
@@ -151,7 +146,7 @@ def test_what_cannot_be_written_is_refused_by_name_before_anything_changes(clip:
         spoiled.append((torch.ones(3, 4, device=device).to_sparse(), NotImplementedError, "is sparse"))
     for gradient, error, message in spoiled:
         first = torch.ones(3, 4, device=device)
-        parameters = [parameter_with(g, device=device) for g in (first, None, gradient)]
+        parameters = [parameter_with(g) for g in (first, None, gradient)]
         with pytest.raises(error, match=rf"(parameters\[2\]|group0\.2).*{message}"):
             WRITING[clip](parameters, backend=backend)
         assert torch.equal(first, torch.ones_like(first))

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_clip import clones, parameters_with, tolerance
+from gradients import parameters_with
+from test_clip import clones, tolerance
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_ as torch_clip_with_norm
 from torch.nn.utils import get_total_norm as torch_total_norm

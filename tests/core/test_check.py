@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from gpu_counts import Counts, busy_device, count
+from gradients import parameter_with
 from torch import nn
 
 import gradstat
@@ -131,12 +132,6 @@ def test_inference_mode(device: str) -> None:
 # Bad input --------------------------------------------------------------------------------------------------
 
 
-def parameter_with(gradient: torch.Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros_like(gradient), requires_grad=False)
-    parameter.grad = gradient
-    return parameter
-
-
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch means to remove them
@@ -174,8 +169,9 @@ def test_what_has_no_statistics_is_refused_by_name(
 
 @pytest.mark.parametrize("target", [3, None, {"a": torch.ones(2)}, "model"], ids=repr)
 def test_other_targets_are_refused(target: object) -> None:
-    with pytest.raises(TypeError, match=r"expected|neither"):
-        gradstat.check(target)
+    for call in (gradstat.check, gradstat.MicroBatches):
+        with pytest.raises(TypeError, match=r"expected|neither"):
+            call(target)
 
 
 def test_tensors_that_take_no_part_in_training_are_not_called_healthy() -> None:

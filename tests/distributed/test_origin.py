@@ -74,22 +74,6 @@ MODES: dict[str, dict[str, Any]] = {
 HOOKS = {"none": None, "allreduce": allreduce_hook, "fp16": fp16_compress_hook}
 
 
-def steps(options: dict[str, Any], hook: Any, per_micro_batch: bool) -> list[tuple[Any, ...]]:
-    """Four steps, of which rank 1 spoils the first (before buckets are built anew) and the third."""
-    model = wrapped(**options)
-    state = None if hook is None else dist.group.WORLD
-    watch = watch_origin(model, hook, state, per_micro_batch=per_micro_batch)
-    seen = []
-    for step in range(4):
-        backward(model, bad=dist.get_rank() == 1 and step % 2 == 0, use_spare=not options.get("find_unused_parameters"))
-        report = watch.result()
-        spread = not gradstat.check(model).ok
-        seen.append((report.ok, report.nonfinite, told(report, "last.bias"), spread))
-        model.zero_grad()
-    watch.remove()
-    return seen
-
-
 GOOD = (True, (), (None, 0, None), False)
 
 
@@ -103,11 +87,25 @@ GOOD = (True, (), (None, 0, None), False)
         ("find_unused_parameters", "fp16", False),
     ],
 )
-def test_the_rank_is_named_in_every_mode(ranks: Ranks, mode: str, hook: str, per_micro_batch: bool) -> None:
-    """And the NaN had reached every rank by then, so that nothing else could tell."""
+@on_ranks(2)
+def test_the_rank_is_named_in_every_mode(mode: str, hook: str, per_micro_batch: bool) -> None:
+    """Four steps, of which rank 1 spoils the first (before buckets are built anew) and the third."""
+    options = MODES[mode]
+    hook = HOOKS[hook]
+    model = wrapped(**options)
+    state = None if hook is None else dist.group.WORLD
+    watch = watch_origin(model, hook, state, per_micro_batch=per_micro_batch)
+    seen = []
+    for step in range(4):
+        backward(model, bad=dist.get_rank() == 1 and step % 2 == 0, use_spare=not options.get("find_unused_parameters"))
+        report = watch.result()
+        spread = not gradstat.check(model).ok
+        seen.append((report.ok, report.nonfinite, told(report, "last.bias"), spread))
+        model.zero_grad()
+    watch.remove()
     bad = (False, ("last.bias",), (1, 1, 0), True)
     expected = [bad, GOOD, bad, GOOD]
-    assert ranks.run(2, steps, MODES[mode], HOOKS[hook], per_micro_batch) == [expected] * 2
+    assert seen == expected
 
 
 @on_ranks(2)
@@ -169,11 +167,30 @@ def test_a_hook_is_called_with_its_state() -> None:
 # Micro-batches -----------------------------------------------------------------------------------------------
 
 
-def accumulated(options: dict[str, Any], bad: dict[int, list[int]]) -> list[tuple[Any, ...]]:
+MICRO_MODES = {
+    **{name: MODES[name] for name in ("plain", "static_graph", "bucket views")},
+    "reentrant": {"reentrant": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "bad", "expected"),
+    [
+        ("plain", {1: [1]}, (1, 1, 1)),
+        ("plain", {0: [1], 1: [0]}, (1, 1, 0)),
+        ("plain", {2: [0, 1]}, (0, 2, 2)),
+        ("static_graph", {0: [1], 1: [0]}, (1, 1, 0)),
+        ("bucket views", {1: [1]}, (1, 1, 1)),
+        ("reentrant", {2: [0, 1]}, (0, 2, 2)),
+    ],
+)
+@on_ranks(2)
+def test_the_first_micro_batch_is_named(mode: str, bad: dict[int, list[int]], expected: Any) -> None:
     """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch.
 
     What the plain ones compute behind those that are not reduced, and run no backward pass of, are none.
     """
+    options = dict(MICRO_MODES[mode])
     reentrant = options.pop("reentrant", False)
     model = wrapped(**options)
     model.module.reentrant = reentrant
@@ -192,29 +209,7 @@ def accumulated(options: dict[str, Any], bad: dict[int, list[int]]) -> list[tupl
         report = watch.result()
         seen.append((*told(report, "last.bias"), report.micro_batches))
         model.zero_grad()
-    return seen
-
-
-MICRO_MODES = {
-    **{name: MODES[name] for name in ("plain", "static_graph", "bucket views")},
-    "reentrant": {"reentrant": 1},
-}
-
-
-@pytest.mark.parametrize(
-    ("mode", "bad", "expected"),
-    [
-        ("plain", {1: [1]}, (1, 1, 1)),
-        ("plain", {0: [1], 1: [0]}, (1, 1, 0)),
-        ("plain", {2: [0, 1]}, (0, 2, 2)),
-        ("static_graph", {0: [1], 1: [0]}, (1, 1, 0)),
-        ("bucket views", {1: [1]}, (1, 1, 1)),
-        ("reentrant", {2: [0, 1]}, (0, 2, 2)),
-    ],
-)
-def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, list[int]], expected: Any) -> None:
-    seen = ranks.run(2, accumulated, dict(MICRO_MODES[mode]), bad)
-    assert seen == [[(None, 0, None, 3), (*expected, 3)]] * 2
+    assert seen == [(None, 0, None, 3), (*expected, 3)]
 
 
 @on_ranks(2)
@@ -228,7 +223,9 @@ def test_micro_batches_are_told_apart_only_if_asked_for() -> None:
     assert (report.micro_batches, told(report, "last.bias")) == (1, (1, 1, 0))
 
 
-def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
+@pytest.mark.parametrize(("inside", "per_micro_batch"), [(False, True), (True, False)])
+@on_ranks(2)
+def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
     """Two micro-batches, the first of them not reduced and bad on rank 1, with either side of DDP compiled."""
     if inside:
         model = DistributedDataParallel(torch.compile(Net(), backend="eager"))
@@ -248,32 +245,25 @@ def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
             handle.remove()
     report = watch.result()
     name = "_orig_mod.last.bias" if inside else "last.bias"
-    return report.nonfinite, told(report, name)
+    assert report.nonfinite == (name,)
+    assert told(report, name) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("inside", "per_micro_batch"), [(False, True), (True, False)])
-def test_compiled_models(ranks: Ranks, inside: bool, per_micro_batch: bool) -> None:
-    name = "_orig_mod.last.bias" if inside else "last.bias"
-    assert ranks.run(2, compiled, inside, per_micro_batch) == [((name,), (1, 1, 0))] * 2
-
-
-def reduced_each_time() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_every_reduction_is_a_micro_batch() -> None:
+    """After the second, the gradient is bad on both ranks; who brought it stays known."""
     model = wrapped()
     watch = watch_origin(model)
     for number in range(3):
         backward(model, bad=number == 1 and dist.get_rank() == 1)
     report = watch.result()
-    return told(report, "last.bias"), str(report)
-
-
-def test_every_reduction_is_a_micro_batch(ranks: Ranks) -> None:
-    """After the second, the gradient is bad on both ranks; who brought it stays known."""
     text = (
         "gradstat: NaN or Inf in 1 of 6 gradients before they were reduced\n"
         "brought by rank 1 alone (of 2) in micro-batch 1 of 3 (counted from 0): 1 gradient\n"
         "  last.bias: 1 NaN of 2 elements"
     )
-    assert ranks.run(2, reduced_each_time) == [((1, 1, 1), text)] * 2
+    assert told(report, "last.bias") == (1, 1, 1)
+    assert str(report) == text
 
 
 # What is said ------------------------------------------------------------------------------------------------

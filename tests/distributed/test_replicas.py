@@ -208,7 +208,8 @@ def test_two_ranks_have_no_majority(ranks: Ranks) -> None:
     assert ranks.run(2, drifting, 1, "first.weight") == [expected] * 2
 
 
-def lacking() -> ReplicaReport:
+@on_ranks(4)
+def test_what_a_rank_lacks_is_named_and_nobody_waits() -> None:
     model, _ = trained()
     if dist.get_rank() == 1:
         model.first.bias.grad = None
@@ -216,19 +217,16 @@ def lacking() -> ReplicaReport:
         model.last.bias.grad = torch.zeros(2, dtype=torch.float64)
     if dist.get_rank() == 2:
         flip(model.last.weight.grad)
-    return verify_replicas(model)
-
-
-def test_what_a_rank_lacks_is_named_and_nobody_waits(ranks: Ranks) -> None:
     expected = (
         Drift("first.bias", "gradient", (1,), "missing on rank 1"),
         Drift("last.bias", "gradient", (1,), "shape, dtype or placement differs: float64[2] on rank 1"),
         Drift("last.weight", "gradient", (2,), "bits on rank 2 differ from those on the other 3"),
     )
-    assert ranks.run(4, lacking) == [ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))] * 4
+    assert verify_replicas(model) == ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))
 
 
-def uneven() -> list[ReplicaReport]:
+@on_ranks(2)
+def test_whatever_has_a_gradient_somewhere_is_compared_and_nothing_else() -> None:
     """A list that is longer on a rank; gradients that no rank has; that of a frozen parameter, which then drifts."""
     rank = dist.get_rank()
     reports = [verify_replicas(nn.ParameterList([torch.ones(3)] * (3 - rank)), what="parameters")]
@@ -237,15 +235,11 @@ def uneven() -> list[ReplicaReport]:
     frozen.grad = torch.ones(2)
     reports.append(verify_replicas(target=frozen))
     frozen.grad[rank] = 2.0
-    return [*reports, verify_replicas(frozen)]
-
-
-def test_whatever_has_a_gradient_somewhere_is_compared_and_nothing_else(ranks: Ranks) -> None:
-    for longer, nowhere, agreeing, drifting in ranks.run(2, uneven):
-        assert longer.drifted == (Drift("2", "parameter", (1,), "missing on rank 1"),)
-        assert nowhere == ReplicaReport((), compared=0, ranks=(0, 1))
-        assert agreeing == ReplicaReport((), compared=1, ranks=(0, 1))
-        assert drifting.compared == len(drifting.drifted) == 1
+    longer, nowhere, agreeing, drifting = [*reports, verify_replicas(frozen)]
+    assert longer.drifted == (Drift("2", "parameter", (1,), "missing on rank 1"),)
+    assert nowhere == ReplicaReport((), compared=0, ranks=(0, 1))
+    assert agreeing == ReplicaReport((), compared=1, ranks=(0, 1))
+    assert drifting.compared == len(drifting.drifted) == 1
 
 
 def errors() -> str:
@@ -289,7 +283,8 @@ def test_only_the_first_are_listed(drifted: int, in_error: int, in_text: int) ->
 # Collectives -------------------------------------------------------------------------------------------------
 
 
-def counted() -> tuple[list[str], list[str], list[str]]:
+@on_ranks(2)
+def test_agreement_costs_one_small_reduction() -> None:
     """The collectives of a comparison that agrees, of one that does not, and of one without a gradient."""
     model, _ = trained()
     healthy = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
@@ -297,13 +292,9 @@ def counted() -> tuple[list[str], list[str], list[str]]:
         flip(model.first.weight)
     drifted = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
     model.last.bias.grad = None
-    return healthy, drifted, collectives_of(lambda: verify_replicas(model))
-
-
-def test_agreement_costs_one_small_reduction(ranks: Ranks) -> None:
-    """Also about gradients that no rank has."""
     one = "all_reduce of 32 bytes"
-    assert ranks.run(2, counted) == [([one], [one, "all_gather_object"], [one])] * 2
+    assert healthy == collectives_of(lambda: verify_replicas(model)) == [one]
+    assert drifted == [one, "all_gather_object"]
 
 
 @on_ranks(4)
