@@ -1,5 +1,7 @@
 """The operators as citizens of torch: opcheck, fake tensors, torch.compile, schemas."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,27 +20,30 @@ def sample(device: str) -> list[torch.Tensor]:
     ]
 
 
+COEFFICIENT = torch.tensor(0.5, dtype=torch.float64)
+# Without those of what needs a fake: a signature is a fact about the list, known to the host only.
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("stats", ()), ("unit_stats", ()), ("measure", (1.0, 2.0)), ("clip_", (0.5, 2.0)), ("clip_", (1e9, float("inf")))],
+    ("name", "arguments", "utilities"),
+    [
+        ("stats", (), UTILITIES),
+        ("unit_stats", (), UTILITIES),
+        ("measure", (1.0, 2.0), UTILITIES),
+        ("clip_", (0.5, 2.0), UTILITIES),
+        ("clip_", (1e9, float("inf")), UTILITIES),
+        ("scale_", (COEFFICIENT,), UTILITIES),
+        ("scale_each_", (COEFFICIENT.repeat(3),), UTILITIES),
+        ("scale_units_", (COEFFICIENT.repeat(9),), UTILITIES),
+        ("check", (), UTILITIES[:2]),
+        ("unscale_", (COEFFICIENT.float(),), UTILITIES[:2]),
+    ],
 )
-def test_opcheck(name: str, arguments: tuple[float, ...], device: str) -> None:
+def test_opcheck(name: str, arguments: tuple[Any, ...], utilities: tuple[str, ...], device: str) -> None:
+    given = [argument.to(device) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
     tensors = sample(device)[:2] if float("inf") in arguments else sample(device)
-    torch.library.opcheck(getattr(OPS, name).default, (tensors, *arguments))
-
-
-@pytest.mark.parametrize(("name", "count"), [("scale_", 0), ("scale_each_", 3), ("scale_units_", 9)])
-def test_opcheck_scale(name: str, count: int, device: str) -> None:
-    coefficients = torch.full((count,) if count else (), 0.5, dtype=torch.float64, device=device)
-    torch.library.opcheck(getattr(OPS, name).default, (sample(device), coefficients))
-
-
-# A signature is a fact about the list, known to the host only, so what returns one has no fake.
-@pytest.mark.parametrize("name", ["check", "unscale_"])
-def test_opcheck_of_what_has_a_signature(name: str, device: str) -> None:
-    arguments = () if name == "check" else (torch.tensor(0.5, device=device),)
-    utilities = ["test_schema", "test_autograd_registration"]
-    torch.library.opcheck(getattr(OPS, name).default, (sample(device), *arguments), test_utils=utilities)
+    torch.library.opcheck(getattr(OPS, name).default, (tensors, *given), test_utils=utilities)
 
 
 def test_fakes_agree_with_the_kernels() -> None:

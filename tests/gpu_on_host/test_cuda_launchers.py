@@ -343,25 +343,17 @@ def test_a_check_loads_what_a_later_capture_needs(fresh: ctypes.CDLL) -> None:
         stream.clip(tensors(700), 1.0)
 
 
-def overlaps_of(library: ctypes.CDLL) -> int:
-    stream = Stream(library)
+@pytest.mark.parametrize(("value", "compiled_for", "overlaps"), [("0", 90, 0), ("1", 90, 1), ("", 90, 1), ("1", 80, 0)])
+def test_overlapping_can_be_turned_off_and_needs_code_that_waits(
+    fresh: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, value: str, compiled_for: int, overlaps: int
+) -> None:
+    """What is compiled for older devices does not wait, whatever the device can do."""
+    monkeypatch.setenv("GRADSTAT_CUDA_PDL", value)
+    fresh.set_device(3, compiled_for)
+    stream = Stream(fresh)
     stream.clip(tensors(3), 1.0)
     stream.synchronize()
-    return counted(library)["overlaps"]
-
-
-def test_kernels_compiled_for_older_devices_do_not_overlap(fresh: ctypes.CDLL) -> None:
-    """Their code does not wait, whatever the device can do."""
-    fresh.set_device(3, 80)
-    assert overlaps_of(fresh) == 0
-
-
-@pytest.mark.parametrize(("value", "overlaps"), [("0", 0), ("1", 1), ("", 1)])
-def test_overlapping_can_be_turned_off(
-    fresh: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, value: str, overlaps: int
-) -> None:
-    monkeypatch.setenv("GRADSTAT_CUDA_PDL", value)
-    assert overlaps_of(fresh) == overlaps
+    assert counted(fresh)["overlaps"] == overlaps
 
 
 @pytest.mark.parametrize(("fits", "blocks"), [(1, 2), (3, 6), (5, 10), (100_000, 73)])
