@@ -542,7 +542,8 @@ def test_the_number_of_collectives_does_not_grow(call: str, expected: int) -> No
 # Ways to train -----------------------------------------------------------------------------------------------
 
 
-def mixed_precision() -> None:
+@on_ranks(2)
+def test_mixed_precision() -> None:
     """Whatever dtypes gradients are computed and reduced in: the norm is that of the gradients there are."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     spread = fsdp(model(), mesh_of(dist.get_world_size()), mp_policy=policy)
@@ -553,7 +554,8 @@ def mixed_precision() -> None:
     assert gradstat.clip_grad_norm_(spread.parameters(), 0.01).item() == pytest.approx(expected.total_norm, rel=1e-5)
 
 
-def accumulated() -> None:
+@on_ranks(2)
+def test_accumulation_without_reductions() -> None:
     """FSDP2 has no gradients before the micro-batch that reduces; then all of them."""
     spread: Any = fsdp(model(), mesh_of(dist.get_world_size()))
     micro_batches = gradstat.MicroBatches(spread)
@@ -573,7 +575,8 @@ def accumulated() -> None:
     assert micro_batches.result().final.total_norm == pytest.approx(gradstat.check(single).total_norm, rel=1e-5)
 
 
-def the_older_fsdp() -> None:
+@on_ranks(2)
+def test_the_older_fsdp() -> None:
     """Its shards are plain tensors, which do not tell: its group has to be named."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is being replaced, and says so
@@ -590,7 +593,8 @@ def the_older_fsdp() -> None:
     assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(0.5 * expected, rel=1e-4)
 
 
-def strided_shards() -> None:
+@on_ranks(2)
+def test_strided_shards() -> None:
     """Shards that are views with gaps are read through a copy, and scaled where they lie."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
@@ -604,8 +608,3 @@ def strided_shards() -> None:
     assert norm.dtype == gradstat.clip_grad_norm_([parameter], math.inf).dtype
     torch.testing.assert_close(shard, mine / whole.norm())
     assert (memory[..., 1] == 77.0).all()
-
-
-@pytest.mark.parametrize("way", [mixed_precision, accumulated, the_older_fsdp, strided_shards])
-def test_ways_to_train(ranks: Ranks, way: Callable[[], None]) -> None:
-    ranks.run(2, way)

@@ -131,19 +131,17 @@ def test_sparse_gradients() -> None:
     assert told(watch.result(), "weight") == (0, 1, 0)
 
 
-def in_a_group() -> tuple[Any, ...]:
+@on_ranks(4)
+def test_ranks_are_global_numbers() -> None:
+    """And gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = wrapped(process_group=groups[dist.get_rank() % 2])
     watch = watch_origin(model)
     backward(model, bad=dist.get_rank() == 3)
     report = watch.result()
-    return report.ranks, told(report, "last.bias"), gradstat.check(model).ok
-
-
-def test_ranks_are_global_numbers(ranks: Ranks) -> None:
-    """And gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
     even, odd = ((0, 2), (None, 0, None), True), ((1, 3), (3, 1, 0), False)
-    assert ranks.run(4, in_a_group) == [even, odd, even, odd]
+    found = (report.ranks, told(report, "last.bias"), gradstat.check(model).ok)
+    assert found == (odd if dist.get_rank() % 2 else even)
 
 
 @on_ranks(2)
@@ -418,19 +416,15 @@ def test_a_model_is_not_kept_alive_by_its_watch() -> None:
     assert alive() is None
 
 
-def alone() -> str:
+@on_ranks(2)
+def test_a_rank_that_does_not_ask_is_an_error() -> None:
     model = wrapped()
     watch = watch_origin(model)
     backward(model, bad=False)
     dist.barrier()
     if dist.get_rank() == 1:
-        return ""
+        return
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
     with pytest.raises(UnreachableRankError) as raised:
         watch.result()
-    return str(raised.value)
-
-
-def test_a_rank_that_does_not_ask_is_an_error(ranks: Ranks) -> None:
-    message, _ = ranks.run(2, alone)
-    assert message.startswith("OriginWatch.result: not all of ranks 0, 1 took part, as seen from rank 0.")
+    assert str(raised.value).startswith("OriginWatch.result: not all of ranks 0, 1 took part, as seen from rank 0.")

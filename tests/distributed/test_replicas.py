@@ -187,25 +187,25 @@ CHANGED: dict[str, tuple[str, Callable[[Any, torch.optim.Optimizer], Tensor]]] =
 }
 
 
-def drifting(culprit: int, name: str) -> tuple[Drift, ...]:
+def expect_drift(culprit: int, name: str, ranks: tuple[int, ...], how: str) -> None:
     model, optimizer = trained()
     if dist.get_rank() == culprit:
         flip(CHANGED[name][1](model, optimizer))
     report = verify_replicas(model, what=EVERYTHING)
     state = verify_replicas(optimizer, what=("state",))
     assert report.compared + state.compared >= 32
-    return report.drifted + state.drifted
+    assert report.drifted + state.drifted == (Drift(name, CHANGED[name][0], ranks, how),)
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_one_rank_that_drifted_is_named(ranks: Ranks, name: str) -> None:
-    expected = (Drift(name, CHANGED[name][0], (2,), "bits on rank 2 differ from those on the other 3"),)
-    assert ranks.run(4, drifting, 2, name) == [expected] * 4
+@on_ranks(4)
+def test_one_rank_that_drifted_is_named(name: str) -> None:
+    expect_drift(2, name, (2,), "bits on rank 2 differ from those on the other 3")
 
 
-def test_two_ranks_have_no_majority(ranks: Ranks) -> None:
-    expected = (Drift("first.weight", "parameter", (0, 1), "bits differ between ranks 0, 1, with no majority"),)
-    assert ranks.run(2, drifting, 1, "first.weight") == [expected] * 2
+@on_ranks(2)
+def test_two_ranks_have_no_majority() -> None:
+    expect_drift(1, "first.weight", (0, 1), "bits differ between ranks 0, 1, with no majority")
 
 
 @on_ranks(4)
@@ -242,7 +242,8 @@ def test_whatever_has_a_gradient_somewhere_is_compared_and_nothing_else() -> Non
     assert drifting.compared == len(drifting.drifted) == 1
 
 
-def errors() -> str:
+@on_ranks(4)
+def test_the_error_is_the_same_on_every_rank() -> None:
     model, _ = trained()
     if dist.get_rank() == 0:
         with torch.no_grad():
@@ -253,15 +254,10 @@ def errors() -> str:
         report.raise_if_drifted()
     assert pickle.loads(pickle.dumps(raised.value)).report == report
     assert str(report) == f"gradstat: {raised.value}"
-    return str(raised.value)
-
-
-def test_the_error_is_the_same_on_every_rank(ranks: Ranks) -> None:
-    expected = (
+    assert str(raised.value) == (
         "1 tensor DRIFTED between 4 ranks, of 12 compared:\n"
         "  parameter last.weight: bits on rank 0 differ from those on the other 3"
     )
-    assert ranks.run(4, errors) == [expected] * 4
 
 
 @pytest.mark.parametrize(
@@ -397,34 +393,27 @@ def test_a_replicated_shard_that_drifted_is_named(ranks: Ranks, name: str, apart
         assert [drift.ranks for drift in report.drifted] == ([apart] if apart else [])
 
 
-def placed_differently() -> tuple[Drift, ...]:
+@on_ranks(2)
+def test_a_distributed_tensor_on_one_rank_only_is_a_mismatch() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     parameter = nn.Parameter(tensor if dist.get_rank() else tensor.to_local())
-    return verify_replicas(parameter, what="parameters").drifted
-
-
-def test_a_distributed_tensor_on_one_rank_only_is_a_mismatch(ranks: Ranks) -> None:
-    (drift,), again = ranks.run(2, placed_differently)
-    assert (drift,) == again
+    (drift,) = verify_replicas(parameter, what="parameters").drifted
     assert drift.ranks == (0, 1)
     placed = "float32[4] as (Replicate(),) over ('dp',)(2,) on rank 1"
     assert drift.how == f"shape, dtype or placement differs: float32[4] on rank 0; {placed}"
 
 
-def beyond_a_mesh() -> list[ReplicaReport]:
+@on_ranks(3)
+def test_a_rank_outside_of_a_mesh_takes_part() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
-    reports = [verify_replicas(nn.Parameter(tensor), what="parameters")]
+    agreeing = verify_replicas(nn.Parameter(tensor), what="parameters")
+    assert agreeing == ReplicaReport((), compared=int(dist.get_rank() < 2), ranks=(0, 1, 2))
     if dist.get_rank() == 1:
         flip(tensor.to_local())
-    return [*reports, verify_replicas(nn.Parameter(tensor), what="parameters")]
-
-
-def test_a_rank_outside_of_a_mesh_takes_part(ranks: Ranks) -> None:
-    for rank, (agreeing, drifted) in enumerate(ranks.run(3, beyond_a_mesh)):
-        assert agreeing == ReplicaReport((), compared=int(rank < 2), ranks=(0, 1, 2))
-        assert [drift.ranks for drift in drifted.drifted] == [(0, 1)]
+    (drift,) = verify_replicas(nn.Parameter(tensor), what="parameters").drifted
+    assert drift.ranks == (0, 1)
 
 
 @on_ranks(4)
@@ -478,7 +467,8 @@ class Sample:
     label: int
 
 
-def nearly_the_same() -> bool:
+@on_ranks(2)
+def test_shape_dtype_structure_and_order_make_a_batch_different() -> None:
     rank = dist.get_rank()
     x = torch.zeros(4)
     pairs: list[tuple[Any, Any]] = [
@@ -493,11 +483,8 @@ def nearly_the_same() -> bool:
     ]
     with pytest.raises(TypeError, match=r"batch\['a'\]\[1\] is of type object; expected tensors in mappings"):
         verify_batches({"a": [torch.ones(1), object()]})
-    return all(verify_batches(pair[rank]).ok for pair in pairs)
-
-
-def test_shape_dtype_structure_and_order_make_a_batch_different(ranks: Ranks) -> None:
-    assert ranks.run(2, nearly_the_same) == [True, True]
+    for pair in pairs:
+        assert verify_batches(pair[rank]).ok
 
 
 def test_reports_cannot_be_changed() -> None:
