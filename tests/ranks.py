@@ -7,6 +7,8 @@ test gets a process group of its own, over gloo on the CPU, with as many ranks a
 from __future__ import annotations
 
 import datetime
+import functools
+import inspect
 import multiprocessing
 import tempfile
 import traceback
@@ -82,6 +84,23 @@ class Ranks:
             process.join()
 
 
+def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function: it is called on so many ranks, with the parameters of the test."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function)
+
+        @functools.wraps(function)
+        def test(ranks: Ranks, **arguments: Any) -> None:
+            ranks.run(world, test, *(arguments[name] for name in own.parameters))
+
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = own.replace(parameters=[fixture, *own.parameters.values()])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
 def collectives_of(call: Callable[[], object]) -> list[str]:
     """The collectives of ``call`` on this rank, reductions with their size."""
     import torch.distributed as dist
@@ -123,7 +142,7 @@ def _serve(pipe: Connection) -> None:
                 timeout=datetime.timedelta(seconds=timeout),
             )
             torch.manual_seed(0)
-            answer = (True, function(*arguments))
+            answer = (True, inspect.unwrap(function)(*arguments))  # of a test, what it is made of
         except BaseException:  # whatever it is, it is for the test to show
             answer = (False, traceback.format_exc())
         finally:

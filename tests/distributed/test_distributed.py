@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, collectives_of
+from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -207,7 +207,20 @@ HOLDS_THE_BAD_PART: dict[str, Callable[[int], bool]] = {
 }
 
 
-def stepped(layout: str, fused: bool, scaling: bool) -> None:
+# torch's fused steps take no plain tensors beside distributed ones, as this tensor parallel model has.
+@pytest.mark.parametrize(
+    ("layout", "fused", "scaling"),
+    [
+        ("fsdp", True, True),
+        ("fsdp", False, False),
+        ("hsdp", False, True),
+        ("fsdp and tensor parallel", True, False),
+        ("ddp", True, True),
+        ("tensor parallel", False, True),
+    ],
+)
+@on_ranks(4)
+def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(layout: str, fused: bool, scaling: bool) -> None:
     make, batch_of = LAYOUTS[layout]
     world, rank = dist.get_world_size(), dist.get_rank()
     spread, single = make(world), model()
@@ -239,24 +252,6 @@ def stepped(layout: str, fused: bool, scaling: bool) -> None:
             theirs.step()
         for name, parameter in single.named_parameters():
             torch.testing.assert_close(whole(named(spread)[name].detach()), parameter.detach(), rtol=1e-4, atol=1e-5)
-
-
-# torch's fused steps take no plain tensors beside distributed ones, as this tensor parallel model has.
-@pytest.mark.parametrize(
-    ("layout", "fused", "scaling"),
-    [
-        ("fsdp", True, True),
-        ("fsdp", False, False),
-        ("hsdp", False, True),
-        ("fsdp and tensor parallel", True, False),
-        ("ddp", True, True),
-        ("tensor parallel", False, True),
-    ],
-)
-def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(
-    ranks: Ranks, layout: str, fused: bool, scaling: bool
-) -> None:
-    ranks.run(4, stepped, layout, fused, scaling)
 
 
 # Any placements ----------------------------------------------------------------------------------------------
@@ -313,16 +308,14 @@ def random_layouts(seed: int) -> None:
         assert scaled == pytest.approx(min(0.5, expected.total_norm), rel=2e-2)
 
 
-def many_random_layouts() -> None:
+@on_ranks(4)
+def test_random_placements() -> None:
     for seed in range(24):
         random_layouts(seed)
 
 
-def test_random_placements(ranks: Ranks) -> None:
-    ranks.run(4, many_random_layouts)
-
-
-def named_rank_and_index() -> None:
+@on_ranks(4)
+def test_a_report_names_rank_and_index() -> None:
     mesh = init_device_mesh("cpu", (4,))
     parameter = nn.Parameter(distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]))
     parameter.grad = distribute_tensor(torch.ones(10, 3), mesh, [Shard(0)])
@@ -341,10 +334,6 @@ def named_rank_and_index() -> None:
     again = pickle.loads(pickle.dumps(report))
     assert again["w"].first_nonfinite == (3, 2)
     assert "[3, 2] rank 1" in str(again)
-
-
-def test_a_report_names_rank_and_index(ranks: Ranks) -> None:
-    ranks.run(4, named_rank_and_index)
 
 
 def clipped_by_torch() -> list[Tensor]:
@@ -366,21 +355,19 @@ def clipped_by_torch() -> list[Tensor]:
     return found
 
 
-def drop_in() -> None:
+@on_ranks(2)
+def test_the_patch_gives_norms_as_torch_does() -> None:
     expected = clipped_by_torch()
     with gradstat.patch_torch():
         for ours, theirs in zip(clipped_by_torch(), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
-def test_the_patch_gives_norms_as_torch_does(ranks: Ranks) -> None:
-    ranks.run(2, drop_in)
-
-
 # Groups that no tensor tells ---------------------------------------------------------------------------------
 
 
-def pipeline() -> None:
+@on_ranks(4)
+def test_stages_of_a_pipeline_have_one_norm() -> None:
     """Two stages of two replicas; a norm over all stages, whatever each holds."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replica"))
     stage = mesh["stage"].get_local_rank()
@@ -419,11 +406,8 @@ def pipeline() -> None:
     assert all((parameter == 0).all() for parameter in parameters)
 
 
-def test_stages_of_a_pipeline_have_one_norm(ranks: Ranks) -> None:
-    ranks.run(4, pipeline)
-
-
-def experts() -> None:
+@on_ranks(4)
+def test_experts_are_added_up_and_what_is_shared_counts_once() -> None:
     """Every rank has its own experts, one of them none, beside a part that all have."""
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(world)))
@@ -443,11 +427,8 @@ def experts() -> None:
     assert gradstat.clip_grad_norm_(own, 1e9, extra_groups=group).item() == of_experts
 
 
-def test_experts_are_added_up_and_what_is_shared_counts_once(ranks: Ranks) -> None:
-    ranks.run(4, experts)
-
-
-def scaled_stages() -> None:
+@on_ranks(2)
+def test_stages_scale_alike() -> None:
     """An overflow on one stage skips the step on all of them."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
@@ -462,10 +443,6 @@ def scaled_stages() -> None:
         scaler.update()
         assert torch.equal(parameter, torch.ones(3))
         assert scaler.get_scale() == 4.0
-
-
-def test_stages_scale_alike(ranks: Ranks) -> None:
-    ranks.run(2, scaled_stages)
 
 
 # What goes wrong ---------------------------------------------------------------------------------------------
@@ -486,7 +463,8 @@ def sharded_ones(count: int) -> nn.Parameter:
     return parameter
 
 
-def one_rank_fails() -> str:
+@on_ranks(2)
+def test_a_rank_that_fails_tells_the_others() -> None:
     """A rank that raises for a reason of its own does not leave the others waiting."""
     parameter = sharded_ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -508,14 +486,10 @@ def one_rank_fails() -> str:
         assert (parameter._local_tensor == 0).all()  # type: ignore[attr-defined]
     else:
         assert all("TypeError" in outcome and "torch.int64" in outcome for outcome in outcomes), outcomes
-    return outcomes[0]
 
 
-def test_a_rank_that_fails_tells_the_others(ranks: Ranks) -> None:
-    ranks.run(2, one_rank_fails, timeout=20.0)
-
-
-def bad_groups() -> None:
+@on_ranks(2)
+def test_groups_that_are_none_are_refused_before_anyone_waits() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
@@ -527,11 +501,8 @@ def bad_groups() -> None:
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0, extra_groups=mesh["a"])
 
 
-def test_groups_that_are_none_are_refused_before_anyone_waits(ranks: Ranks) -> None:
-    ranks.run(2, bad_groups)
-
-
-def clipped_by_tensor() -> None:
+@on_ranks(2)
+def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip() -> None:
     """Refused by the clip itself and by the steps that use it alike; nothing has changed."""
     parameter = sharded_ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -553,10 +524,6 @@ def clipped_by_tensor() -> None:
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0)
 
 
-def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip(ranks: Ranks) -> None:
-    ranks.run(2, clipped_by_tensor)
-
-
 CALLS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "check": gradstat.check,
     "clip": lambda parameters: gradstat.clip_grad_norm_(parameters, 1.0),
@@ -564,20 +531,19 @@ CALLS: dict[str, Callable[[list[nn.Parameter]], object]] = {
 }
 
 
-def collectives(call: str) -> list[int]:
-    """How many, for 3 and for 60 sharded tensors."""
-    return [len(collectives_of(lambda n=n: CALLS[call]([sharded_ones(6) for _ in range(n)]))) for n in (3, 60)]
-
-
 @pytest.mark.parametrize(("call", "expected"), [("check", 2), ("clip", 1), ("step", 2)])
-def test_the_number_of_collectives_does_not_grow(ranks: Ranks, call: str, expected: int) -> None:
-    assert ranks.run(2, collectives, call) == [[expected, expected]] * 2
+@on_ranks(2)
+def test_the_number_of_collectives_does_not_grow(call: str, expected: int) -> None:
+    for tensors in (3, 60):
+        parameters = [sharded_ones(6) for _ in range(tensors)]
+        assert len(collectives_of(lambda parameters=parameters: CALLS[call](parameters))) == expected
 
 
 # Ways to train -----------------------------------------------------------------------------------------------
 
 
-def mixed_precision() -> None:
+@on_ranks(2)
+def test_mixed_precision() -> None:
     """Whatever dtypes gradients are computed and reduced in: the norm is that of the gradients there are."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     spread = fsdp(model(), mesh_of(dist.get_world_size()), mp_policy=policy)
@@ -588,7 +554,8 @@ def mixed_precision() -> None:
     assert gradstat.clip_grad_norm_(spread.parameters(), 0.01).item() == pytest.approx(expected.total_norm, rel=1e-5)
 
 
-def accumulated() -> None:
+@on_ranks(2)
+def test_accumulation_without_reductions() -> None:
     """FSDP2 has no gradients before the micro-batch that reduces; then all of them."""
     spread: Any = fsdp(model(), mesh_of(dist.get_world_size()))
     micro_batches = gradstat.MicroBatches(spread)
@@ -608,7 +575,8 @@ def accumulated() -> None:
     assert micro_batches.result().final.total_norm == pytest.approx(gradstat.check(single).total_norm, rel=1e-5)
 
 
-def the_older_fsdp() -> None:
+@on_ranks(2)
+def test_the_older_fsdp() -> None:
     """Its shards are plain tensors, which do not tell: its group has to be named."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is being replaced, and says so
@@ -625,7 +593,8 @@ def the_older_fsdp() -> None:
     assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(0.5 * expected, rel=1e-4)
 
 
-def strided_shards() -> None:
+@on_ranks(2)
+def test_strided_shards() -> None:
     """Shards that are views with gaps are read through a copy, and scaled where they lie."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
@@ -639,8 +608,3 @@ def strided_shards() -> None:
     assert norm.dtype == gradstat.clip_grad_norm_([parameter], math.inf).dtype
     torch.testing.assert_close(shard, mine / whole.norm())
     assert (memory[..., 1] == 77.0).all()
-
-
-@pytest.mark.parametrize("way", [mixed_precision, accumulated, the_older_fsdp, strided_shards])
-def test_ways_to_train(ranks: Ranks, way: Callable[[], None]) -> None:
-    ranks.run(2, way)
