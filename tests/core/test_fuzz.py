@@ -73,6 +73,9 @@ def test_any_tensors(operation: str, where: tuple[str, str]) -> None:
     @settings(BUDGET, max_examples=3 if is_slow else 30)
     @given(batch=batches(most=3 if is_slow else 8, largest=500 if is_slow else 20_000))
     def judge(batch: Batch) -> None:
+        if is_slow:  # the interpreter stores bfloat16 truncated, and the subnormal numbers wrongly
+            others = [recipe for recipe in batch.recipes if recipe.dtype is not torch.bfloat16]
+            batch = Batch(others, batch.seed, apart=batch.apart)
         OPERATIONS[operation](on(batch, device), random.Random(batch.seed), backend)
 
     judge()
