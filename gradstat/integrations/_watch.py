@@ -21,7 +21,7 @@ from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.reporting import find_stack_level
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
