@@ -217,6 +217,14 @@ def requested_by_environment() -> str | None:
 
 
 @functools.cache
+def known_name(requested: str | None) -> str | None:
+    """The backend that is asked for, by the caller or else by the environment. ValueError if there is none such."""
+    name = requested if requested is not None else requested_by_environment()
+    if name is not None and name not in REGISTRY:
+        raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
+    return name
+
+
 def resolve(requested: str | None, device_type: str) -> Kernels:
     """The kernels that serve ``device_type``.
 
@@ -232,10 +240,8 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
         StaleExtensionError: The compiled extension does not match the sources, even if nothing was asked
             for: silently running the slow reference instead would hide a broken installation.
     """
-    name = requested if requested is not None else requested_by_environment()
+    name = known_name(requested)
     if name is not None:
-        if name not in REGISTRY:
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
         try:
             return _load(name, device_type)
         except native.StaleExtensionError:

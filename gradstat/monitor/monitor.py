@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.backends import known_name
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.compiling import never_traced
 from gradstat._core.native import BackendUnavailableError
+from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
@@ -34,7 +37,7 @@ from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
-from gradstat.monitor.replay.rerun import CLEAN, Replayer
+from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
 from gradstat.monitor.reporting import warn
 from gradstat.monitor.rows import Facts
 from gradstat.monitor.rules import Rule, default_rules
@@ -46,6 +49,13 @@ if TYPE_CHECKING:
 
 # In so many steps after an incident, states are not measured again and no further file is written.
 _QUIET = 20
+
+_POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
+
+_UNARMED = (
+    "nothing of the step was kept, so it was run with parameters, buffers and random state as they are now, which may "
+    "hide what happened; gradstat.Monitor(..., replay=True) keeps what it takes to run it as it was"
+)
 
 # Every other error of a step is gradstat's own, and must not end what is watched.
 _NOT_OURS = (BackendUnavailableError, UnreachableRankError)
@@ -116,6 +126,7 @@ class Monitor:
         rules = None if rules is None else list(rules)
         _refuse_nonsense(model, optimizer, rules)
         self.options = options = MonitorOptions.of(options)
+        known_name(options.backend)  # an unknown one is told here, not in the steps
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._watch = periods(watch)
@@ -132,6 +143,7 @@ class Monitor:
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
         self._replayed = ""
+        self._is_called_by_hand = True
         self._pending: deque[Pending] = deque()
         self._looked_closer = [-_QUIET, -_QUIET]  # when, with a finite loss and without
         self._saved = self._last_replay = -_QUIET
@@ -257,7 +269,8 @@ class Monitor:
         """Runs the newest step again under watch, and names the first place that made a NaN or Inf.
 
         To be called before the optimizer has stepped, or if it was skipped. Afterwards everything is as before. See
-        `gradstat.monitor.find_culprit`, and docs/replay.md.
+        `gradstat.monitor.find_culprit`, and docs/replay.md. A monitor made without ``replay`` has kept nothing of the
+        step: parameters, buffers and random state are then as they are now, and a warning says so.
 
         Args:
             step_fn: Forward and backward, or a whole training step; called with the batch if it was kept. None takes
@@ -267,17 +280,24 @@ class Monitor:
             The culprit, which is also in `culprit` and in the diagnosis; None if all was finite this time.
 
         Raises:
-            RuntimeError: The monitor was made without ``replay``, or the parameters have changed since.
+            RuntimeError: The parameters have changed since a step of which the rest was kept.
             TypeError: There is no function.
         """
+        if self._replayer is None and step_fn is None:
+            raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
         if self._replayer is None:
-            raise RuntimeError("nothing was kept to run a step again: gradstat.Monitor(..., replay=True)")
+            warn(f"replay: {_UNARMED}", RuntimeWarning)
         paused, self._paused = self._paused, True  # the step calls this monitor
         try:
-            self.culprit = self._replayer.run(step_fn, self._skipping is not None)
+            if self._replayer is not None:
+                self.culprit = self._replayer.run(step_fn, self._skipping is not None)
+            elif step_fn is not None:
+                self.culprit = find_culprit(self._model, step_fn, optimizer=self._optimizer, scaler=self.scaler)
         finally:
             self._paused = paused
         self._replayed = CLEAN if self.culprit is None else str(self.culprit)
+        if self._replayer is None:
+            self._replayed += f"\n{_UNARMED}"
         return self.culprit
 
     # From numbers to findings ----------------------------------------------------------------------------
@@ -329,12 +349,23 @@ class Monitor:
         collector = self._collector
         eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
         is_scaled = self.scaler is not None and self.scaler.is_enabled()
-        facts = Facts(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes)
+        facts = Facts(
+            collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes, self._is_called_by_hand
+        )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
-        found = self._rules.review(window)
+        found = [self._with_shapes(finding) for finding in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found
+
+    def _with_shapes(self, finding: Finding) -> Finding:
+        """A finding whose text gives the shapes of parameters that are named by their position in an optimizer."""
+        if not _POSITIONAL.search(finding.text):
+            return finding
+        source = source_of(self._model)
+        shapes = {name: list(p.shape) for name, p in zip(source.names(), source.parameters, strict=True)}
+        text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
+        return replace(finding, text=text)
 
     # What is done about them -----------------------------------------------------------------------------
 

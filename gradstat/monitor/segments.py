@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradstat import _fields
+from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.tensors import TensorInfo, is_distributed, moved, why_not_measured
@@ -125,10 +126,13 @@ def measure_segments(
     for i, (segment, some) in enumerate(parts):
         try:
             rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
-        except Exception as raised:  # the other ranks wait in the segments to come
+        except UnreachableRankError:
+            raise
+        except Exception as raised:
             if i == 0:
                 error = raised
-            left_out.setdefault(segment.kind, []).append(f"{segment.names[0]!r} and others: {raised}")
+            else:
+                left_out.setdefault(segment.kind, []).append(f"{segment.names[0]!r} and others: {raised}")
         else:
             # If another rank could not measure its part, nothing is known here either.
             numbers.append(PendingRows([segment], rows.nan_if_failed(), flagged and i == 0))
