@@ -126,9 +126,9 @@ def measure_segments(
     for i, (segment, some) in enumerate(parts):
         try:
             rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
-        except UnreachableRankError:
+        except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise
-        except Exception as raised:
+        except Exception as raised:  # the other ranks wait in the segments to come
             if i == 0:
                 error = raised
             else:
