@@ -216,7 +216,6 @@ def requested_by_environment() -> str | None:
     return name if name in REGISTRY else None
 
 
-@functools.cache
 def known_name(requested: str | None) -> str | None:
     """The backend that is asked for, by the caller or else by the environment. ValueError if there is none such."""
     name = requested if requested is not None else requested_by_environment()
@@ -225,6 +224,7 @@ def known_name(requested: str | None) -> str | None:
     return name
 
 
+@functools.cache
 def resolve(requested: str | None, device_type: str) -> Kernels:
     """The kernels that serve ``device_type``.
 

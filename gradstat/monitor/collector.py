@@ -124,22 +124,16 @@ class Collector:
             if self._activations is not None:
                 segment, measured = self._activations.take()
                 others = [PendingRows([segment], measured)] if measured.tables else []
-        numbers = self._measured(step, segments, tensors, source.parameters) + others
+        left_out = self._gaps.left_out
+        numbers = measure_segments(segments, tensors, source.parameters, self._backend, self._flagged, left_out)
+        if left_out:
+            self._gaps.tell_left_out(step)
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
             self.backward_order, self._learning = self._learning.end(), None
         self._switch_hooks(step + 1)
-        return Pending(step, numbers, self._on_device, scalars, is_scaled, origin, observations)
-
-    def _measured(
-        self, step: int, segments: list[Segment], tensors: list[Tensor], owners: list[Tensor] | None
-    ) -> list[PendingRows]:
-        flagged = self._flagged and owners is not None
-        numbers = measure_segments(segments, tensors, owners, self._backend, flagged, self._gaps.left_out)
-        if self._gaps.left_out:
-            self._gaps.tell_left_out(step)
-        return numbers
+        return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
@@ -307,7 +301,11 @@ class Collector:
             if segment.kind not in known:
                 segments.append(segment)
                 tensors += some
-        return self._measured(step, segments, tensors, None) if segments else []
+        if not segments:
+            return []
+        numbers = measure_segments(segments, tensors, None, self._backend, False, self._gaps.left_out)
+        self._gaps.tell_left_out(step)
+        return numbers
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:

@@ -307,7 +307,15 @@ class Monitor:
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
             try:
-                odd = self._take_in(pending)
+                bad = self._buffer.read(pending)
+                self.nonfinite_steps += "nonfinite" in pending.scalars
+                odd = bad or self._rules.is_out_of_band(pending.scalars)
+                lost = "loss_nonfinite" in pending.scalars
+                # Everything that has a state, if it still is as it was in the step.
+                if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
+                    self._looked_closer[lost] = pending.step
+                    pending.numbers.extend(self._collector.look_closer(pending.step, pending.kinds()))
+                self._buffer.take(pending, self._judge)
             except Exception:
                 self._gaps.tell_failure(pending.step, "a step could not be read and is not watched")
                 continue
@@ -315,19 +323,6 @@ class Monitor:
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
-
-    def _take_in(self, pending: Pending) -> bool:
-        """Reads the numbers of one step; whether they are out of the ordinary."""
-        bad = self._buffer.read(pending)
-        self.nonfinite_steps += "nonfinite" in pending.scalars
-        odd = bad or self._rules.is_out_of_band(pending.scalars)
-        lost = "loss_nonfinite" in pending.scalars
-        # Everything that has a state, if it still is as it was in the step.
-        if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
-            self._looked_closer[lost] = pending.step
-            pending.numbers.extend(self._collector.look_closer(pending.step, pending.kinds()))
-        self._buffer.take(pending, self._judge)
-        return odd
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""

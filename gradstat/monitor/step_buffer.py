@@ -93,13 +93,14 @@ class StepBuffer:
         Waits for the numbers.
         """
         numbers, scalars = pending.numbers[0], pending.scalars
-        numbers.rows.raise_if_others_failed()
         table, total = numbers.table(), numbers.rows.total()
         count = numbers.segments[0].measured
         if total is None:
             if len(self._ones) != count:
                 self._ones = np.ones(count)
             total = self._ones @ table[:count]  # the quickest sum over few rows
+        else:
+            numbers.rows.raise_if_others_failed()
         sums = total.tolist()
         norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         bad = sums[_NAN] or sums[_INF]
