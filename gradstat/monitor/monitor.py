@@ -197,8 +197,10 @@ class Monitor:
             What was found now; on a GPU that is about the step before.
 
         Raises:
-            TypeError, ValueError: ``loss`` is not one number. Besides as `gradstat.check`.
-            AnomalyError: Something was found that ``on_anomaly`` says to raise about.
+            TypeError, ValueError: ``loss`` is not one number.
+            AnomalyError: Something was found that ``on_anomaly`` says to raise about; or what a callable there raises.
+            BackendUnavailableError: The backend asked for cannot run here. Other errors of the monitor's own are told
+                as a warning, once, and training goes on.
         """
         if self._paused:
             return []

@@ -39,10 +39,6 @@ class PolicyTable:
     What is not ``given`` is ``"warn"`` for errors and warnings, and ``"record"`` for infos; ``"record"`` alone is for
     warnings, too. A loss that is lost (``lost-loss``) is treated as other errors are, and stops besides, unless it is
     given itself.
-
-    Raises:
-        ValueError: A policy, severity or rule is not known; the message lists them.
-        TypeError: ``given`` is none of these.
     """
 
     def __init__(self, given: Policies, rules: Sequence[str]) -> None:

@@ -88,10 +88,7 @@ class StepBuffer:
         return not self._steps and not self.observations
 
     def read(self, pending: Pending) -> bool:
-        """Puts ``"norm"``, ``"loss"`` and the like into a step's scalars; whether a gradient or the loss is not finite.
-
-        Waits for the numbers.
-        """
+        """Waits for a step's numbers and adds to its scalars; whether a gradient or the loss is not finite."""
         numbers, scalars = pending.numbers[0], pending.scalars
         table, total = numbers.table(), numbers.rows.total()
         count = numbers.segments[0].measured
