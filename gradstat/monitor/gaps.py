@@ -28,9 +28,9 @@ class Gaps:
             f"the {kind} {refusals[0]}" + f" (and {len(refusals) - 1} more)" * (len(refusals) > 1)
             for kind, refusals in new.items()
         ]
-        text = f"not watched: {'; '.join(told)}"
+        text = "; ".join(told)
         self._findings.append(Finding(RULE, "info", step, "monitor", {k: len(r) for k, r in new.items()}, text=text))
-        warn(text, UserWarning)
+        warn(f"not watched: {text}", UserWarning)
 
     def tell_failure(self, step: int, what: str) -> None:
         """Tells of the error that is being handled, the first of its sort."""
