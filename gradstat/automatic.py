@@ -22,7 +22,7 @@ from gradstat._core.parameters import listed_parameters, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
 from gradstat.monitor import AnomalyWarning, Monitor
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.reporting import find_stack_level
 from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class AutoHandle:
 
     def __init__(self, optimizer: Optimizer, monitor: Monitor, max_norm: float | None) -> None:
         self.monitor = monitor
+        monitor._is_called_by_hand = False
         self._optimizer = optimizer
         self._max_norm = max_norm
         # A gradient of those that were measured, and its version since: another backward pass makes others.
@@ -104,7 +105,10 @@ class AutoHandle:
             if gradient is not None and gradient._version == version:
                 return
         losses = () if self.monitor.scaler is None else _losses.pop(self.monitor.scaler, ())
-        self.monitor.step(torch.stack([loss.float() for loss in losses]).sum() if losses else None)
+        # On the device of the last one: parts of a model may have losses of their own.
+        self.monitor.step(
+            torch.stack([loss.to(losses[-1].device).float() for loss in losses]).sum() if losses else None
+        )
         self._note_gradients()
 
     def _note_gradients(self) -> None:

@@ -197,6 +197,14 @@ def requested_by_environment() -> str | None:
     return name if name in REGISTRY else None
 
 
+def known_name(requested: str | None) -> str | None:
+    """The backend that is asked for, by the caller or else by the environment. ValueError if there is none such."""
+    name = requested if requested is not None else requested_by_environment()
+    if name is not None and name not in REGISTRY:
+        raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
+    return name
+
+
 @functools.cache
 def resolve(requested: str | None, device_type: str) -> Kernels:
     """The kernels of the backend ``requested``; for None that of GRADSTAT_BACKEND, or else the first that loads.
@@ -204,9 +212,7 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
     What was asked for is never replaced. A stale extension raises even if nothing was: silently running the slow
     reference instead would hide a broken installation. If the reference alone is left, a warning says why.
     """
-    name = requested if requested is not None else requested_by_environment()
-    if name is not None and name not in REGISTRY:
-        raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
+    name = known_name(requested)
     reasons = []
     for each, backend in REGISTRY.items():
         if each != name and (name is not None or device_type not in (backend.automatic or (device_type,))):

@@ -19,7 +19,7 @@ from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.reporting import find_stack_level
 
 _MARK = "_gradstat_watch"  # the attribute of an accelerator that is watched
 

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from gradstat.integrations._options import Options
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.reporting import find_stack_level
 
 # By the name of a strategy of Lightning and of Fabric, or of a distributed type of Accelerate.
 _NAMES = {

@@ -21,7 +21,7 @@ from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.reporting import find_stack_level, warn_of_failure
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
@@ -128,6 +128,7 @@ class Watch:
             given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         watched = model if options.watches_origin else without_ddp(model)
         self.monitor = Monitor(watched, optimizer, scaler=scaler, **given)
+        self.monitor._is_called_by_hand = False
         # Checks of micro-batches, read only if something was found: of the step that is on, and with their losses of
         # the newest steps.
         self._checked: MicroBatches | None = None
@@ -166,7 +167,11 @@ class Watch:
         if is_micro_batch:
             if self._checked is None:
                 self._checked = MicroBatches(without_ddp(self.model), backend=self.monitor.options.backend)
-            self._checked.check()
+            try:
+                self._checked.check()
+            except Exception:  # watching must not end what is watched
+                self._checked = None
+                warn_of_failure("a micro-batch could not be checked")
 
     def step(self, divisor: int = 1) -> None:
         """Lets the monitor measure the step, and does what policies say, on every rank alike.

@@ -58,7 +58,9 @@ def test_one_line_is_enough_and_the_handle_need_not_be_kept() -> None:
     model, optimizer = made()
     gradstat.auto(optimizer)
     gc.collect()
-    with pytest.warns(AnomalyWarning, match=r"step 3.*group0\.0 has 1 Inf in 32 elements, the first at \[1, 2\]"):
+    with pytest.warns(
+        AnomalyWarning, match=r"step 3.*group0\.0 \[8, 4\] has 1 Inf in 32 elements, the first at \[1, 2\]"
+    ):
         list(program(optimizer, model, 4, bad=3))
 
 
