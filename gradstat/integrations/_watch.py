@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core.host_copy import HostCopy
+from gradstat._core.tensors import shard_of
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
+from gradstat.check import check_tensors
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
+from gradstat.monitor.observers import measurable
 from gradstat.monitor.policies import find_stack_level
 
 # Rules whose findings some micro-batch is to blame for.
@@ -195,9 +198,21 @@ class Watch:
             self._act()
 
     def end(self) -> None:
-        """The training has ended, on all ranks together: reads what is left; raises as `step`."""
+        """The training has ended, or is at a rest, on all ranks together: reads what is left; raises as `step`."""
         self._look(self.monitor.flush)
         self._act(wait=True)
+
+    def is_lost(self) -> bool:
+        """Whether the training is to stop with parameters that are not finite, which are not to be saved.
+
+        Waits for the device; all ranks ask together. Raises as `step`.
+        """
+        self.end()
+        if not self.should_stop:
+            return False
+        shards = [shard_of(parameter.detach()) for parameter in self.model.parameters()]
+        is_lost = not check_tensors([shard for shard in shards if measurable(shard)]).ok
+        return is_lost if self._ranks is None else self._ranks.any_of([is_lost], wait=True)[0]
 
     def _look(self, call: Callable[[], object]) -> None:
         """Calls the monitor, and says which micro-batch was to blame for what it finds."""

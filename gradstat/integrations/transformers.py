@@ -193,15 +193,32 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self._only.measured = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stops and saves, if so decided."""
-        if self.should_stop:
-            control.should_training_stop = control.should_save = True
-            self._tell_once(
-                "stop",
-                f"the Trainer stops behind step {state.global_step} and saves a checkpoint, as the policy 'stop' says "
-                "(it is also that of the rule 'lost-loss', unless on_anomaly has another for it)",
-                AnomalyWarning,
-            )
+        """Stops if so decided, and saves if the Trainer saves at all and what there is is worth it."""
+        if not self.should_stop and not control.should_save:
+            return
+        is_lost = self._only.is_lost()
+        if not self.should_stop:
+            return
+        control.should_training_stop = True
+        if is_lost:
+            self._save_nothing(control)
+        elif args.save_strategy != "no":
+            control.should_save = True
+        how = "without a checkpoint of parameters that are not finite" if is_lost else "with the parameters of now"
+        self._tell_once(
+            "stop",
+            f"the Trainer stops behind step {state.global_step}, {how}, as the policy 'stop' says (it is also that of "
+            "the rule 'lost-loss', unless on_anomaly has another for it)",
+            AnomalyWarning,
+        )
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An epoch that was broken off may end with a checkpoint, too."""
+        if (control.should_save or control.should_evaluate) and self._only.is_lost():
+            self._save_nothing(control)
+
+    def _save_nothing(self, control: Any) -> None:
+        control.should_save = control.should_evaluate = False  # save_strategy="best" saves after an evaluation
 
     def _look_at(self, findings: list[Finding]) -> None:
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
