@@ -7,7 +7,6 @@ watched, torch's clips and the methods of its scalers say so before they do thei
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +20,8 @@ from torch.optim import Optimizer
 from gradstat._core.parameters import listed_parameters, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
-from gradstat.monitor import AnomalyWarning, Monitor
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor import Monitor
+from gradstat.monitor.policies import warn
 from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
@@ -120,9 +119,9 @@ class AutoHandle:
         is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
         if is_scaled and not self._has_warned:
             self._has_warned = True
-            text = "gradstat: gradients are clipped that still carry the loss scale, so to a norm that is the scale "
+            text = "gradients are clipped that still carry the loss scale, so to a norm that is the scale "
             text += "times too small; call scaler.unscale_(optimizer) before the clip"
-            warnings.warn(text, AnomalyWarning, stacklevel=find_stack_level())
+            warn(text)
 
     def remove(self) -> None:
         """Takes the monitor out of the optimizer and ends it; its findings stay."""
@@ -147,7 +146,7 @@ def _clip(layer: Layer) -> Callable[..., Any]:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return layer.below(parameters, *args, **kwargs)
-        given = listed_parameters(parameters, stacklevel=3)
+        given = listed_parameters(parameters)
         concerned = [handle for handle in list(_handles) if handle._holds(given)]
         for handle in concerned:
             handle._before_clip()

@@ -70,7 +70,7 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` neither 2 nor infinity.
     """
-    given = listed_parameters(parameters, stacklevel=3)
+    given = listed_parameters(parameters)
     gradients, name_of = gradients_to_clip(given)
     max_norm, norm_type = _limit(max_norm), float(norm_type)
     if not gradients and extra_groups is None:

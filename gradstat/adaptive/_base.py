@@ -66,7 +66,7 @@ class AdaptiveClip(ABC):
             ValueError: The list is not the one this clip has a state for.
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
         """
-        listed = listed_parameters(parameters, stacklevel=4)
+        listed = listed_parameters(parameters)
         gradients, positions, _ = collect(listed)
         if not gradients:
             return torch.tensor(0.0, device="cpu")

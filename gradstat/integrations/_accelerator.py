@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.policies import warn
 
 _MARK = "_gradstat_watch"  # the attribute of an accelerator that is watched
 
@@ -129,7 +128,7 @@ class AcceleratorBase(Handle):
     def _tell_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._told:
             self._told.add(key)
-            warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
+            warn(text, category)
 
     def _detach(self) -> None:
         super()._detach()

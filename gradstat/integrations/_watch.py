@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,9 +21,9 @@ from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.check import check_tensors
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
+from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.observers import measurable
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.policies import warn
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
@@ -234,7 +233,7 @@ class Watch:
             text = _in_words(number, report, [float(loss) for loss in losses])
             blamed.append(text if self._ranks is None else f"{text} (on this rank)")
             if error is None and self._options.table.of(finding) != ("record",):
-                warnings.warn(f"gradstat: {blamed[-1]}", AnomalyWarning, stacklevel=find_stack_level())
+                warn(blamed[-1])
         if error is not None and self._error is None:
             self._error = AnomalyError("\n".join([str(error), *blamed]), error.finding)
         if found:
@@ -268,7 +267,7 @@ class Watch:
             text = str(culprit) if culprit is not None else "the replay was clean on this rank"
         except Exception as error:  # watching must not end what is watched
             text = f"the replay failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {step}: {text}", AnomalyWarning, stacklevel=find_stack_level())
+        warn(f"step {step}: {text}")
         return text
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -283,5 +282,4 @@ class Watch:
         try:
             self.monitor.__exit__(None if error is None else type(error), error, None)
         except (OSError, ValueError) as failure:  # a full disk must not hide what ended the training
-            text = f"gradstat: {type(failure).__name__}: {failure}"
-            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
+            warn(f"{type(failure).__name__}: {failure}", RuntimeWarning)

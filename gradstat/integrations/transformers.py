@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
-from gradstat.monitor.policies import Policies
+from gradstat.monitor.policies import Policies, warn
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
@@ -273,7 +272,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             with replacing(folder / STATE_FILE) as file:
                 torch.save(self.state_dict(), file)
         except OSError as error:  # a full disk must not end what is watched
-            warnings.warn(f"gradstat: {folder / STATE_FILE} could not be saved: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"{folder / STATE_FILE} could not be saved: {error}", RuntimeWarning)
 
     def remove(self) -> None:
         """Ends the watch: gives the Trainer and its accelerator their methods back. The monitor stays readable."""

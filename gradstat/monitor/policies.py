@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gradstat._core.warn import warn_user
 from gradstat.monitor.findings import SEVERITIES, Finding
 
 POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
@@ -107,16 +106,5 @@ class Warner:
 
 
 def warn(text: str, category: type[Warning] = AnomalyWarning) -> None:
-    """Warns where gradstat was called from."""
-    warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
-
-
-def find_stack_level() -> int:
-    """The stack level of the first frame outside of gradstat, as ``warnings.warn`` counts from the caller."""
-    level, frame = 1, sys._getframe(1)
-    while str(frame.f_globals.get("__name__", "")).startswith("gradstat."):
-        level += 1
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return level
+    """Warns at the line of the user's that led to gradstat."""
+    warn_user(f"gradstat: {text}", category)

@@ -329,6 +329,39 @@ def test_a_clip_of_scaled_gradients_is_told() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_else_is_watched")
+@pytest.mark.parametrize("way", ["step", "closure", "clip", "value", "scaler", "unscale", "schedule"])
+def test_what_is_told_points_at_the_program(way: str) -> None:
+    model, optimizer = made()
+    gradstat.auto(optimizer, model)
+    scaler = torch.amp.GradScaler("cpu", enabled=way in ("scaler", "unscale"))
+    if way == "schedule":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps the step
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(1, 4)).square().sum() * math.nan
+        scaler.scale(loss).backward()
+        return loss
+
+    with pytest.warns(AnomalyWarning) as caught:
+        if way == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+        if way == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if way == "value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        if way == "unscale":
+            scaler.unscale_(optimizer)
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+        elif way != "closure":
+            optimizer.step()
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.usefixtures("_nothing_else_is_watched")
 def test_torchs_own_functions_come_back_with_the_last() -> None:
     def functions() -> list[Any]:
         return [torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_, gradstat.amp.GradScaler.step]

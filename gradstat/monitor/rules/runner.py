@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from gradstat._core.warn import warn_user
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules import Rule
@@ -52,7 +52,7 @@ class RuleRunner:
                 # Watching must not end what is watched. The rule is not asked again.
                 self._failed.add(id(rule))
                 text = f"gradstat: the rule {rule.name!r} failed and is switched off:\n{traceback.format_exc()}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warn_user(text, RuntimeWarning)
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
         found.sort(key=lambda finding: finding.step)
         return found
