@@ -6,7 +6,6 @@ watched, torch's clips and the methods of its scalers say so before they do thei
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +46,7 @@ class AutoHandle:
         # A gradient of those that were measured, and its version since: another backward pass makes others.
         self._measured: tuple[weakref.ref[Tensor], int] | None = None
         self._has_warned = False
+        self._is_over = False  # the step has been measured, and its closure is called again
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -55,7 +55,7 @@ class AutoHandle:
         _handles.add(self)
 
     def _after(self, *_: object) -> None:
-        self._measured = None
+        self._measured, self._is_over = None, False
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -68,13 +68,15 @@ class AutoHandle:
             self._clip()
             return None
         # Gradients are made inside of the step, when the closure is called; that of its first call are the step's.
-        calls = itertools.count()
+        self._after()
 
         def evaluated() -> Any:
             loss = closure()
-            if next(calls) == 0:
-                self.monitor.step(loss)
+            if not self._is_over:
+                if self._measured is None:  # the closure does not clip
+                    self.monitor.step(loss)
                 self._clip()
+                self._is_over = True
             return loss
 
         if "closure" in kwargs:
@@ -93,6 +95,8 @@ class AutoHandle:
 
     def _before_change(self, scaler: GradScaler | None) -> None:
         """Measures complete gradients, unless this was done since they were made, for a ``scaler`` or else a clip."""
+        if self._is_over:
+            return
         if scaler is None and len(_handles) == len(_losses) == 1:
             scaler = next(iter(_losses))  # no other can have scaled what is there
         if self.monitor.scaler is None and scaler is not None:

@@ -104,26 +104,34 @@ def test_skips_bad_steps(fused: bool) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool) -> None:
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool, clips: bool) -> None:
     model, _ = made()
     optimizer = kind(model.parameters(), lr=0.1)
     handle = gradstat.auto(optimizer, on_anomaly="record")
     losses: list[float] = []
+    norms: list[float] = []
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = mse_loss(model(torch.ones(8, 4)), torch.zeros(8, 2))
         loss.backward()
         losses.append(loss.item())
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         return loss
 
     firsts = []
     for _ in range(3):
         already = len(losses)
         optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
-        firsts.append(losses[already])
+        firsts.append((losses[already], norms[already]))
     assert handle.monitor.steps == 3
-    assert handle.monitor.recording().scalars["loss"].tolist() == pytest.approx(firsts)
+    scalars = handle.monitor.recording().scalars
+    assert scalars["norm"].tolist() == pytest.approx([norm for _, norm in firsts])
+    if not clips:  # where the loss is not known yet
+        assert scalars["loss"].tolist() == pytest.approx([loss for loss, _ in firsts])
 
 
 # Behind a loss scaler or a clip ----------------------------------------------------------------------------------
