@@ -8,7 +8,7 @@ import warnings
 # What calls gradstat for the user: hooks, patched functions, callbacks.
 _BETWEEN = {
     *("gradstat", "torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "trl", "ignite"),
-    *("deepspeed", "timm", "contextlib"),
+    *("composer", "deepspeed", "timm", "torchtune", "contextlib"),
 }
 
 

@@ -351,7 +351,7 @@ def test_what_is_told_points_at_the_program(way: str) -> None:
         scaler.scale(loss).backward()
         return loss
 
-    with pytest.warns(AnomalyWarning) as caught:
+    def train() -> None:
         if way == "closure":
             optimizer.step(closure)
         else:
@@ -366,6 +366,9 @@ def test_what_is_told_points_at_the_program(way: str) -> None:
             scaler.step(optimizer)
         elif way != "closure":
             optimizer.step()
+
+    with pytest.warns(AnomalyWarning) as caught:
+        train()
     assert {warning.filename for warning in caught} == {__file__}
 
 
