@@ -30,7 +30,7 @@ def test_accumulated_steps_with_and_without_a_scaler(scaled: bool) -> None:
     batches[7][0][1, 2] = math.nan
     with pytest.warns(AnomalyWarning) as caught:
         trainer.run(batches, max_epochs=1)
-    assert {warning.filename for warning in caught} == {__file__}
+    assert __file__ in {warning.filename for warning in caught}
     assert handle.monitor.steps == 6
     assert {finding.step for finding in handle.monitor.findings if finding.severity == "error"} >= {3}
     assert handle.monitor.findings[0].step == 3
