@@ -20,7 +20,7 @@ from gradstat._core.parameters import listed_parameters, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
 from gradstat.monitor import Monitor
-from gradstat.monitor.policies import warn
+from gradstat.monitor.reporting import warn
 from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:

@@ -145,6 +145,17 @@ def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
     return local
 
 
+def why_not_measured(name: str, tensor: Tensor) -> str | None:
+    """What keeps a tensor from being measured, in words; None if nothing does."""
+    local = shard_of(tensor)
+    if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"{name!r} is of {type(local).__module__}.{type(local).__qualname__}, which keeps its memory elsewhere"
+    refusal = _refusal(local)
+    if refusal is None or (local is not tensor and local.dtype in _DTYPES):
+        return None  # where shards have no data is no matter of this rank alone
+    return f"{_describe(name, local)} {refusal[1].partition(';')[0]}"
+
+
 def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
     """Why kernels may not read ``tensor``, if so."""
     if tensor.is_quantized:

@@ -18,7 +18,7 @@ from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
-from gradstat.monitor.policies import warn
+from gradstat.monitor.reporting import warn
 
 _MARK = "_gradstat_watch"  # the attribute of an accelerator that is watched
 

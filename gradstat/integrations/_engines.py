@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradstat.integrations._options import Options
-from gradstat.monitor.policies import warn
+from gradstat.monitor.reporting import warn
 
 # By the name of a strategy of Lightning and of Fabric, or of a distributed type of Accelerate.
 _NAMES = {

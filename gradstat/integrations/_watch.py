@@ -23,7 +23,7 @@ from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.observers import measurable
-from gradstat.monitor.policies import warn
+from gradstat.monitor.reporting import warn
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")

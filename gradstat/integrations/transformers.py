@@ -16,7 +16,8 @@ from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
-from gradstat.monitor.policies import Policies, warn
+from gradstat.monitor.policies import Policies
+from gradstat.monitor.reporting import warn
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.compiling import never_traced
+from gradstat._core.native import BackendUnavailableError
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
@@ -25,13 +27,15 @@ from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collector import Collector, Pending, eps_of, model_name, second_moment_decay_of
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner, warn
+from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer
+from gradstat.monitor.reporting import warn
 from gradstat.monitor.rows import Facts
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
 
 # In so many steps after an incident, states are not measured again and no further file is written.
 _QUIET = 20
+
+# Every other error of a step is gradstat's own, and must not end what is watched.
+_NOT_OURS = (BackendUnavailableError, UnreachableRankError)
 
 
 class Monitor:
@@ -120,6 +127,7 @@ class Monitor:
         self._history = History(options.history, options.max_bytes)
         self._warner = Warner()
         self.findings: list[Finding] = []
+        self._gaps = Gaps(self.findings)
         self.should_stop = False
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
@@ -130,7 +138,7 @@ class Monitor:
         self._paused = False
         skips = self._policies.uses("skip")
         self._collector = Collector(
-            model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, flagged=skips
+            model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, skips, self._gaps
         )
         self._buffer = StepBuffer(self._collector.judged_label)
         self._to_act_on: list[Finding] = []
@@ -182,18 +190,26 @@ class Monitor:
         """
         if self._paused:
             return []
-        pending = self._collector.collect(self.steps, loss, lr)
-        if self._replayer is not None:
-            self._replayer.note(list(self._model.parameters()))
+        scalars = self._collector.scalars(loss, lr)
+        known = len(self.findings)
         if self._save_to is not None:
             _unsaved.add(self)
+        try:
+            pending = self._collector.collect(self.steps, *scalars)
+            if self._replayer is not None:
+                self._replayer.note(list(self._model.parameters()))
+        except _NOT_OURS:
+            raise
+        except Exception:
+            self._gaps.tell_failure(self.steps, "a step could not be measured and is not watched")
+            self.steps += 1
+            return self.findings[known:]
         self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
         self._pending.append(pending)
         if self._skipping is not None:
             self._skipping.arm(pending.numbers[0].flag, self.scaler)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
-        known = len(self.findings)
         # On the CPU nothing travels, and there is nothing to wait for.
         self._read(self._lag if pending.numbers[0].travels else 0)
         return self.findings[known:]
@@ -221,10 +237,13 @@ class Monitor:
         known = len(self.findings)
         if self._replayer is not None:
             self._replayer.see_batch(batch)
-        seen = self._collector.see_batch(self.steps, batch)
-        if seen:
-            self._buffer.observations += seen
-            self._review()
+        try:
+            self._buffer.observations += self._collector.see_batch(self.steps, batch)
+        except _NOT_OURS:
+            raise
+        except Exception:
+            self._gaps.tell_failure(self.steps, "a batch could not be looked at")
+        self._review()
         return self.findings[known:]
 
     def flush(self) -> list[Finding]:
@@ -267,23 +286,35 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            bad = self._buffer.read(pending)
-            self.nonfinite_steps += "nonfinite" in pending.scalars
-            odd = bad or self._rules.is_out_of_band(pending.scalars)
-            lost = "loss_nonfinite" in pending.scalars
-            # Everything that has a state, if it still is as it was in the step.
-            if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
-                self._looked_closer[lost] = pending.step
-                pending.numbers.extend(self._collector.look_closer(pending.kinds()))
-            self._buffer.take(pending, self._judge)
+            try:
+                odd = self._take_in(pending)
+            except Exception:
+                self._gaps.tell_failure(pending.step, "a step could not be read and is not watched")
+                continue
             if odd or self._to_act_on or self._rules.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
                 self._snapshots.confirm(pending.step)
 
+    def _take_in(self, pending: Pending) -> bool:
+        """Reads the numbers of one step; whether they are out of the ordinary."""
+        bad = self._buffer.read(pending)
+        self.nonfinite_steps += "nonfinite" in pending.scalars
+        odd = bad or self._rules.is_out_of_band(pending.scalars)
+        lost = "loss_nonfinite" in pending.scalars
+        # Everything that has a state, if it still is as it was in the step.
+        if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
+            self._looked_closer[lost] = pending.step
+            pending.numbers.extend(self._collector.look_closer(pending.step, pending.kinds()))
+        self._buffer.take(pending, self._judge)
+        return odd
+
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
-        self._judge()
+        try:
+            self._judge()
+        except Exception:
+            self._gaps.tell_failure(self.steps, "the last steps could not be judged and are not watched")
         found, self._to_act_on = self._to_act_on, []
         raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
         if raising:
@@ -457,7 +488,7 @@ class Monitor:
         self._saved = self._last_replay = -_QUIET
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
-        self.findings = [Finding.from_dict(values) for values in state["findings"]]
+        self.findings[:] = [Finding.from_dict(values) for values in state["findings"]]
         saved = dict(state["rules"])
         for rule in self._rules.rules:
             if rule.name in saved:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
-from gradstat._core.tensors import TensorInfo, by_device
+from gradstat._core.tensors import TensorInfo, by_device, why_not_measured
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
@@ -22,8 +22,8 @@ _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torc
 
 
 def measurable(tensor: object) -> bool:
-    """Whether a tensor has statistics: floating or complex, strided, with a memory of its own."""
-    return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and not tensor.is_meta
+    """Whether a tensor has statistics that are worth having: floating or complex, 16 bits or more."""
+    return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and why_not_measured("", tensor) is None
 
 
 class Buffers:
@@ -61,7 +61,7 @@ def states_of(
     held_by = {id(parameter): held for parameter, held in optimizer.state.items()}
     for name, parameter in zip(names, parameters, strict=True):
         for key, value in (held_by.get(id(parameter)) or {}).items():
-            if key != "step" and measurable(value) and value.shape == parameter.shape:
+            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                 of_key, tensors = found.setdefault(key, ([], []))
                 of_key.append(name)
                 tensors.append(value)
@@ -192,7 +192,7 @@ class Outputs:
 
 def constant_features(tensor: Tensor) -> Tensor | None:
     """The share of features (places behind the first dimension) that are the same in all samples, ``[1]``."""
-    if tensor.dim() < 2 or tensor.shape[0] < 2 or not tensor.numel() or tensor.dtype.is_complex:
+    if tensor.layout is not torch.strided or tensor.dim() < 2 or tensor.shape[0] < 2 or tensor.dtype.is_complex:
         return None
     with torch.no_grad():
         low, high = torch.aminmax(tensor.detach().flatten(1), dim=0)

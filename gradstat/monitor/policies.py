@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradstat._core.warn import warn_user
 from gradstat.monitor.findings import SEVERITIES, Finding
+from gradstat.monitor.reporting import warn
 
 POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
 """Names of policies; docs/monitor.md says what each does."""
@@ -16,10 +16,6 @@ Policies = Policy | Sequence[Policy] | Mapping[str, Policy | Sequence[Policy]] |
 
 # The same rule warns once in so many steps.
 _WARN_EVERY = 100
-
-
-class AnomalyWarning(UserWarning):
-    """A finding of a monitor."""
 
 
 class AnomalyError(RuntimeError):
@@ -102,9 +98,4 @@ class Warner:
         held = self._held.pop(finding.rule, 0)
         more = f" ({held} more since the last warning)" if held else ""
         advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
-        warn(f"{finding}{more}.{advice}")
-
-
-def warn(text: str, category: type[Warning] = AnomalyWarning) -> None:
-    """Warns at the line of the user's that led to gradstat."""
-    warn_user(f"gradstat: {text}", category)
+        warn(f"{finding}{more}.{advice}", insist=finding.severity == "error")

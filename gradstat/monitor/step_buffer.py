@@ -93,6 +93,7 @@ class StepBuffer:
         Waits for the numbers.
         """
         numbers, scalars = pending.numbers[0], pending.scalars
+        numbers.rows.raise_if_others_failed()
         table, total = numbers.table(), numbers.rows.total()
         count = numbers.segments[0].measured
         if total is None:

@@ -190,7 +190,8 @@ CORE_LAYERS = [
 ]
 
 MONITOR_LAYERS = [
-    {"hooks", "kinds", "findings", "options"},
+    {"reporting", "findings"},
+    {"hooks", "gaps", "kinds", "options"},
     {"recording"},
     {"rows", "replay"},
     {"rules", "policies", "actions", "history", "segments"},
