@@ -261,24 +261,23 @@ def auto(
         options: For `gradstat.Monitor`: ``on_anomaly``, ``watch``, ``save_to`` and so on.
 
     Returns:
-        A handle with ``monitor`` and ``remove()``, which need not be kept; also a context manager.
+        A handle with ``monitor`` and ``remove()``, which need not be kept; also a context manager. A second call for
+        the same optimizer ends what the first began, so that a notebook's cell can be run again.
 
     Raises:
         TypeError: ``optimizer`` is none.
-        RuntimeError: It is watched already.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; of a "
             "wrapped one pass what it wraps, optimizer.optimizer for example"
         )
-    if hasattr(optimizer, _MARK):
-        raise RuntimeError(
-            "this optimizer is watched already; call remove() on the handle of the first gradstat.auto()"
-        )
     if model is None:
         source = source_of(optimizer)
         model = Parameters(zip(source.names(), source.parameters, strict=True))
     monitor = Monitor(model, optimizer, scaler, max_norm=max_norm, **options)
+    known = getattr(optimizer, _MARK, None)
+    if known is not None:
+        known.remove()
     _lay_on()
     return AutoHandle(optimizer, monitor, max_norm)

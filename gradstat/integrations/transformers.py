@@ -11,7 +11,7 @@ import torch
 from gradstat._core.files import replacing
 from gradstat._core.wrappers import without_ddp
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
+from gradstat.integrations._accelerator import AcceleratorBase
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -63,12 +63,11 @@ def install(
             that brought NaN is named: one more read for each.
 
     Returns:
-        A handle with the monitor.
+        A handle with the monitor. A second call ends what the first began.
 
     Raises:
         TypeError: ``trainer`` is no Trainer, or an option is not the user's to give.
         ValueError: An option makes no sense, or clipping is configured twice.
-        RuntimeError: gradstat is installed already.
         NotImplementedError: The engine shows no gradients that could be measured (Megatron-LM, XLA), or does not allow
             what an option asks for.
     """
@@ -77,7 +76,6 @@ def install(
         raise TypeError(f"expected a transformers.Trainer, got {what}; build it first: install(Trainer(model, ...))")
     if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
-    refuse_second(trainer.accelerator)
     given = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
     options = Options(given, "trainer", max_norm, runs_steps=True)
     own = float(trainer.args.max_grad_norm or 0.0)

@@ -65,6 +65,8 @@ class Collector:
     ) -> None:
         self._flagged, self._gaps = flagged, gaps
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
+        if optimizer is not None:
+            observers.optimizers.add(optimizer)
         self._watch, self._backend = watch, backend
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
         given: list[Any] = (
