@@ -169,6 +169,13 @@ class Collector:
         """Lets go of what was kept for the next step: parameters are no longer what the last step left."""
         self._batch, self._before = [], None
 
+    @property
+    def origin_is_unknown(self) -> bool:
+        """Whether gradients are reduced over ranks, and nobody watches which rank brought what."""
+        if self._origin is not None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return False
+        return torch.distributed.get_world_size() > 1 and not is_distributed(source_of(self._model).parameters)
+
     def is_due(self, kind: str, step: int) -> bool:
         """Whether something is looked at in a step."""
         period = self._watch[kind]

@@ -329,7 +329,10 @@ class Monitor:
         collector = self._collector
         eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
         is_scaled = self.scaler is not None and self.scaler.is_enabled()
-        facts = Facts(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes)
+        facts = Facts(
+            *(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes),
+            origin_is_unknown=collector.origin_is_unknown,
+        )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
         found = self._rules.review(window)

@@ -199,6 +199,7 @@ class Facts:
         optimizer_eps: What the optimizer adds to the root of its second moment, 0 if nothing.
         second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
         classes: Into how many classes labels fall, if the monitor was told.
+        origin_is_unknown: Whether gradients are reduced over ranks, and nobody watches which rank brought what.
     """
 
     backward_order: tuple[str, ...] = ()
@@ -207,6 +208,7 @@ class Facts:
     optimizer_eps: float = 0.0
     second_moment_decay: float = 0.0
     classes: int | None = None
+    origin_is_unknown: bool = False
 
     def first_in_backward(self, names: Sequence[str]) -> str:
         """Of parameters, ``names`` in the order of the model, the one whose gradient was complete first."""
