@@ -220,6 +220,12 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         """What torch's ``unscale_`` is made of."""
         source = source_of(optimizer)
+        if allow_fp16:
+            for parameter in source.parameters:
+                gradient = parameter.grad
+                # As torch: sums of values at one place overflow while they carry the scale.
+                if gradient is not None and gradient.is_sparse and gradient.dtype is torch.float16:
+                    parameter.grad = gradient.coalesce()
         found = gradients_of(source.parameters)
         if not found.tensors:
             return {}

@@ -71,7 +71,7 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` neither 2 nor infinity.
     """
-    given = listed_parameters(parameters, stacklevel=3)
+    given = listed_parameters(parameters)
     found = gradients_to_clip(given)
     gradients, name_of = found.tensors, found.name_of
     max_norm, norm_type = _limit(max_norm), float(norm_type)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, final
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from gradstat._core.parameters import PLAIN_TYPES, gradients_to_clip, listed, listed_parameters
 from gradstat._core.tensors import is_distributed
+from gradstat._core.warn import warn_user
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
 
@@ -40,25 +40,20 @@ class TorchPatch:
         Warns:
             UserWarning: Someone has replaced a function since. Theirs is left where it is; the message names it.
         """
-        self._remove(stacklevel=3)
+        with lock:
+            buried = [layer.place for layer in self._layers if not layer.take_off()]
+            self._layers = []
+        if buried:
+            warn_user(
+                f"replaced by someone else after gradstat.patch_torch(), and left as it is: {', '.join(buried)}. What "
+                "is there now may still call gradstat's function, which from now on hands over to torch's"
+            )
 
     def __enter__(self) -> TorchPatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove(stacklevel=3)
-
-    def _remove(self, stacklevel: int) -> None:
-        with lock:
-            buried = [layer.place for layer in self._layers if not layer.take_off()]
-            self._layers = []
-        if buried:
-            warnings.warn(
-                f"replaced by someone else after gradstat.patch_torch(), and left as it is: {', '.join(buried)}. What "
-                "is there now may still call gradstat's function, which from now on hands over to torch's",
-                UserWarning,
-                stacklevel=stacklevel,
-            )
+        self.remove()
 
 
 def patch_torch() -> TorchPatch:
@@ -143,7 +138,7 @@ def _norm_clip(layer: Layer) -> _Function:
     def replacement(
         parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
     ) -> Any:
-        given = listed_parameters(parameters, stacklevel=3)
+        given = listed_parameters(parameters)
         gradients = gradients_to_clip(given).tensors
         function = layer.choose(clip_grad_norm_, gradients, norm_type)
         return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)

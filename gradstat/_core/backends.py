@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor
 from gradstat._core import native
 from gradstat._core.native import BackendUnavailableError, DeviceModule
 from gradstat._core.tensors import changeable, units_of
+from gradstat._core.warn import warn_user
 from gradstat._fields import NAMES
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
@@ -227,8 +227,7 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
             reasons.append(f"{each}: {error}")
         else:
             if each == "reference" and reasons:
-                why = f"gradstat runs its slow reference on {device_type} tensors. {' '.join(reasons)}"
-                warnings.warn(why, stacklevel=2)
+                warn_user(f"gradstat runs its slow reference on {device_type} tensors. {' '.join(reasons)}")
             return kernels
     raise BackendUnavailableError(f"no backend serves devices of type {device_type!r}: {' '.join(reasons)}")
 

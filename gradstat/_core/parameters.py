@@ -6,7 +6,6 @@ A module is walked once, and again when a dictionary of its parameters or submod
 from __future__ import annotations
 
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
+from gradstat._core.warn import warn_user
 
 PLAIN_TYPES = {Tensor, Parameter}
 
@@ -209,13 +209,11 @@ def listed(
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def listed_parameters(parameters: Tensor | Iterable[Tensor], stacklevel: int) -> list[Tensor]:
+def listed_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """`listed`, with torch's warning about a generator that gives nothing, often one that was used up before."""
     found = listed(parameters)
     if not found and isinstance(parameters, types.GeneratorType):
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=stacklevel
-        )
+        warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
     return found
 
 

@@ -62,7 +62,7 @@ class AdaptiveClip(ABC):
             ValueError: The list is not the one this clip has a state for.
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
         """
-        listed = listed_parameters(parameters, stacklevel=4)
+        listed = listed_parameters(parameters)
         found = gradients_to_clip(listed)
         gradients, positions, _ = found
         if not gradients:

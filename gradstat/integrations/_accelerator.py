@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,29 +18,16 @@ from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
-from gradstat.monitor.reporting import find_stack_level
-
-_MARK = "_gradstat_watch"  # the attribute of an accelerator that is watched
-
-
-def refuse_second(accelerator: Any) -> None:
-    """Raises RuntimeError if the accelerator is watched already."""
-    if getattr(accelerator, _MARK, None) is not None:
-        raise RuntimeError(
-            "gradstat is installed on this accelerator already, and a second time would measure and clip twice; call "
-            "remove() of the first handle before"
-        )
+from gradstat.monitor.reporting import warn
 
 
 class AcceleratorBase(Handle):
     """The handle of an integration that measures where an accelerator clips.
 
-    ``micro_batches`` tells into how many a step is divided, before each. Raises RuntimeError if the accelerator is
-    watched already, and what `engine_clips` raises.
+    ``micro_batches`` tells into how many a step is divided, before each. Raises what `engine_clips` raises.
     """
 
     def __init__(self, accelerator: Any, options: Options, micro_batches: Callable[[], int]) -> None:
-        refuse_second(accelerator)
         super().__init__(options)
         self._micro_batches = micro_batches
         self._told: set[str] = set()
@@ -57,10 +43,10 @@ class AcceleratorBase(Handle):
             "set its own clip in its configuration, or pass a number to clip_grad_norm_",
         )
         self._accelerator = accelerator
+        self._take(accelerator)
         self._device = accelerator.device if accelerator.num_processes > 1 else None
         self._patch(accelerator, "clip_grad_norm_", self._made_clip)
         self._patch(accelerator, "backward", self._made_backward)
-        setattr(accelerator, _MARK, self)
 
     def _made_backward(self, below: Any) -> Callable[..., Any]:
         def backward(loss: Any, **options: Any) -> Any:
@@ -129,9 +115,4 @@ class AcceleratorBase(Handle):
     def _tell_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._told:
             self._told.add(key)
-            warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
-
-    def _detach(self) -> None:
-        super()._detach()
-        if getattr(self._accelerator, _MARK, None) is self:
-            delattr(self._accelerator, _MARK)
+            warn(text, category)

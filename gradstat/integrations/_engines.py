@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from gradstat.integrations._options import Options
-from gradstat.monitor.reporting import find_stack_level
+from gradstat.monitor.reporting import warn
 
 # By the name of a strategy of Lightning and of Fabric, or of a distributed type of Accelerate.
 _NAMES = {
@@ -74,7 +73,7 @@ def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size
         )
     if max_norm is not None:
         raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
-    warnings.warn(f"gradstat: {_OUT_OF_SIGHT[engine]}", UserWarning, stacklevel=find_stack_level())
+    warn(_OUT_OF_SIGHT[engine], UserWarning)
     if engine == "DeepSpeed":
         options.leave_out(_BLIND_UNDER_DEEPSPEED)
     return True

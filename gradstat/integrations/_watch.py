@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core.host_copy import HostCopy
+from gradstat._core.tensors import shard_of
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
+from gradstat.check import check_tensors
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
-from gradstat.monitor.reporting import find_stack_level, warn_of_failure
+from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
+from gradstat.monitor.observers import measurable
+from gradstat.monitor.reporting import warn, warn_of_failure
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
@@ -200,9 +202,21 @@ class Watch:
             self._act()
 
     def end(self) -> None:
-        """The training has ended, on all ranks together: reads what is left; raises as `step`."""
+        """The training has ended, or is at a rest, on all ranks together: reads what is left; raises as `step`."""
         self._look(self.monitor.flush)
         self._act(wait=True)
+
+    def is_lost(self) -> bool:
+        """Whether the training is to stop with parameters that are not finite, which are not to be saved.
+
+        Waits for the device; all ranks ask together. Raises as `step`.
+        """
+        self.end()
+        if not self.should_stop:
+            return False
+        shards = [shard_of(parameter.detach()) for parameter in self.model.parameters()]
+        is_lost = not check_tensors([shard for shard in shards if measurable(shard)]).ok
+        return is_lost if self._ranks is None else self._ranks.any_of([is_lost], wait=True)[0]
 
     def _look(self, call: Callable[[], object]) -> None:
         """Calls the monitor, and says which micro-batch was to blame for what it finds."""
@@ -224,7 +238,7 @@ class Watch:
             text = _in_words(number, report, [float(loss) for loss in losses])
             blamed.append(text if self._ranks is None else f"{text} (on this rank)")
             if error is None and self._options.table.of(finding) != ("record",):
-                warnings.warn(f"gradstat: {blamed[-1]}", AnomalyWarning, stacklevel=find_stack_level())
+                warn(blamed[-1])
         if error is not None and self._error is None:
             self._error = AnomalyError("\n".join([str(error), *blamed]), error.finding)
         if found:
@@ -258,7 +272,7 @@ class Watch:
             text = str(culprit) if culprit is not None else "the replay was clean on this rank"
         except Exception as error:  # watching must not end what is watched
             text = f"the replay failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {step}: {text}", AnomalyWarning, stacklevel=find_stack_level())
+        warn(f"step {step}: {text}")
         return text
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,5 +287,4 @@ class Watch:
         try:
             self.monitor.__exit__(None if error is None else type(error), error, None)
         except (OSError, ValueError) as failure:  # a full disk must not hide what ended the training
-            text = f"gradstat: {type(failure).__name__}: {failure}"
-            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
+            warn(f"{type(failure).__name__}: {failure}", RuntimeWarning)

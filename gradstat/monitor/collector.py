@@ -65,6 +65,8 @@ class Collector:
     ) -> None:
         self._flagged, self._gaps = flagged, gaps
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
+        if optimizer is not None:
+            observers.optimizers.add(optimizer)
         self._watch, self._backend = watch, backend
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
         given: list[Any] = (
@@ -160,6 +162,13 @@ class Collector:
     def forget(self) -> None:
         """Lets go of what was kept for the next step: parameters are no longer what the last step left."""
         self._batch, self._before = [], None
+
+    @property
+    def origin_is_unknown(self) -> bool:
+        """Whether gradients are reduced over ranks, and nobody watches which rank brought what."""
+        if self._origin is not None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return False
+        return torch.distributed.get_world_size() > 1 and not is_distributed(source_of(self._model).parameters)
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether something is looked at in a step."""

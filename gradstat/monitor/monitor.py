@@ -347,7 +347,9 @@ class Monitor:
         eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
         is_scaled = self.scaler is not None and self.scaler.is_enabled()
         facts = Facts(
-            collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes, self._is_called_by_hand
+            *(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes),
+            is_called_by_hand=self._is_called_by_hand,
+            origin_is_unknown=collector.origin_is_unknown,
         )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,16 +70,22 @@ def states_of(
         yield Segment(name_of_state(key), tuple(of_key)), tensors
 
 
+# Those that are watched: several may share a model.
+optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
-    """Which parameters the optimizer lacks, has though they are frozen, or has from somewhere else."""
+    """Which parameters the optimizer and others lack, has though they are frozen, or has from somewhere else."""
     held = {
         id(parameter): f"param_groups[{g}]['params'][{i}]"
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     }
     known = {id(parameter) for parameter in parameters}
+    anywhere = {id(parameter) for other in optimizers for group in other.param_groups for parameter in group["params"]}
+    anywhere.update(held)
     return {
-        "absent": [n for n, p in zip(names, parameters, strict=True) if id(p) not in held and p.requires_grad],
+        "absent": [n for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad],
         "frozen": [n for n, p in zip(names, parameters, strict=True) if id(p) in held and not p.requires_grad],
         "foreign": [place for parameter, place in held.items() if parameter not in known],
     }

@@ -200,6 +200,7 @@ class Facts:
         second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
         classes: Into how many classes labels fall, if the monitor was told.
         is_called_by_hand: Whether the program says when gradients are complete, and not gradstat itself.
+        origin_is_unknown: Whether gradients are reduced over ranks, and nobody watches which rank brought what.
     """
 
     backward_order: tuple[str, ...] = ()
@@ -209,6 +210,7 @@ class Facts:
     second_moment_decay: float = 0.0
     classes: int | None = None
     is_called_by_hand: bool = True
+    origin_is_unknown: bool = False
 
     def first_in_backward(self, names: Sequence[str]) -> str:
         """Of parameters, ``names`` in the order of the model, the one whose gradient was complete first."""

@@ -172,7 +172,7 @@ LAYERS = [
 ]
 
 CORE_LAYERS = [
-    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy"},
+    {"files", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy"},
     {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},

@@ -421,6 +421,15 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
         second.load_state_dict({**state, "version": 2})
 
 
+def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        under(Case(tmp_path, bad_at=frozenset({2})))
+    told = [warning for warning in caught if "gradstat" in str(warning.message)]
+    assert told
+    assert {warning.filename for warning in told} == {__file__}
+
+
 # Several ranks ----------------------------------------------------------------------------------------------
 
 

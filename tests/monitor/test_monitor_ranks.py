@@ -141,3 +141,18 @@ def an_error_on_one_rank_leaves_no_other_waiting() -> None:
 
 def test_an_error_on_one_rank_leaves_no_other_waiting(ranks: Ranks) -> None:
     ranks.run(2, an_error_on_one_rank_leaves_no_other_waiting)
+
+
+def advice_about_one_bad_rank(watched: bool) -> list[tuple[str, ...]]:
+    model = DistributedDataParallel(_model())
+    options = {"watch": {"origin": 1}} if watched else {}
+    monitor = gradstat.Monitor(model, on_anomaly="record", **options)
+    model(torch.full((4, 6), math.nan if dist.get_rank() else 1.0)).sum().backward()
+    monitor.step()
+    return [finding.advice for finding in monitor.findings if finding.rule == "nonfinite-gradient"]
+
+
+def test_several_ranks_are_told_how_to_find_the_one(ranks: Ranks) -> None:
+    for watched in (False, True):
+        for (advice,) in ranks.run(2, advice_about_one_bad_rank, watched):
+            assert ('watch={"origin": 1}' in advice[0]) == (not watched)

@@ -420,6 +420,28 @@ def test_sparse_gradients_are_unscaled() -> None:
     assert scaler.report(optimizer).result().finite_norm == pytest.approx(math.sqrt(4 * 4 + 4))
 
 
+@pytest.mark.parametrize("value", [3e4, 6e4])
+def test_sums_of_sparse_half_values_overflow_as_torchs(value: float) -> None:
+    ends = []
+    for kind in (TorchScaler, GradScaler):
+        parameter = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+        parameter.grad = torch.sparse_coo_tensor(
+            torch.tensor([[1, 1, 3]]),
+            torch.tensor([value, value, 1.0], dtype=torch.float16),
+            (4,),
+            check_invariants=True,
+        )
+        scaler = kind("cpu", init_scale=64.0)
+        scaler.scale(torch.ones(()))
+        flags = scaler._unscale_grads_(
+            torch.optim.SGD([parameter]), torch.tensor(1 / 64), torch.zeros(()), allow_fp16=True
+        )
+        (found,) = flags.values()
+        ends.append((found.item(), parameter.grad.to_dense().tolist()))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == (value > 4e4)
+
+
 def test_an_optimizer_that_takes_the_scaler_itself_still_gets_it() -> None:
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True

@@ -94,6 +94,11 @@ class NonfiniteGradient(Rule):
             evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
             causes: tuple[str, ...] = self.causes
             advice: tuple[str, ...] = self.advice
+            if window.facts.origin_is_unknown:
+                advice = (
+                    'all ranks have it after DDP\'s reduction; watch={"origin": 1} names where it came from',
+                    *advice,
+                )
             lost = window.scalars.get("loss_nonfinite")
             has_lost = lost is not None and lost[np.searchsorted(window.steps, step)] > 0
             if (
