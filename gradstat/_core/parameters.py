@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
+from gradstat._core.engines import DeepSpeed, engine_of
 from gradstat._core.tensors import NameOf
 
 PLAIN_TYPES = {Tensor, Parameter}
@@ -29,6 +30,7 @@ class Source(NamedTuple):
 
     parameters: list[Tensor]
     names: Names
+    engine: DeepSpeed | None = None  # that keeps their gradients
 
 
 class _ModulePlan(NamedTuple):
@@ -81,7 +83,8 @@ def _lists_what_it_holds(module: Module) -> bool:
 def source_of(target: object) -> Source:
     """Named parameters of a module, an optimizer, an iterable, or a single parameter. TypeError for anything else."""
     if isinstance(target, Module):
-        return _module_source(target)
+        engine = engine_of(target)
+        return _module_source(target) if engine is None else _module_source(engine.module)._replace(engine=engine)
     if isinstance(target, Optimizer):
         return _optimizer_source(target)
     if isinstance(target, Tensor):
@@ -151,12 +154,16 @@ class Gradients(NamedTuple):
     missing: list[int] | None  # of the parameters that require a gradient and have none
 
 
-def gradients_of(parameters: list[Tensor]) -> Gradients:
-    """The gradients of ``parameters``. AttributeError if something has no ``.grad``."""
-    helpers = native.helpers()
-    if helpers is not None:
-        return Gradients(*helpers.gradients_of(parameters))
-    found = [parameter.grad for parameter in parameters]
+def gradients_of(parameters: list[Tensor], engine: DeepSpeed | None = None) -> Gradients:
+    """The gradients of ``parameters``, or pieces that ``engine`` has. AttributeError if something has no ``.grad``."""
+    kept = None if engine is None else engine.gradients()
+    if kept is not None:
+        found = [kept.get(id(parameter)) for parameter in parameters]
+    else:
+        helpers = native.helpers()
+        if helpers is not None:
+            return Gradients(*helpers.gradients_of(parameters))
+        found = [parameter.grad for parameter in parameters]
     tensors = [gradient for gradient in found if gradient is not None]
     if len(tensors) == len(parameters):
         return Gradients(tensors, None, None)

@@ -180,7 +180,7 @@ LAYERS = [
 ]
 
 CORE_LAYERS = [
-    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy"},
+    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy", "engines"},
     {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},
