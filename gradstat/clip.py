@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstat._core import norms
+from gradstat._core.engines import refuse_in_engine
 from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
 from gradstat._core.native import operators
 from gradstat._core.parameters import gradients_to_clip, listed, listed_parameters, require_foreach
@@ -73,8 +74,10 @@ def clip_grad_norm_(
     given = listed_parameters(parameters, stacklevel=3)
     gradients, name_of = gradients_to_clip(given)
     max_norm, norm_type = _limit(max_norm), float(norm_type)
-    if not gradients and extra_groups is None:
-        return torch.tensor(0.0, device="cpu")
+    if not gradients:
+        refuse_in_engine(given)
+        if extra_groups is None:
+            return torch.tensor(0.0, device="cpu")
     if foreach:
         require_foreach(gradients)
     if torch.compiler.is_compiling():

@@ -125,7 +125,9 @@ class Layer:
         """What is to be called for ``tensors``."""
         kinds = {type(tensor): tensor for tensor in tensors}
         over_ranks = norm_type in (2.0, math.inf, "inf")
-        known = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
+        known = bool(kinds) and all(
+            kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items()
+        )
         return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
 
 

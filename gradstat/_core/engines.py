@@ -1,4 +1,4 @@
-"""Where a gradient lies that is not in ``.grad``: engines that cut parameters up keep gradients in buffers of their own.
+"""Where a gradient lies that is not in ``.grad``: engines that cut parameters up keep it in buffers of their own.
 
 What is known of an engine's insides stands here. It is recognised by its methods and never imported.
 """
@@ -24,8 +24,8 @@ class Piece:
     __slots__ = ("_local_tensor", "group", "owner", "shape", "start")
     is_meta = False
 
-    def __init__(self, owner: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup | None) -> None:
-        """``owner`` is the parameter, ``shape`` that of the whole; None stands for the group of all ranks."""
+    def __init__(self, owner: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup) -> None:
+        """``owner`` is the parameter, ``shape`` that of the whole."""
         self.owner, self.shape, self.start, self.group = owner, shape, start, group
         self._local_tensor = local.detach().reshape(-1)
 
@@ -40,8 +40,6 @@ class DeepSpeed:
 
     Between ``engine.backward`` and ``engine.step`` gradients are averaged over the ranks and carry the loss scale.
     """
-
-    name = "DeepSpeed"
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -61,12 +59,25 @@ class DeepSpeed:
         scales = hasattr(optimizer, "scale_if_loss") or not hasattr(self.engine, "scale")
         return float(optimizer.loss_scale) if scales and self.engine.fp16_enabled() else None
 
+    @property
+    def optimizer(self) -> Any:
+        """Not one of torch's, but it has its ``param_groups``: learning rates and the like."""
+        return self.engine.optimizer
+
+    def parameters(self, parameters: list[Tensor]) -> list[Any]:
+        """The parameters, or what ZeRO-3 has left of them on this rank, as pieces."""
+        return [
+            _piece_of_stage_3(parameter, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else parameter
+            for parameter in parameters
+        ]
+
     def gradients(self) -> dict[int, Any] | None:
         """The gradients there are now, or their pieces, by the ids of parameters; None if they are in ``.grad``.
 
         What is there is the same on all ranks. With offloading waits for the copies that are on their way to the host.
         """
         optimizer = self.engine.optimizer
+        found: Iterator[tuple[Tensor, Any]]
         # By the attributes that are read: classes have moved and been renamed.
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             found = _of_stage_3(optimizer)
@@ -98,11 +109,15 @@ def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
             _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
             size = parameter.partition_numel()
             local = averaged[position] if flat is None else flat.narrow(0, offset, size)
-            process_group = getattr(parameter, "ds_process_group", optimizer.dp_process_group)
-            # All pieces are as large as the first; behind the parameter's end there is padding.
-            start = min(size * torch.distributed.get_rank(process_group), parameter.ds_numel)
-            local = local[: parameter.ds_numel - start]
-            yield parameter, Piece(parameter, parameter.ds_shape, local, start, process_group)
+            yield parameter, _piece_of_stage_3(parameter, local)
+
+
+def _piece_of_stage_3(parameter: Any, local: Tensor) -> Piece:
+    """All pieces are as large as the first; behind the parameter's end there is padding."""
+    start = parameter.partition_numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    start = min(start, parameter.ds_numel)
+    local = local.reshape(-1)[: parameter.ds_numel - start]
+    return Piece(parameter, parameter.ds_shape, local, start, parameter.ds_process_group)
 
 
 def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
@@ -145,3 +160,18 @@ def _wait_for_copies() -> None:
 def engine_of(target: object) -> DeepSpeed | None:
     """The engine that ``target`` is, if it is one."""
     return DeepSpeed(target) if hasattr(type(target), "zero_optimization_stage") else None
+
+
+def refuse_engine(target: object) -> None:
+    """Raises TypeError if ``target``, whose gradients are to be changed or stepped with, is DeepSpeed's or has them."""
+    if type(target).__module__.partition(".")[0] == "deepspeed":
+        raise TypeError(
+            "DeepSpeed's engine clips, skips and steps by itself: set gradient_clipping in its configuration. "
+            "gradstat.check(engine) and gradstat.Monitor(engine) watch it"
+        )
+
+
+def refuse_in_engine(parameters: list[Tensor]) -> None:
+    """`refuse_engine` for parameters, of which none has a ``.grad``."""
+    for parameter in parameters:
+        refuse_engine(getattr(parameter, "_z3_optimizer", None) or getattr(parameter, "_zero_optimizer", None))

@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
-from gradstat._core.engines import DeepSpeed, engine_of
+from gradstat._core.engines import DeepSpeed, engine_of, refuse_engine
 from gradstat._core.tensors import NameOf
 
 PLAIN_TYPES = {Tensor, Parameter}
@@ -208,6 +208,7 @@ def listed(
     tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
 ) -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular."""
+    refuse_engine(tensors)
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
         raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -157,7 +157,7 @@ class Sharded:
                     mesh, placements = spec.mesh, spec.placements
                     layout, kind = Layout.of(mesh, placements), None
             elif isinstance(tensor, Piece):
-                layout = Layout((tensor.group or dist.group.WORLD,), None, None)
+                layout = Layout((tensor.group,), None, None)
                 mesh, kind = None, None
             elif layout is not None:
                 mesh, layout, kind = None, None, None

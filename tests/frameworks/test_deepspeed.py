@@ -185,3 +185,45 @@ def _report(deepspeed: Any, config: Any) -> str:
 def test_reports_are_those_of_the_whole_gradients(ranks: Ranks, world: int) -> None:
     results = ranks.run(world, _reports, CASES, timeout=TIMEOUT)
     assert all(result == results[0] for result in results)
+
+
+def _monitored(stages: list[tuple[int, str]]) -> list[Any]:
+    deepspeed = _start()
+    return [_watched(deepspeed, stage, dtype) for stage, dtype in stages]
+
+
+def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int, str, str]]]:
+    """Findings of a run in which gradients hold NaN from step 25 on."""
+    engine = _engine(deepspeed, _config(stage, dtype, clip=0.0))
+    if dtype == "fp16":
+        engine.optimizer.loss_scaler.cur_scale = 2.0**20  # overflows, until it has fallen
+    monitor = gradstat.Monitor(engine, watch={"parameters": 1, "activations": 1}, on_anomaly="record")
+    for step in range(30):
+        if step == 25:
+            _spoil(engine, math.nan)
+        scale = engine.optimizer.loss_scale if dtype == "fp16" else None
+        monitor.step(_backward(engine, step))
+        report = monitor.latest().report
+        assert report.loss_scale == scale
+        engine.step()
+        theirs = float(engine.get_global_grad_norm() or math.nan)  # Inf or -1 for what is not finite
+        if math.isfinite(theirs) and report.ok:
+            assert theirs == pytest.approx(report.total_norm, rel=1e-3), step
+    monitor.detach()
+    recording = monitor.recording()
+    assert set(recording.scalars["lr"].tolist()) == {1e-3}
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+    series = recording.tables["parameter"]
+    assert dict(zip(series.names, map(tuple, series.shapes), strict=True)) == shapes
+    found: dict[str, list[tuple[int, str, str]]] = {}
+    for finding in monitor.findings:
+        found.setdefault(finding.rule, []).append((finding.step, finding.severity, finding.text))
+    return found
+
+
+def test_a_monitor_names_the_parameter_at_every_stage(ranks: Ranks) -> None:
+    stages = [(0, "fp32"), *((stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "fp16"))]
+    every = ranks.run(2, _monitored, stages, timeout=TIMEOUT)
+    assert every[0] == every[1]
+    for (stage, dtype), found in zip(stages, every[0], strict=True):
+        print(stage, dtype, found)
