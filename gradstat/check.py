@@ -55,7 +55,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     ranks, which all have to call this.
 
     Args:
-        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
+        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's
+            engine, between its ``backward`` and ``step``: its partitions are merged, its loss scale is divided out.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
         extra_groups: Groups of ranks over which gradients are spread and which they do not tell: pipeline stages,
             experts. A process group or one-dimensional mesh, or several, for all gradients; or pairs of one and the

@@ -162,16 +162,19 @@ def engine_of(target: object) -> DeepSpeed | None:
     return DeepSpeed(target) if hasattr(type(target), "zero_optimization_stage") else None
 
 
+_OF_ITSELF = (
+    "DeepSpeed's engine clips, skips and steps by itself: set gradient_clipping in its configuration. "
+    "gradstat.check(engine) and gradstat.Monitor(engine) watch it"
+)
+
+
 def refuse_engine(target: object) -> None:
-    """Raises TypeError if ``target``, whose gradients are to be changed or stepped with, is DeepSpeed's or has them."""
+    """Raises TypeError if ``target``, with which was to be clipped or stepped, is DeepSpeed's engine or optimizer."""
     if type(target).__module__.partition(".")[0] == "deepspeed":
-        raise TypeError(
-            "DeepSpeed's engine clips, skips and steps by itself: set gradient_clipping in its configuration. "
-            "gradstat.check(engine) and gradstat.Monitor(engine) watch it"
-        )
+        raise TypeError(_OF_ITSELF)
 
 
 def refuse_in_engine(parameters: list[Tensor]) -> None:
-    """`refuse_engine` for parameters, of which none has a ``.grad``."""
-    for parameter in parameters:
-        refuse_engine(getattr(parameter, "_z3_optimizer", None) or getattr(parameter, "_zero_optimizer", None))
+    """Raises TypeError if ``parameters``, of which none has a ``.grad``, are those of a DeepSpeed engine with ZeRO."""
+    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in parameters):
+        raise TypeError(_OF_ITSELF)

@@ -64,7 +64,7 @@ class AcceleratorBase(Handle):
 
     def _made_backward(self, below: Any) -> Callable[..., Any]:
         def backward(loss: Any, **options: Any) -> Any:
-            engine = getattr(self._accelerator.deepspeed_engine_wrapped, "engine", None)
+            engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
             if engine is not None:  # its step is a part of its backward pass
                 if engine is not self._engine:
                     self._engine = engine

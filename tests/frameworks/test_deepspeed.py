@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -212,9 +215,10 @@ def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int
     monitor.detach()
     recording = monitor.recording()
     assert set(recording.scalars["lr"].tolist()) == {1e-3}
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+    sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
     series = recording.tables["parameter"]
-    assert dict(zip(series.names, map(tuple, series.shapes), strict=True)) == shapes
+    assert dict(zip(series.names, series.numel.tolist(), strict=True)) == sizes
+    assert (series.column("l2_norm")[0] > 0).all()  # ZeRO-3 leaves parameters without elements
     found: dict[str, list[tuple[int, str, str]]] = {}
     for finding in monitor.findings:
         found.setdefault(finding.rule, []).append((finding.step, finding.severity, finding.text))
@@ -226,4 +230,167 @@ def test_a_monitor_names_the_parameter_at_every_stage(ranks: Ranks) -> None:
     every = ranks.run(2, _monitored, stages, timeout=TIMEOUT)
     assert every[0] == every[1]
     for (stage, dtype), found in zip(stages, every[0], strict=True):
-        print(stage, dtype, found)
+        assert found["dead-gradient"][0][2].startswith("the gradient of unused has been zero throughout")
+        step, severity, text = found["nonfinite-gradient"][-1]
+        assert (step, "2.bias has 1 NaN in 3 elements, the first at [2]; 2 of" in text) == (25, True), (stage, found)
+        if dtype == "fp32":
+            assert severity == "error"
+            assert found.keys() <= {"dead-gradient", "nonfinite-gradient"} or not stage
+        else:  # NaN, which no scale helps against, is an error in the end, and an overflow none
+            assert [(step, severity) for step, severity, _ in found["loss-scale"]] == [(0, "warning"), (25, "error")]
+
+
+def _refused() -> None:
+    deepspeed = _start()
+    for stage in (0, 2, 3):
+        engine = _engine(deepspeed, _config(stage))
+        _backward(engine, 1)
+        parameters = list(engine.module.parameters())
+        words = "clips, skips and steps by itself: set gradient_clipping"
+        calls = [lambda e=engine: gradstat.clip_grad_norm_(e, 1.0)]
+        if stage:
+            calls += [
+                lambda p=parameters: gradstat.clip_grad_norm_(p, 1.0),
+                lambda e=engine: gradstat.guarded_step(e.optimizer, 1.0),
+                lambda e=engine: gradstat.auto(e.optimizer),
+            ]
+        for call in calls:
+            with pytest.raises(TypeError, match=words):
+                call()
+        for policy in ("skip", "rollback", "replay"):
+            with pytest.raises(NotImplementedError, match=f"'{policy}' cannot be done under DeepSpeed"):
+                gradstat.Monitor(engine, on_anomaly=policy)
+        with pytest.raises(TypeError, match="optimizer: expected None beside DeepSpeed's engine"):
+            gradstat.Monitor(engine, torch.optim.SGD(parameters, lr=0.1))
+        with gradstat.patch_torch():  # a program that ran before still runs
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert gradstat.check_async(engine).result().names == gradstat.check(engine).names
+        engine.step()
+
+
+def test_what_the_engine_does_itself_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, _refused, timeout=TIMEOUT)
+
+
+def _accelerated(stage: int) -> dict[str, Any]:
+    _start()
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    from gradstat.integrations.accelerate import install
+
+    config = {key: value for key, value in _config(stage, accumulate=2).items() if key != "optimizer"}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    torch.manual_seed(3)
+    net = Net()
+    data = torch.utils.data.DataLoader(torch.randn(64, 7), batch_size=4)
+    engine, optimizer, data = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3), data)
+    with install(accelerator, on_anomaly="record") as handle:
+        norms, losses = [], []
+        for number, batch in enumerate(data):
+            if number == 6:
+                _spoil(engine, math.nan)
+            with accelerator.accumulate(engine):
+                loss = engine(batch).square().sum()
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(engine.parameters(), 0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+        return _summary(handle.monitor, norms, [sum(pair) / 2 for pair in zip(losses[::2], losses[1::2], strict=True)])
+
+
+def _summary(monitor: gradstat.Monitor, norms: list[Any], losses: list[float]) -> dict[str, Any]:
+    monitor.flush()
+    scalars = monitor.recording().scalars
+    return {
+        "found": {finding.rule: (finding.step, finding.severity, finding.name) for finding in monitor.findings},
+        "norms": (scalars["norm"].tolist(), [float(norm) for norm in norms]),
+        "losses": (scalars["loss"].tolist(), losses),
+    }
+
+
+def _is_seen_as_the_engine_has_it(results: list[dict[str, Any]], name: str) -> None:
+    """All ranks find the NaN of step 3, in spite of an engine whose step is a part of its backward pass."""
+    for result in results:
+        assert result["found"]["nonfinite-gradient"] == (3, "error", name)
+        norms, theirs = result["norms"]
+        assert norms[:3] == pytest.approx(theirs[:3], rel=1e-5)
+        assert (len(norms), [math.isfinite(norm) for norm in norms]) == (
+            len(theirs),
+            [i < 3 for i in range(len(norms))],
+        )
+        losses, theirs = result["losses"]
+        assert losses == pytest.approx(theirs, rel=1e-4)
+        assert results[0]["losses"][0] == losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate(ranks: Ranks, stage: int) -> None:
+    _is_seen_as_the_engine_has_it(ranks.run(2, _accelerated, stage, timeout=TIMEOUT), "2.bias")
+
+
+def _trained(stage: int, folder: str) -> dict[str, Any]:
+    _start()
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from gradstat.integrations.transformers import install
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": (self.net(x) - labels).square().sum()}
+
+    class Spoils(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 3:
+                model.module = model.net
+                _spoil(model, math.nan)
+                del model.module
+
+    config = {key: value for key, value in _config(stage, accumulate=2).items() if key != "optimizer"}
+    arguments = TrainingArguments(
+        folder,
+        deepspeed=config,
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        max_steps=5,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    made = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(7, generator=made), "labels": torch.randn(3, generator=made)} for _ in range(128)]
+    torch.manual_seed(3)
+    trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=[Spoils()])
+    with install(trainer, on_anomaly="record") as handle:
+        trainer.train()
+        logs = [row for row in trainer.state.log_history if "loss" in row]
+        return _summary(handle.monitor, [row["grad_norm"] for row in logs], [row["loss"] for row in logs])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer(ranks: Ranks, stage: int, tmp_path: Any) -> None:
+    _is_seen_as_the_engine_has_it(ranks.run(2, _trained, stage, str(tmp_path), timeout=TIMEOUT), "net.2.bias")
+
+
+def test_the_example_names_the_parameter() -> None:
+    root = Path(__file__).parents[2]
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(root)}
+    made = subprocess.run(
+        [*program, str(root / "examples/deepspeed_example.py"), "--steps", "30"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+        check=False,
+    )
+    assert "the gradient of 2.bias has 1 NaN in 8 elements, the first at [5]" in made.stdout, made.stderr
