@@ -69,7 +69,11 @@ class AcceleratorBase(Handle):
                 if engine is not self._engine:
                     self._engine = engine
                     self._patch(engine, "step", self._made_engine_step)
-                self._saw_backward(loss, False)
+                is_divided = (
+                    options.get("scale_wrt_gas") is False
+                )  # by the Trainer, by how many micro-batches there are
+                steps = self._accelerator.gradient_accumulation_steps
+                self._saw_backward(loss.detach() * steps if is_divided else loss, False)
                 return below(loss, **options)
             result = below(loss, **options)
             self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)

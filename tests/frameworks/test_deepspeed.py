@@ -279,10 +279,10 @@ def _accelerated(stage: int) -> dict[str, Any]:
     from gradstat.integrations.accelerate import install
 
     config = {key: value for key, value in _config(stage, accumulate=2).items() if key != "optimizer"}
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
     torch.manual_seed(3)
     net = Net()
-    data = torch.utils.data.DataLoader(torch.randn(64, 7), batch_size=4)
+    data = torch.utils.data.DataLoader(torch.randn(128, 7), batch_size=4)
     engine, optimizer, data = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3), data)
     with install(accelerator, on_anomaly="record") as handle:
         norms, losses = [], []
