@@ -125,9 +125,7 @@ class Layer:
         """What is to be called for ``tensors``."""
         kinds = {type(tensor): tensor for tensor in tensors}
         over_ranks = norm_type in (2.0, math.inf, "inf")
-        known = bool(kinds) and all(
-            kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items()
-        )
+        known = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
         return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
 
 
@@ -151,7 +149,8 @@ def _norm_clip(layer: Layer) -> _Function:
     ) -> Any:
         given = listed_parameters(parameters, stacklevel=3)
         gradients = gradients_to_clip(given)[0]
-        function = layer.choose(clip_grad_norm_, gradients, norm_type)
+        # Without any, ours may refuse what torch's passes over: parameters of an engine that clips by itself.
+        function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
         return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
     return replacement

@@ -208,8 +208,8 @@ def listed(
     tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
 ) -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular."""
-    refuse_engine(tensors)
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
+        refuse_engine(tensors)
         raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 

@@ -274,11 +274,12 @@ def test_what_the_engine_does_itself_is_refused(ranks: Ranks) -> None:
 
 def _accelerated(stage: int) -> dict[str, Any]:
     _start()
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 
     from gradstat.integrations.accelerate import install
 
     config = {key: value for key, value in _config(stage, accumulate=2).items() if key != "optimizer"}
+    PartialState(cpu=True)  # as the Trainer does: without a GPU an accelerator alone takes itself for the only one
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
     torch.manual_seed(3)
     net = Net()
