@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from gradstat._core.engines import refuse_engine
 from gradstat._core.parameters import listed_parameters, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
@@ -271,7 +272,9 @@ def auto(
     Raises:
         TypeError: ``optimizer`` is none.
     """
-    if not isinstance(optimizer, Optimizer):
+    given: object = optimizer
+    if not isinstance(given, Optimizer):
+        refuse_engine(given)
         raise TypeError(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; of a "
             "wrapped one pass what it wraps, optimizer.optimizer for example"

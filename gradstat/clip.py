@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradstat._core import norms
+from gradstat._core.engines import refuse_in_engine
 from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
 from gradstat._core.native import DeviceModule, operators
 from gradstat._core.parameters import gradients_to_clip, listed, listed_parameters, require_foreach
@@ -75,8 +76,10 @@ def clip_grad_norm_(
     found = gradients_to_clip(given)
     gradients, name_of = found.tensors, found.name_of
     max_norm, norm_type = _limit(max_norm), float(norm_type)
-    if not gradients and extra_groups is None:
-        return torch.tensor(0.0, device="cpu")
+    if not gradients:
+        refuse_in_engine(given)
+        if extra_groups is None:
+            return torch.tensor(0.0, device="cpu")
     if foreach:
         require_foreach(gradients)
     if torch.compiler.is_compiling():

@@ -140,7 +140,8 @@ def _norm_clip(layer: Layer) -> _Function:
     ) -> Any:
         given = listed_parameters(parameters)
         gradients = gradients_to_clip(given).tensors
-        function = layer.choose(clip_grad_norm_, gradients, norm_type)
+        # Without any, ours may refuse what torch's passes over: parameters of an engine that clips by itself.
+        function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
         return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
     return replacement

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
+from gradstat._core.engines import refuse_engine
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
 from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale as _scaling
@@ -143,6 +144,7 @@ def guarded_step(
 
 def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
+        refuse_engine(optimizer)
         inner = getattr(optimizer, "optimizer", None)
         hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")

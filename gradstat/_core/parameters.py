@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
+from gradstat._core.engines import DeepSpeed, engine_of, refuse_engine
 from gradstat._core.warn import warn_user
 
 PLAIN_TYPES = {Tensor, Parameter}
@@ -28,6 +29,7 @@ class Source(NamedTuple):
 
     parameters: list[Tensor]
     names: Names
+    engine: DeepSpeed | None = None  # that keeps their gradients
 
 
 class _ModulePlan(NamedTuple):
@@ -80,7 +82,8 @@ def _lists_what_it_holds(module: Module) -> bool:
 def source_of(target: object) -> Source:
     """Named parameters of a module, an optimizer, an iterable, or a single parameter. TypeError for anything else."""
     if isinstance(target, Module):
-        return _module_source(target)
+        engine = engine_of(target)
+        return _module_source(target) if engine is None else _module_source(engine.module)._replace(engine=engine)
     if isinstance(target, Optimizer):
         return _optimizer_source(target)
     if isinstance(target, Tensor):
@@ -154,12 +157,16 @@ class Gradients(NamedTuple):
         return f"the gradient of parameters[{i if self.positions is None else self.positions[i]}]"
 
 
-def gradients_of(parameters: list[Tensor]) -> Gradients:
-    """The gradients of ``parameters``. AttributeError if something has no ``.grad``."""
-    helpers = None if torch.compiler.is_compiling() else native.helpers()
-    if helpers is not None:
-        return Gradients(*helpers.gradients_of(parameters))
-    found = [parameter.grad for parameter in parameters]
+def gradients_of(parameters: list[Tensor], engine: DeepSpeed | None = None) -> Gradients:
+    """The gradients of ``parameters``, or pieces that ``engine`` has. AttributeError if something has no ``.grad``."""
+    kept = None if engine is None else engine.gradients()
+    if kept is not None:
+        found = [kept.get(id(parameter)) for parameter in parameters]
+    else:
+        helpers = None if torch.compiler.is_compiling() else native.helpers()
+        if helpers is not None:
+            return Gradients(*helpers.gradients_of(parameters))
+        found = [parameter.grad for parameter in parameters]
     tensors = [gradient for gradient in found if gradient is not None]
     if len(tensors) == len(parameters):
         return Gradients(tensors, None, None)
@@ -205,6 +212,7 @@ def listed(
 ) -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular."""
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
+        refuse_engine(tensors)
         raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 

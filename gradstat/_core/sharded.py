@@ -7,6 +7,7 @@ statistics. A rank that cannot measure its shards takes part all the same, so th
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
 from gradstat._core.collectives import device_of, reduce_, reduce_together_
+from gradstat._core.engines import Piece
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
@@ -44,7 +46,7 @@ class Layout(NamedTuple):
 
     groups: tuple[ProcessGroup, ...]
     resolved: tuple[Any, ...] | None  # the placements without pending sums; None if there are none
-    shards: Shards
+    shards: Shards | None  # None of pieces of a flat tensor, whose indices are made those of the whole
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
@@ -127,6 +129,9 @@ class Sharded:
         self, tensors: Sequence[Tensor], owners: list[Tensor] | None = None, extra: ExtraGroups | None = None
     ) -> None:
         self._tensors = list(tensors)
+        self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, Piece))
+        if self._starts:
+            owners = None  # every rank has a piece of each
         # The rows of `tensors` among those of all owners.
         self._here: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
@@ -135,7 +140,7 @@ class Sharded:
             self._owners = [p for p in owners if p.requires_grad or p.grad is not None]
             self._here = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
-        masks, self._extra = extra_masks(self._owners, extra)
+        masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
         self._layouts: list[Layout | None] = []
         # Rows that belong to the same groups.
         self._kinds: dict[_Kind, list[int]] = {}
@@ -150,7 +155,10 @@ class Sharded:
                 if spec.mesh is not mesh or spec.placements != placements:
                     mesh, placements = spec.mesh, spec.placements
                     layout, kind = Layout.of(mesh, placements), None
-            elif mesh is not None:
+            elif isinstance(tensor, Piece):
+                layout = Layout((tensor.group,), None, None)
+                mesh, kind = None, None
+            elif layout is not None:
                 mesh, layout, kind = None, None, None
             self._layouts.append(layout)
             if kind is None or masks:
@@ -173,7 +181,9 @@ class Sharded:
         """
         table, infos, error = self._measured(measure_local)
         packed = _pack(
-            table, error is not None, [layout is not None and bool(layout.groups) for layout in self._layouts]
+            table,
+            error is not None,
+            [layout is not None and bool(layout.groups and layout.shards) for layout in self._layouts],
         )
         for group in self._groups:
             rows = [row for (groups, _), members in self._kinds.items() if group in groups for row in members]
@@ -238,7 +248,10 @@ class Sharded:
         except Exception as error:
             return self._identities(), [], error
         table = local.table()
-        if len(self._here) < len(self._owners):
+        if len(self._here) == len(self._owners):
+            for column in _INDICES if self._starts else ():
+                table[:, column] += _as_column(self._starts, table.device)
+        else:
             table = self._identities()
             table[self._here] = local.table()
         return table, local.infos, None
@@ -286,7 +299,7 @@ def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Pa
     bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
     sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
     columns = {column: table[:, column] for column, _ in _EXTREMES}
-    if sharded is not None:
+    if sharded is not None and any(sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
         offset = rank if all(sharded) else rank * torch.tensor(sharded, device=table.device)
         columns.update({column: columns[column] + offset for column in _INDICES})
@@ -308,6 +321,12 @@ def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
     """Some rows, at least one, as one; all for None."""
     sums, highs = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
     return _Packed(sums.sum(0, keepdim=True), highs.amax(0, keepdim=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _as_column(starts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Remembered, as a copy to the device may wait for it."""
+    return torch.tensor(starts, dtype=torch.float64, device=device)
 
 
 def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:

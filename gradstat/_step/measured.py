@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradstat import _fields
 from gradstat._core import norms
 from gradstat._core.host_copy import Streams, behind, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
-from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Labels
 from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, moved
@@ -21,8 +19,6 @@ from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_, scale_gradients_
 from gradstat.report import Report
-
-_DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
 class Measured(NamedTuple):
@@ -184,16 +180,6 @@ class Unscaled(NamedTuple):
 
         with behind(self.streams):
             return PendingReport(self.rows, make, self.inverse_scale)
-
-
-def without_scale(rows: Any, loss_scale: float | None) -> Any:
-    """Rows divided by the loss scale, each field by its degree; further columns stay as they are."""
-    if rows is None or loss_scale is None:
-        return rows
-    degrees = np.zeros(rows.shape[-1])
-    degrees[: len(_DEGREES)] = _DEGREES
-    with np.errstate(all="ignore"):
-        return rows * np.power(loss_scale, -degrees)
 
 
 def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:

@@ -42,7 +42,7 @@ class AcceleratorBase(Handle):
             accelerator.num_processes,
             "set its own clip in its configuration, or pass a number to clip_grad_norm_",
         )
-        self._accelerator = accelerator
+        self._accelerator, self._engine = accelerator, None
         self._take(accelerator)
         self._device = accelerator.device if accelerator.num_processes > 1 else None
         self._patch(accelerator, "clip_grad_norm_", self._made_clip)
@@ -50,11 +50,29 @@ class AcceleratorBase(Handle):
 
     def _made_backward(self, below: Any) -> Callable[..., Any]:
         def backward(loss: Any, **options: Any) -> Any:
+            engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+            if engine is not None:  # its step is a part of its backward pass
+                if engine is not self._engine:
+                    self._engine = engine
+                    self._patch(engine, "step", self._made_engine_step)
+                is_divided = (
+                    options.get("scale_wrt_gas") is False
+                )  # by the Trainer, by how many micro-batches there are
+                steps = self._accelerator.gradient_accumulation_steps
+                self._saw_backward(loss.detach() * steps if is_divided else loss, False)
+                return below(loss, **options)
             result = below(loss, **options)
             self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
             return result
 
         return backward
+
+    def _made_engine_step(self, below: Any) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
+            return below(*args, **kwargs)
+
+        return step
 
     def _made_clip(self, below: Any) -> Callable[..., Any]:
         def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:

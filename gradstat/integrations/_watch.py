@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.tensors import shard_of
 from gradstat._core.wrappers import without_ddp
@@ -129,7 +130,8 @@ class Watch:
             base = Path(given["save_to"])
             given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         watched = model if options.watches_origin else without_ddp(model)
-        self.monitor = Monitor(watched, optimizer, scaler=scaler, **given)
+        # An engine has an optimizer of its own.
+        self.monitor = Monitor(watched, None if engine_of(watched) else optimizer, scaler=scaler, **given)
         self.monitor._is_called_by_hand = False
         # Checks of micro-batches, read only if something was found: of the step that is on, and with their losses of
         # the newest steps.

@@ -182,8 +182,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if len(trainer.optimizers) > 1:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in held)
-        elif self._options.watches_origin:
-            model = trainer.strategy.model  # DDP's
+        elif self._options.watches_origin or engine_of(trainer.strategy) == "DeepSpeed":
+            model = trainer.strategy.model  # DDP's, or the engine
         watch = Watch(
             model,
             optimizer,

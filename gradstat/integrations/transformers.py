@@ -124,7 +124,8 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def _model(self) -> Any:
         trainer = self.trainer
-        return trainer.model_wrapped if self._options.watches_origin or trainer.is_fsdp_enabled else trainer.model
+        wrapped = self._options.watches_origin or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        return trainer.model_wrapped if wrapped else trainer.model
 
     def _make(self) -> Watch:
         trainer = self.trainer

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import gradients_of, source_of
+from gradstat._core.parameters import Source, gradients_of, source_of
 from gradstat._core.tensors import is_distributed
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
@@ -78,13 +78,15 @@ class Collector:
         self._ignore_index = ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
+        self._engine = source.engine
+        inner = model if source.engine is None else source.engine.module
         self.backward_order: tuple[str, ...] = ()
         self._learning: observers.BackwardOrder | None = observers.BackwardOrder(
             list(zip(source.names(), source.parameters, strict=True))
         )
-        self._buffers = observers.Buffers(model)
-        self._outputs = observers.Outputs(model) if watch["outputs"] else None
-        self._activations = observers.Activations(model, backend) if watch["activations"] else None
+        self._buffers = observers.Buffers(inner)
+        self._outputs = observers.Outputs(inner) if watch["outputs"] else None
+        self._activations = observers.Activations(inner, backend) if watch["activations"] else None
         self._origin = _watch_origin(model, backend) if watch["origin"] else None
         self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
@@ -96,7 +98,10 @@ class Collector:
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
         """Measures all that is due in a step, and what `scalars` has returned. No host sync."""
         source = source_of(self._model)
-        gradients = gradients_of(source.parameters)
+        gradients = gradients_of(source.parameters, source.engine)
+        engine_scale = None if source.engine is None else source.engine.loss_scale
+        if engine_scale is not None:
+            scalars["loss_scale"] = engine_scale
         observations: list[Observation] = []
         if gradients.missing:
             scalars["missing"] = float(len(gradients.missing))
@@ -116,7 +121,7 @@ class Collector:
         if self._batch or self._before is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
             try:
-                for segment, more in self._due(step, source.parameters, segments[0].names, observations):
+                for segment, more in self._due(step, self._held(source), segments[0].names, observations):
                     segments.append(segment)
                     tensors += more
             except UnreachableRankError:
@@ -131,11 +136,24 @@ class Collector:
         if left_out:
             self._gaps.tell_left_out(step)
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
+        is_scaled = is_scaled or engine_scale is not None
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
             self.backward_order, self._learning = self._learning.end(), None
         self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses are scaled."""
+        if self._engine is not None:
+            return self._engine.loss_scale is not None
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
+    @staticmethod
+    def _held(source: Source) -> list[Any]:
+        """The parameters, or the pieces of them that an engine has left here."""
+        return source.parameters if source.engine is None else source.engine.parameters(source.parameters)
 
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
@@ -302,11 +320,12 @@ class Collector:
     def look_closer(self, step: int, known: set[str]) -> list[PendingRows]:
         """Everything that has a state, measured now, less the kinds that are ``known``; nothing over ranks."""
         source = source_of(self._model)
-        if is_distributed(source.parameters):
+        parameters = self._held(source)
+        if is_distributed(parameters):
             return []  # a rank alone cannot, and the others do not know
         segments, tensors = [], []
         names = source.names()
-        for segment, some in self.states(source.parameters, tuple(names), lambda kind: bool(self._watch[kind])):
+        for segment, some in self.states(parameters, tuple(names), lambda kind: bool(self._watch[kind])):
             if segment.kind not in known:
                 segments.append(segment)
                 tensors += some

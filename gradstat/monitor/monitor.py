@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradstat._core.backends import known_name
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.compiling import never_traced
+from gradstat._core.engines import engine_of
 from gradstat._core.native import BackendUnavailableError
 from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
@@ -78,7 +79,7 @@ class Monitor:
     is out of the ordinary. What they find is in `findings`, and done about it is what ``on_anomaly`` says.
 
     Args:
-        model: The module that is trained; as wrapped by DDP or FSDP, if it is.
+        model: The module that is trained; as wrapped by DDP or FSDP, if it is. Or DeepSpeed's engine, alone.
         optimizer: Gives the learning rate and the optimizer's states; needed to skip, roll back and replay.
         scaler: The loss scaler, if there is one: the loss scale is watched and taken out of the statistics.
         on_anomaly: What to do about findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
@@ -131,7 +132,13 @@ class Monitor:
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._watch = periods(watch)
         scaler = inner_scaler(scaler)
-        self._model, self._optimizer = model, optimizer
+        engine = engine_of(model)
+        if engine is not None:
+            _refuse_under_engine(optimizer, self._policies, replay, self._watch)
+            optimizer = engine.optimizer
+            self._watch["optimizer"] = 0  # its states are cut up as well
+        self._model = model if engine is None else engine.module
+        self._optimizer = optimizer
         self._lag = options.lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         self._save_to = None if save_to is None else Path(save_to)
@@ -345,9 +352,8 @@ class Monitor:
             return
         collector = self._collector
         eps, decay = eps_of(self._optimizer), second_moment_decay_of(self._optimizer)
-        is_scaled = self.scaler is not None and self.scaler.is_enabled()
         facts = Facts(
-            *(collector.backward_order, is_scaled, self._max_norm, eps, decay, collector.classes),
+            *(collector.backward_order, collector.is_scaled, self._max_norm, eps, decay, collector.classes),
             is_called_by_hand=self._is_called_by_hand,
             origin_is_unknown=collector.origin_is_unknown,
         )
@@ -583,6 +589,21 @@ def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) 
         if not isinstance(rule, Rule):
             hint = "; it is a class, make an instance of it" if isinstance(rule, type) else ""
             raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
+
+
+def _refuse_under_engine(optimizer: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]) -> None:
+    for policy in ("skip", "rollback", "replay"):
+        if policies.uses(policy) or (policy == "replay" and replay):
+            raise NotImplementedError(
+                f"{policy!r} cannot be done under DeepSpeed, whose engine clips, skips and steps by itself; use "
+                "'warn', 'raise', 'stop' or 'snapshot'"
+            )
+    if watch["updates"]:
+        raise NotImplementedError("watch={'updates': ...} cannot be done under DeepSpeed, which may cut parameters up")
+    if optimizer is not None:
+        raise TypeError(
+            "optimizer: expected None beside DeepSpeed's engine, which has its own: gradstat.Monitor(engine)"
+        )
 
 
 def _in_words(finding: Finding) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat import _fields
-from gradstat._step.measured import without_scale
+from gradstat._core.measurement import without_scale
 from gradstat.monitor.collector import Pending
 from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Rows, Window
 from gradstat.monitor.segments import SegmentRows

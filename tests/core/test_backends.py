@@ -172,7 +172,7 @@ LAYERS = [
 ]
 
 CORE_LAYERS = [
-    {"files", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy"},
+    {"files", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy", "engines"},
     {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},

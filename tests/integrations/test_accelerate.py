@@ -263,33 +263,6 @@ def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own() -> No
     assert [monitor.steps for monitor in handle.monitors] == [1, 1]
 
 
-class Engine:
-    """What Accelerate asks DeepSpeed's engine for."""
-
-    def backward(self, loss: torch.Tensor, **_: Any) -> None:
-        pass
-
-    def get_global_grad_norm(self) -> float:
-        return 3.0
-
-
-def test_deepspeed_shows_losses_and_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, model, *_ = prepare()
-    accelerator.deepspeed_engine_wrapped = Engine()
-    monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
-    theirs = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # None in the oldest versions
-    with pytest.raises(NotImplementedError, match="on_anomaly='rollback' cannot be done under DeepSpeed"):
-        install(accelerator, on_anomaly="rollback")
-    with pytest.warns(UserWarning, match=r"Visible are losses, parameters and its gradient norm"):
-        handle = install(accelerator)
-    for step in range(30):
-        accelerator.backward(torch.tensor(1.0 + step))
-        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == theirs
-    assert handle.monitor.diagnose().ok  # gradients that are elsewhere are not missing
-    assert handle.monitor.recording().scalars["loss"].tolist() == [1.0 + step for step in range(30)]
-    handle.remove()
-
-
 def test_the_example_runs_and_names_the_fault() -> None:
     shown = run_example("accelerate_example.py", "--steps", "20")
     for words in (
