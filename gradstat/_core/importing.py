@@ -15,11 +15,14 @@ class ImportedError(ValueError):
     """There is no such function; the message says what was found instead."""
 
 
-def attribute_of(where: str, example: str) -> Callable[..., Any]:
-    """The function ``"module:attribute"``, of a module in the current folder or the environment."""
+def attribute_of(where: str, expected: str) -> Callable[..., Any]:
+    """The function ``"module:attribute"``, of a module in the current folder or the environment.
+
+    Raises ``ImportedError``, which for anything of another form says what was ``expected``.
+    """
     module_name, colon, attribute = where.partition(":")
     if not colon or not module_name or not attribute:
-        raise ImportedError(f"expected MODULE:FUNCTION, such as {example}")
+        raise ImportedError(f"expected {expected}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

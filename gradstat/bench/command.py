@@ -154,7 +154,7 @@ def _device(name: str | None) -> torch.device:
 def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
     """Calls the factory ``"module:attribute"``, which does as `CONTRACT` says; its model and the forward pass."""
     try:
-        factory = attribute_of(where, "bench_me:factory")
+        factory = attribute_of(where, "MODULE:FACTORY, such as bench_me:factory")
     except ImportedError as error:
         raise UsageError(str(error)) from error
     attribute = where.partition(":")[2]

@@ -177,8 +177,8 @@ def _sp(world: int) -> Layout:
         "down": RowwiseParallel(output_layouts=Replicate()),
     }
     for block in spread.blocks:
-        parallelize_module(block, mesh, {"norm": split})  # type: ignore[arg-type]
-        parallelize_module(block, mesh, plan)  # type: ignore[arg-type]
+        parallelize_module(block, mesh, {"norm": split})
+        parallelize_module(block, mesh, plan)
     return Layout("sp", spread, mesh)
 
 

@@ -180,7 +180,7 @@ LAYERS = [
 ]
 
 CORE_LAYERS = [
-    {"files", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy"},
+    {"files", "importing", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy"},
     {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},

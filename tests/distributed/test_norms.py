@@ -176,7 +176,7 @@ def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Ten
         (clipping_values, "fsdp2", ("ok", "x", "x"), r"blocks.*gradients not treated as the others"),
         (twice, "ddp", ("ok", "x0.5 (2/4)", "x0.5 (2/4)"), r"not multiplied by min\(1, max_norm / \(norm \+ 1e-6\)\)"),
         (each_by_its_rank, "ddp", ("ok", "x0.5 to 1 (3/4)", "x0.5 to 1 (3/4)"), "ranks multiply by different factors"),
-        (waiting, "fsdp2", ("x0.5", "hangs (3/4)", "hangs (3/4)"), "ranks 0, 1, 2: did not go on for 3 s"),
+        (waiting, "fsdp2", ("x0.5", "hangs (3/4)", "hangs (3/4)"), "ranks 0, 1, 2: did not go on for 10 s"),
         (dying, "fsdp2", ("dies", "dies", "dies"), "rank 1: died with exit status 3"),
         (raising, "ddp", ("raises", "raises", "raises"), "rank 2: ValueError: two "),
         (hiding_nan, "fsdp2", ("no NaN (1/4)", "ok", "ok"), "the norm is finite on ranks 0, 1, 2, 3"),
@@ -186,7 +186,7 @@ def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Ten
 def test_copies_of_bugs_are_named(
     clip: Callable[..., Tensor], layout: str, cells: tuple[str, str, str], problem: str
 ) -> None:
-    report = verify_clip(clip, layouts=[layout], orders=[2.0], limit=3.0 if clip is waiting else 30.0)
+    report = verify_clip(clip, layouts=[layout], orders=[2.0], limit=10.0 if clip is waiting else 60.0)
     (verdict,) = report.verdicts
     for cell, expected in zip(verdict.cells[1:], cells, strict=True):
         assert cell.startswith(expected), verdict
@@ -209,11 +209,9 @@ def test_gradstats_own_clip_is_as_in_one_process() -> None:
 
 @pytest.mark.usefixtures("_pooled")
 def test_torchs_own_clip_is_where_it_should_be() -> None:
-    verify_clip(nn.utils.clip_grad_norm_, layouts=["ddp"]).raise_if_wrong()
-    report = verify_clip(nn.utils.clip_grad_norm_, layouts=["hsdp", "pp", "fsdp2+tp"], orders=[2.0])
-    hsdp, pp, mixed = report.verdicts
-    # A gradient that one rank of a mesh lacks makes its collectives those of other sizes.
-    assert (hsdp.norm, hsdp.scaling, hsdp.gradients) in ((f"{how} (1/4)",) * 3 for how in ("dies", "hangs", "raises"))
+    verify_clip(nn.utils.clip_grad_norm_, layouts=["ddp", "hsdp"], orders=[2.0, 1.0]).raise_if_wrong()
+    report = verify_clip(nn.utils.clip_grad_norm_, layouts=["pp", "fsdp2+tp"], orders=[2.0])
+    pp, mixed = report.verdicts
     assert pp.norm.startswith("x0.")
     assert "norm of what it holds itself" in pp.problems[0]
     assert mixed.norm == "raises"
@@ -257,7 +255,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypa
 
 def test_what_cannot_be_tried_is_refused_before_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "Ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    with pytest.raises(TypeError, match=r"clip is test_norms:.*<lambda>, which the ranks cannot import"):
+    with pytest.raises(TypeError, match=r"the ranks cannot import clip, which is test_norms:.*<lambda>;"):
         verify_clip(lambda *_: 1.0)
     with pytest.raises(ValueError, match="there is no layout 'fsdp3'; expected one of ddp, fsdp2"):
         verify_clip(averaged, layouts=["fsdp3"])
