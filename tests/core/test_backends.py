@@ -172,7 +172,8 @@ LAYERS = [
 ]
 
 CORE_LAYERS = [
-    {"files", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors", "host_copy", "engines"},
+    {"files", "importing", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors"}
+    | {"host_copy", "engines"},
     {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},
