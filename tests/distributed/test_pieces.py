@@ -66,7 +66,7 @@ def _reports(seed: int, split: bool) -> list[dict[str, Any]]:
             for value in ("shape", "dtype", "nan_count", "inf_count", "zero_count", "first_nonfinite"):
                 assert getattr(ours, value) == getattr(theirs, value), (partition, value, ours, theirs)
             for value in ("l2_norm", "min", "max", "mean"):
-                close = pytest.approx(getattr(theirs, value), rel=1e-7, abs=1e-8, nan_ok=True)
+                close = pytest.approx(getattr(theirs, value), rel=1e-7, abs=1e-6, nan_ok=True)
                 assert getattr(ours, value) == close, (partition, value, ours, theirs)
         if not split:
             assert found.finite_norm == pytest.approx(expected.finite_norm, rel=1e-7)
