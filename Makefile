@@ -69,6 +69,10 @@ fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every opera
 sanitize: $(VENV)/.for-test ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
 	$(BIN)/python tools/sanitize.py
 
+.PHONY: arm
+arm: $(VENV)/.for-test ## The CPU library for 64-bit Arm: its assembly, and its tests under an emulator
+	$(BIN)/python tools/arm.py
+
 .PHONY: coverage-cxx
 coverage-cxx: $(VENV)/.for-dev ## Run the tests that reach C++ and report the lines they reach; fails under 90 %
 	$(BIN)/python tools/coverage_cxx.py

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from rows import Row  # noqa: E402
 
 import gradstat  # noqa: E402
 from gradstat._core import norms as _norms  # noqa: E402
-from gradstat.bench.progress import Progress  # noqa: E402
+from gradstat.bench.timing import progress_bar  # noqa: E402
 
 GROUP = "numerics"
 Norms = npt.NDArray[np.longdouble]
@@ -343,14 +344,14 @@ Key = tuple[torch.dtype, str, str]
 
 
 def measure(
-    dtypes: Sequence[torch.dtype], vectors: int, seed: int, known: Sequence[Provider], progress: Progress
+    dtypes: Sequence[torch.dtype], vectors: int, seed: int, known: Sequence[Provider], progress: Any
 ) -> dict[Key, Errors]:
     """Errors by dtype, kind of vectors and provider. Every provider sees the same vectors."""
     errors: dict[Key, Errors] = {}
     for dtype in dtypes:
         served = [provider for provider in known if provider.serves(dtype)]
         for batch in batches(dtype, vectors, seed):
-            progress.describe(f"{dtype}, {batch.family}".removeprefix("torch."))
+            progress.set_description(f"{dtype}, {batch.family}".removeprefix("torch."), refresh=False)
             exact = judge(batch.vectors)
             for provider in served:
                 count, length = provider.sample or (len(exact), LONG)
@@ -358,7 +359,7 @@ def measure(
                     got = provider.norms(batch.vectors[:count])
                     about = errors.setdefault((dtype, batch.kind, provider.name), Errors())
                     about.add(got, exact[:count], provider.result(dtype), batch.family)
-            progress.advance()
+            progress.update(1)
     return errors
 
 
@@ -389,7 +390,7 @@ def main() -> int:
     options = parser.parse_args()
     families = sum(map(len, KINDS.values()))
     steps = families * len(_lengths(-(-options.vectors // families), np.random.default_rng()))
-    with tempfile.TemporaryDirectory() as folder, Progress(steps * len(options.dtypes), "measuring") as progress:
+    with tempfile.TemporaryDirectory() as folder, progress_bar(steps * len(options.dtypes), "measuring") as progress:
         known = providers(options.device, _built_on_host(Path(folder)) if options.device.type == "cpu" else None)
         made: list[Row] = []
         for dtype in options.dtypes:

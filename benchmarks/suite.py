@@ -48,8 +48,7 @@ import gradstat
 from gradstat._core.parameters import gradients_of, source_of
 from gradstat.bench import machine, steps, timing
 from gradstat.bench.memory import peak_bytes
-from gradstat.bench.progress import Progress
-from gradstat.bench.timing import Quartiles, quartiles
+from gradstat.bench.timing import Quartiles, progress_bar, quartiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,11 +351,11 @@ QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
 def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
     """Runs groups, with a progress bar over all of them; yields the rows of every piece of work when it is done."""
     work = [item for group in groups for item in GROUPS[group](plan)]
-    with Progress(len(work), "measuring") as progress:
+    with progress_bar(len(work), "measuring") as progress:
         for what, call in work:
-            progress.describe(what)
+            progress.set_description(what, refresh=False)
             yield call()
-            progress.advance()
+            progress.update(1)
 
 
 def main() -> int:

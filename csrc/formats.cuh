@@ -26,26 +26,15 @@ struct SafeFloat64 : AnySafe {
   static constexpr int kSafeLow = -900, kSafeHigh = 970;
 };
 
-// What is added up of a group of numbers, a share, or all that a thread has read. A further sum is a name in
-// each of the first four lines, and its lift: that of a pair, and that of Float64Format.
-template <class Real>
-struct Sums {
-  Real squares, sum;
-  GRADSTAT_DEVICE Sums operator+(const Sums& other) const { return {squares + other.squares, sum + other.sum}; }
-  GRADSTAT_DEVICE Sums<double> promoted() const { return {squares, sum}; }
-  GRADSTAT_DEVICE void put_into(Row& row) const { row.sq_sum = squares, row.sum = sum; }
+// How numbers are lifted, and added up in groups.
+#define GRADSTAT_INLINE GRADSTAT_DEVICE
+#include "lift.h"
+#undef GRADSTAT_INLINE
 
-  GRADSTAT_DEVICE static Sums of_pair(Real a, Real b) { return {fma(b, b, a * a), a + b}; }
-};
-
-// As a balanced tree.
 template <int kCount>
-GRADSTAT_DEVICE Sums<float> sums_of(const float* x) {
-  if constexpr (kCount == 2) {
-    return Sums<float>::of_pair(x[0], x[1]);
-  } else {
-    return sums_of<kCount / 2>(x) + sums_of<kCount / 2>(x + kCount / 2);
-  }
+GRADSTAT_DEVICE Sums<double> lifted(const float* x) {
+  return Sums<float>::promoted<double, true>(sums_of<kCount / 2>(x), sums_of<kCount / 2>(x + kCount / 2),
+                                             [](float sum) { return static_cast<double>(sum); });
 }
 
 // What a thread knows of the values it has read fast. In a Share `zeros` is in the format's own notation.
@@ -95,8 +84,8 @@ struct Float32Format : SafeFloat32 {
 #pragma unroll
       for (const float each : x) zeros += each == 0;
     }
-    share.add(sums_of<4>(x).promoted(), min(min(x[0], x[1]), min(x[2], x[3])),
-              max(max(x[0], x[1]), max(x[2], x[3])), first);
+    share.add(lifted<4>(x), min(min(x[0], x[1]), min(x[2], x[3])), max(max(x[0], x[1]), max(x[2], x[3])),
+              first);
     share.zeros = zeros;
   }
   GRADSTAT_DEVICE static uint32_t zeros(const Share<Float32Format>& share) { return share.zeros; }
@@ -131,7 +120,7 @@ struct PackedFormat : PackedExtremes<Packed> {
       zeros = count_zero_halves(count_zero_halves(zeros, v.x), v.y);
       zeros = count_zero_halves(count_zero_halves(zeros, v.z), v.w);
     }
-    share.add(sums_of<8>(x).promoted(), Packed::min(Packed::min(v.x, v.y), Packed::min(v.z, v.w)),
+    share.add(lifted<8>(x), Packed::min(Packed::min(v.x, v.y), Packed::min(v.z, v.w)),
               Packed::max(Packed::max(v.x, v.y), Packed::max(v.z, v.w)), first);
     share.zeros = zeros;
   }
@@ -186,8 +175,8 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     uint32_t zeros = first ? 0 : share.zeros;
 #pragma unroll
     for (int i = 0; i < 4; ++i) zeros = count_zero_halves(zeros, w[i]);
-    share.add(sums_of<8>(x).promoted(), min(min(w[0], w[1]), min(w[2], w[3])),
-              max(max(w[0], w[1]), max(w[2], w[3])), first);
+    share.add(lifted<8>(x), min(min(w[0], w[1]), min(w[2], w[3])), max(max(w[0], w[1]), max(w[2], w[3])),
+              first);
     share.zeros = zeros;
   }
 
@@ -197,7 +186,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     if constexpr (!kHasNegativeZero) {
       const uint32_t marks =
           negative_zeros(v.x) | negative_zeros(v.y) | negative_zeros(v.z) | negative_zeros(v.w);
-      if ((marks & 0x80808080u) != 0) share.sums.squares = NAN;
+      if ((marks & 0x80808080u) != 0) share.sums.sq_sum = NAN;
     }
   }
   GRADSTAT_DEVICE static uint32_t zeros(const Share<Float8Format>& share) {
@@ -247,9 +236,7 @@ struct Float64Format : SafeFloat64 {
       zeros += is_zero(v.x, v.y);
       zeros += is_zero(v.z, v.w);
     }
-    const Sums<double>& sums = share.sums;
-    share.sums = first ? Sums<double>::of_pair(a, b)
-                       : Sums<double>{fma(b, b, fma(a, a, sums.squares)), sums.sum + a + b};
+    share.sums = first ? Sums<double>::of_pair(a, b) : share.sums.with_pair(a, b);
     share.add(min(c, d), max(c, d), first);
     share.zeros = zeros;
   }

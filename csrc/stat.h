@@ -1,5 +1,5 @@
-// The statistic itself: what a row means, how rows merge, how one element is lifted into a row, and what
-// is derived from a row. Plain C++ for host and device alike, no tensors and no traversal, so that the
+// The statistic itself: what a row means, how rows merge, how one element is lifted into a row (lift.h), and
+// what is derived from a row. Plain C++ for host and device alike, no tensors and no traversal, so that the
 // CPU and the CUDA code cannot disagree about meaning. The columns come from gradstat/_fields.py.
 #pragma once
 
@@ -84,53 +84,7 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
 #include "stat_fields.def"
 }
 
-// Lifts -------------------------------------------------------------------------------------------------
-
-// Adds one finite value to the columns that describe magnitudes. Squares of values whose own square would
-// leave float64's range are scaled first; see gradstat/_fields.py for the source of the constants.
-GRADSTAT_HD void lift_finite(Row& row, double x) {
-  const double magnitude = x < 0 ? -x : x;
-  row.sum += x;
-  if (magnitude > GRADSTAT_LARGE) {
-    const double scaled = x * GRADSTAT_LARGE_SCALE;
-    row.sq_sum_large += scaled * scaled;
-  } else if (magnitude < GRADSTAT_SMALL) {
-    const double scaled = x * GRADSTAT_SMALL_SCALE;
-    row.sq_sum_small += scaled * scaled;
-  } else {
-    row.sq_sum += x * x;
-  }
-  row.min = merge::min(row.min, x);
-  row.max = merge::max(row.max, x);
-}
-
-GRADSTAT_HD bool is_nan(double x) { return x != x; }
-GRADSTAT_HD bool is_inf(double x) { return x == kInf || x == -kInf; }
-
-// One real element at flat index `index`, whatever its value: the exact path of every traversal.
-GRADSTAT_HD void lift(Row& row, double x, double index) {
-  if (is_nan(x) || is_inf(x)) {
-    (is_nan(x) ? row.nan_count : row.inf_count) += 1;
-    row.first_nonfinite = merge::min(row.first_nonfinite, index);
-    return;
-  }
-  row.zero_count += x == 0;
-  lift_finite(row, x);
-}
-
-// One complex element: NaN if either part is, else Inf if either part is, zero if both parts are; the
-// other columns take both parts of a finite element.
-GRADSTAT_HD void lift_pair(Row& row, double re, double im, double index) {
-  const bool nan = is_nan(re) || is_nan(im);
-  if (nan || is_inf(re) || is_inf(im)) {
-    (nan ? row.nan_count : row.inf_count) += 1;
-    row.first_nonfinite = merge::min(row.first_nonfinite, index);
-    return;
-  }
-  row.zero_count += re == 0 && im == 0;
-  lift_finite(row, re);
-  lift_finite(row, im);
-}
+#include "lift.h"
 
 // Derived -----------------------------------------------------------------------------------------------
 

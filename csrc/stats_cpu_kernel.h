@@ -1,6 +1,6 @@
 // The CPU inner loops, for one instruction set. Included once per set by stats_cpu.cpp, which defines
 //   GRADSTAT_NAMESPACE       a namespace of its own for each set
-//   GRADSTAT_VECTOR_BYTES    16 or 32
+//   GRADSTAT_VECTOR_BYTES    16, 32 or 64
 //   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 the same with AVX-512 F/BW/VL/DQ
 // under the matching target pragma; undefined again at its end. Hence no include guard and no #include here.
 //
@@ -56,41 +56,84 @@ GRADSTAT_INLINE void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// Asks for what will be read soon, so that memory is at work during the arithmetic. It may lie behind the end.
+template <size_t kBytes>
+GRADSTAT_INLINE void prefetch(const void* p) {
+  for (size_t byte = 0; byte < kBytes; byte += 64) {
+    __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes + byte);
+  }
+}
+
 // The few operations for which portable vectors compile to noticeably worse code.
 #if GRADSTAT_X86_LEVEL >= 2
-GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return _mm256_min_ps(a, b); }
-GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return _mm256_max_ps(a, b); }
-GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return _mm256_min_pd(a, b); }
-GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return _mm256_max_pd(a, b); }
-GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return _mm256_fmadd_ps(a, b, c); }
-GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return _mm256_fmadd_pd(a, b, c); }
-GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return _mm256_cvtph_ps(bitcast<__m128i>(h)); }
+#if GRADSTAT_X86_LEVEL == 4
+#define GRADSTAT_MM(operation) _mm512_##operation
+#define GRADSTAT_UPPER_HALF(x) _mm512_extractf32x8_ps(x, 1)
+#define GRADSTAT_LOWER_HALF(x) _mm512_castps512_ps256(x)
+#else
+#define GRADSTAT_MM(operation) _mm256_##operation
+#define GRADSTAT_UPPER_HALF(x) _mm256_extractf128_ps(x, 1)
+#define GRADSTAT_LOWER_HALF(x) _mm256_castps256_ps128(x)
+#endif
+using VBits = Vector<long long>;  // as intrinsics take integers of any width
+using VHalfBits = Vector<long long, kVectorBytes / 2>;
+GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return GRADSTAT_MM(min_ps)(a, b); }
+GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return GRADSTAT_MM(max_ps)(a, b); }
+GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return GRADSTAT_MM(min_pd)(a, b); }
+GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return GRADSTAT_MM(max_pd)(a, b); }
+GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return GRADSTAT_MM(fmadd_ps)(a, b, c); }
+GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return GRADSTAT_MM(fmadd_pd)(a, b, c); }
+GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return GRADSTAT_MM(cvtph_ps)(bitcast<VHalfBits>(h)); }
 GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
-  return bitcast<VHalfShort>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  return bitcast<VHalfShort>(GRADSTAT_MM(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 GRADSTAT_INLINE VLong swap_pairs(VLong x) {
-  return bitcast<VLong>(_mm256_permute_pd(bitcast<VDouble>(x), 0x5));
+  return bitcast<VLong>(GRADSTAT_MM(permute_pd)(bitcast<VDouble>(x), kVectorBytes == 64 ? 0x55 : 0x5));
 }
 GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
-  a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-  b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+  a = GRADSTAT_MM(cvtps_pd)(GRADSTAT_LOWER_HALF(x));
+  b = GRADSTAT_MM(cvtps_pd)(GRADSTAT_UPPER_HALF(x));
 }
 GRADSTAT_INLINE VShort vmin(VShort a, VShort b) {
-  return bitcast<VShort>(_mm256_min_epi16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
+  return bitcast<VShort>(GRADSTAT_MM(min_epi16)(bitcast<VBits>(a), bitcast<VBits>(b)));
 }
 GRADSTAT_INLINE VShort vmax(VShort a, VShort b) {
-  return bitcast<VShort>(_mm256_max_epi16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
+  return bitcast<VShort>(GRADSTAT_MM(max_epi16)(bitcast<VBits>(a), bitcast<VBits>(b)));
 }
 GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
-  return bitcast<VShort>(_mm256_max_epu16(bitcast<__m256i>(a), bitcast<__m256i>(b)));
+  return bitcast<VShort>(GRADSTAT_MM(max_epu16)(bitcast<VBits>(a), bitcast<VBits>(b)));
+}
+#else
+GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
+GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
+GRADSTAT_INLINE VLong swap_pairs(VLong x) { return VLong{x[1], x[0]}; }
+#if defined(__aarch64__)
+GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return vminq_f32(a, b); }
+GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return vmaxq_f32(a, b); }
+GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return vminq_f64(a, b); }
+GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return vmaxq_f64(a, b); }
+GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return vminq_s16(a, b); }
+GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return vmaxq_s16(a, b); }
+GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
+  return bitcast<VShort>(vmaxq_u16(bitcast<uint16x8_t>(a), bitcast<uint16x8_t>(b)));
+}
+GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return vcvt_f32_f16(bitcast<float16x4_t>(h)); }
+GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) { return bitcast<VHalfShort>(vcvt_f16_f32(x)); }
+GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
+  a = vcvt_f64_f32(vget_low_f32(x));
+  b = vcvt_high_f64_f32(x);
 }
 #else
 GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return a < b ? a : b; }
 GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return a > b ? a : b; }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return a < b ? a : b; }
 GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return a > b ? a : b; }
-GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
-GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
+GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return a < b ? a : b; }
+GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return a > b ? a : b; }
+GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
+  using Unsigned = Vector<uint16_t>;
+  return bitcast<Unsigned>(a) > bitcast<Unsigned>(b) ? a : b;
+}
 // half_to_float of stat.h, lane by lane.
 GRADSTAT_INLINE VFloat widen_half(VHalfShort h) {
   const VUint bits = __builtin_convertvector(h, VUint);
@@ -105,19 +148,13 @@ GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) {
   for (int i = 0; i < kLanes / 2; ++i) pairs[i] = to_half_pair(x[2 * i], x[2 * i + 1]);
   return load<VHalfShort>(pairs);
 }
-GRADSTAT_INLINE VLong swap_pairs(VLong x) { return VLong{x[1], x[0]}; }
 GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
   VHalfFloat half[2];
   std::memcpy(half, &x, sizeof(x));
   a = __builtin_convertvector(half[0], VDouble);
   b = __builtin_convertvector(half[1], VDouble);
 }
-GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return a < b ? a : b; }
-GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return a > b ? a : b; }
-GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
-  using Unsigned = Vector<uint16_t>;
-  return bitcast<Unsigned>(a) > bitcast<Unsigned>(b) ? a : b;
-}
+#endif
 #endif
 
 // The two 32-bit halves of 64-bit lanes exchanged.
@@ -133,13 +170,13 @@ GRADSTAT_INLINE VInt swap_pairs(VInt x) {
 template <class Integer>
 using Counter = int64_t;
 GRADSTAT_INLINE int64_t count_without(int64_t count, VShort x, VShort mask) {
-  return count + __builtin_popcount(_mm256_testn_epi16_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+  return count + __builtin_popcount(GRADSTAT_MM(testn_epi16_mask)(bitcast<VBits>(x), bitcast<VBits>(mask)));
 }
 GRADSTAT_INLINE int64_t count_without(int64_t count, VInt x, VInt mask) {
-  return count + __builtin_popcount(_mm256_testn_epi32_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+  return count + __builtin_popcount(GRADSTAT_MM(testn_epi32_mask)(bitcast<VBits>(x), bitcast<VBits>(mask)));
 }
 GRADSTAT_INLINE int64_t count_without(int64_t count, VLong x, VLong mask) {
-  return count + __builtin_popcount(_mm256_testn_epi64_mask(bitcast<__m256i>(x), bitcast<__m256i>(mask)));
+  return count + __builtin_popcount(GRADSTAT_MM(testn_epi64_mask)(bitcast<VBits>(x), bitcast<VBits>(mask)));
 }
 #else
 template <class Integer>
@@ -174,15 +211,7 @@ GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
   }
 }
 
-// Eight vectors added as a balanced tree, or the only one.
-template <class V>
-GRADSTAT_INLINE V tree_sum(const V (&x)[8]) {
-  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-}
-template <class V>
-GRADSTAT_INLINE V tree_sum(const V (&x)[1]) {
-  return x[0];
-}
+#include "lift.h"
 
 // Smallest and largest of floating lanes, as they are.
 template <class Type>
@@ -260,15 +289,15 @@ struct Narrow {
   static constexpr double kSafeHigh = 0x1p+120;
   static constexpr bool kSquaresFitDouble = true;
 
-  static GRADSTAT_INLINE VDouble promote_sum(VFloat x) {
+  static GRADSTAT_INLINE VDouble promote(VFloat x) {
     VDouble a, b;
     widen(x, a, b);
     return a + b;
   }
-  static GRADSTAT_INLINE VDouble promote_squares(VFloat x) {
+  static GRADSTAT_INLINE Sums<VDouble> lifted(VFloat x) {
     VDouble a, b;
     widen(x, a, b);
-    return a * a + b * b;
+    return Sums<VDouble>::of_pair(a, b);
   }
 };
 
@@ -338,8 +367,8 @@ struct Float64 {
 
   static GRADSTAT_INLINE VDouble load_vector(const double* p) { return load<VDouble>(p); }
   static GRADSTAT_INLINE void store_vector(double* p, VDouble x) { store(p, x); }
-  static GRADSTAT_INLINE VDouble promote_sum(VDouble x) { return x; }
-  static GRADSTAT_INLINE VDouble promote_squares(VDouble x) { return x * x; }
+  static GRADSTAT_INLINE VDouble promote(VDouble x) { return x; }
+  static GRADSTAT_INLINE Sums<VDouble> lifted(VDouble x) { return Sums<VDouble>::of(x); }
   static double to_real(double x) { return x; }
 };
 
@@ -363,42 +392,19 @@ GRADSTAT_INLINE void store_two(typename Type::Storage* p, typename Type::V a, ty
   }
 }
 
-// What is added up lane by lane. A further sum is a name in each of the first three lines, and its lift.
+// One step of the fast loop.
 template <class Type>
-struct Sums {
-  VDouble sq_sum = {}, sum = {};
-  GRADSTAT_INLINE void merge(const Sums& other) { sq_sum += other.sq_sum, sum += other.sum; }
-  void add_to(Row& row) const { row.sq_sum += total(sq_sum), row.sum += total(sum); }
-
-  // One step.
-  GRADSTAT_INLINE void add(const typename Type::Storage* p) {
-    typename Type::V x[8], squares[4];
-    for (int k = 0; k < 4; ++k) {
-      load_two<Type>(p + k * 2 * Type::kValues, x[2 * k], x[2 * k + 1]);
-      squares[k] = fma(x[2 * k + 1], x[2 * k + 1], x[2 * k] * x[2 * k]);
-    }
-    const auto first = squares[0] + squares[1], second = squares[2] + squares[3];
-    if constexpr (Type::kGroupsOfEight) {
-      sq_sum += Type::promote_sum(first + second);
-    } else {
-      sq_sum += Type::promote_sum(first) + Type::promote_sum(second);
-    }
-    lift(x);
-  }
-  // One vector of finite values, every product and sum in float64.
-  GRADSTAT_INLINE void add_exactly(typename Type::V x) {
-    sq_sum += Type::promote_squares(x);
-    lift({x});
-  }
-  static double total(VDouble lanes) { return reduce<double>(lanes, kAdd); }
-
- private:
-  // Zeros may stand in for what is not to be counted.
-  template <int kCount>
-  GRADSTAT_INLINE void lift(const typename Type::V (&x)[kCount]) {
-    sum += Type::promote_sum(tree_sum(x));
-  }
-};
+GRADSTAT_INLINE Sums<VDouble> sums_of_step(const typename Type::Storage* p) {
+  typename Type::V x[8];
+  for (int k = 0; k < 8; k += 2) load_two<Type>(p + k * Type::kValues, x[k], x[k + 1]);
+  const auto promote = [](typename Type::V x) __attribute__((always_inline)) { return Type::promote(x); };
+  return Sums<typename Type::V>::template promoted<VDouble, Type::kGroupsOfEight>(sums_of<4>(x),
+                                                                                  sums_of<4>(x + 4), promote);
+}
+inline double total(VDouble lanes) { return reduce<double>(lanes, kAdd); }
+inline void add_to(Row& row, const Sums<VDouble>& sums) {
+  sums.each(row, [](double& column, VDouble sum) { column += total(sum); });
+}
 
 // The zeros among elements of one or two parts, counted in integer lanes as wide as an element. There are no
 // lanes of 128 bits: two of 64 count each element then.
@@ -443,7 +449,7 @@ struct Pass {
   using Storage = typename Type::Storage;
   static constexpr int kPerElement = kPair ? 2 : 1;
 
-  Sums<Type> sums;
+  Sums<VDouble> sums;
   typename Type::Extremes extremes;
   Zeros<Type, kPair> zeros;
   int64_t padding = 0;  // elements that were counted as zeros without being there
@@ -466,19 +472,19 @@ struct Pass {
     padding += (Type::kStep - count) / kPerElement;
   }
   GRADSTAT_INLINE void merge(const Pass& other) {
-    sums.merge(other.sums);
+    sums = sums + other.sums;
     extremes.merge(other.extremes);
     zeros.count += other.zeros.count;
     padding += other.padding;
   }
   int64_t zero_count() const { return zeros.total() - padding; }
   bool is_safe(int64_t count) const {
-    const double squares = sums.total(sums.sq_sum);
+    const double squares = total(sums.sq_sum);
     return (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
            (squares == 0 && zero_count() * kPerElement == count);
   }
   void add_to(Row& row) const {
-    sums.add_to(row);
+    GRADSTAT_NAMESPACE::add_to(row, sums);
     row.zero_count += static_cast<double>(zero_count());
     row.min = merge::min(row.min, extremes.min());
     row.max = merge::max(row.max, extremes.max());
@@ -486,7 +492,7 @@ struct Pass {
 
  private:
   GRADSTAT_INLINE void add_sums(const Storage* p) {
-    sums.add(p);
+    sums = sums + sums_of_step<Type>(p);
     zeros.add(p);
   }
 };
@@ -499,7 +505,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   using Bits = typename Type::Bits;
   using Integer = typename Type::Integer;
   constexpr int kPerElement = kPair ? 2 : 1;
-  Sums<Type> sums;
+  Sums<VDouble> sums;
   V low = V{} + std::numeric_limits<typename Type::Real>::infinity();
   V high = -low;
   Bits zeros = {}, nans = {}, nonfinite = {};
@@ -519,7 +525,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     nonfinite -= bad;
     low = vmin(bad ? low : x, low);
     high = vmax(bad ? high : x, high);
-    sums.add_exactly(bitcast<V>(bitcast<Bits>(x) & ~bad));
+    sums = sums + Type::lifted(bitcast<V>(bitcast<Bits>(x) & ~bad));
   };
   int64_t i = 0;
   for (; i + Type::kValues <= count; i += Type::kValues) add(p + i);
@@ -535,7 +541,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
 
   if constexpr (!Type::kSquaresFitDouble) {
-    const double squares = sums.total(sums.sq_sum);
+    const double squares = total(sums.sq_sum);
     const bool safe = squares >= Type::kSafeLow && squares <= Type::kSafeHigh;
     if (!safe && (zero_count + bad_count) * kPerElement < count) {
       for (int64_t k = 0; k < count; k += kPerElement) {
@@ -548,7 +554,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
       return;
     }
   }
-  sums.add_to(row);
+  add_to(row, sums);
   row.zero_count += zero_count;
   row.nan_count += nan_count;
   row.inf_count += bad_count - nan_count;
@@ -559,6 +565,29 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     while (std::isfinite(Type::to_real(p[k]))) ++k;
     row.first_nonfinite = (first + k) / kPerElement;
   }
+}
+
+void scale_float8(const Entry& entry, int64_t first, int64_t count, float coefficient) {
+  auto* p = static_cast<uint8_t*>(entry.data) + first;
+  const auto& values = float8_values(entry.dtype).value;
+  const auto scaled = [&](int code) { return to_float8(values[code] * coefficient, entry.dtype); };
+  int64_t i = 0;
+  if (count > 256) {
+    uint8_t of_code[256];
+    for (int code = 0; code < 256; ++code) of_code[code] = scaled(code);
+#if GRADSTAT_X86_LEVEL == 4
+    __m512i table[4];
+    std::memcpy(table, of_code, sizeof(table));
+    for (; i + 64 <= count; i += 64) {
+      const __m512i code = load<__m512i>(p + i);
+      store(p + i,
+            _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(table[0], code, table[1]), _mm512_movepi8_mask(code),
+                                 _mm512_permutex2var_epi8(table[2], code, table[3])));
+    }
+#endif
+    for (; i < count; ++i) p[i] = of_code[p[i]];
+  }
+  for (; i < count; ++i) p[i] = scaled(p[i]);
 }
 
 template <class Type>
@@ -583,30 +612,85 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
   }
 }
 
-// Adds `count` values at `p`, of which the first is value number `first` of its tensor, to the tensor's row,
-// multiplied by `factor` in place unless that is 1.
-template <class Type, bool kPair>
-void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
+// Adds `count` values to a tensor's row, block by block: fetch(first, count) gives the values of a block, and
+// read_block(first, count) reads one that a Pass could not account for.
+template <class Type, bool kPair, class Fetch, class ReadBlock>
+GRADSTAT_INLINE void read_blocks(int64_t count, const Fetch& fetch, const ReadBlock& read_block, Row& row) {
   constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
   static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
   Pass<Type, kPair> total;
   bool any = false;
   for (int64_t done = 0; done < count; done += kBlock) {
     const int64_t take = std::min(kBlock, count - done);
-    auto* block = p + done;
-    if (factor != 1.0) scale_values<Type>(block, take, factor);
+    const typename Type::Storage* block = fetch(done, take);
     Pass<Type, kPair> pass;
     int64_t i = 0;
-    for (; i + Type::kStep <= take; i += Type::kStep) pass.add(block + i);
+    for (; i + Type::kStep <= take; i += Type::kStep) {
+      prefetch<Type::kStep * sizeof(*block)>(block + i);
+      pass.add(block + i);
+    }
     if (i < take) pass.add_rest(block + i, take - i);
     if (pass.is_safe(take)) {
       total.merge(pass);
       any = true;
     } else {
-      read_exactly<Type, kPair>(block, take, first + done, row);
+      read_block(done, take);
     }
   }
   if (any) total.add_to(row);
+}
+
+// The values at `p`, of which the first is value number `first` of its tensor, multiplied by `factor` in place
+// unless that is 1.
+template <class Type, bool kPair>
+void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
+  const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
+    if (factor != 1.0) scale_values<Type>(p + done, take, factor);
+    return p + done;
+  };
+  const auto read_block = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
+    read_exactly<Type, kPair>(p + done, take, first + done, row);
+  };
+  read_blocks<Type, kPair>(count, fetch, read_block, row);
+}
+
+// Float8 codes as bfloat16, which holds all of their values.
+GRADSTAT_INLINE void widen_float8(const uint8_t* codes, int64_t count, const Float8Values& values,
+                                  uint16_t* to) {
+  int64_t i = 0;
+#if GRADSTAT_X86_LEVEL == 4
+  // Two bytes looked up for each of 64 codes, by their bits but the sign.
+  const __m512i low0 = load<__m512i>(values.low), low1 = load<__m512i>(values.low + 64);
+  const __m512i high0 = load<__m512i>(values.high), high1 = load<__m512i>(values.high + 64);
+  const __m512i sign = _mm512_set1_epi8(-128), minus_zero = _mm512_set1_epi16(values.bfloat16[0x80]),
+                minus_zeros = _mm512_set1_epi16(INT16_MIN);
+  for (; i + 64 <= count; i += 64) {
+    prefetch<64>(codes + i);
+    const __m512i code = load<__m512i>(codes + i);
+    const __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
+    const __m512i high = _mm512_permutex2var_epi8(high0, code, high1) | (code & sign);
+    const __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
+    // Some types have a NaN where -0 would be.
+    store(to + i, _mm512_mask_mov_epi16(a, _mm512_cmpeq_epi16_mask(a, minus_zeros), minus_zero));
+    store(to + i + 32, _mm512_mask_mov_epi16(b, _mm512_cmpeq_epi16_mask(b, minus_zeros), minus_zero));
+  }
+#endif
+  for (; i < count; ++i) to[i] = values.bfloat16[codes[i]];
+}
+
+void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
+  const auto exactly = [&](int64_t done, int64_t take) { count_float8(entry, first + done, take, row); };
+#if GRADSTAT_X86_LEVEL < 4
+  if (count > kFewFloat8) return exactly(0, count);
+#endif
+  const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
+  const Float8Values& values = float8_values(entry.dtype);
+  uint16_t widened[kBlockBytes / sizeof(uint16_t)];
+  const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
+    widen_float8(codes + done, take, values, widened);
+    return widened;
+  };
+  read_blocks<BFloat16, false>(count, fetch, exactly, row);
 }
 
 // Calls body(type, first value) unless these are 8-bit ones; returns whether it did.
@@ -640,11 +724,7 @@ void read(const Entry& entry, int64_t first, int64_t count, double factor, Row& 
   });
   if (is_read) return;
   if (factor != 1.0) scale_float8(entry, first, count, static_cast<float>(factor));
-  if (count > kFewFloat8) return read_float8(entry, first, count, row);
-  float widened[kFewFloat8];
-  const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
-  for (int64_t i = 0; i < count; ++i) widened[i] = float8_values(entry.dtype)[codes[i]];
-  read_values<Float32, false>(widened, first, count, 1.0, row);
+  read_float8(entry, first, count, row);
 }
 
 void scale(const Entry& entry, int64_t first, int64_t count, double coefficient) {
@@ -655,6 +735,9 @@ void scale(const Entry& entry, int64_t first, int64_t count, double coefficient)
 
 }  // namespace GRADSTAT_NAMESPACE
 
+#undef GRADSTAT_MM
+#undef GRADSTAT_UPPER_HALF
+#undef GRADSTAT_LOWER_HALF
 #undef GRADSTAT_NAMESPACE
 #undef GRADSTAT_VECTOR_BYTES
 #undef GRADSTAT_X86_LEVEL

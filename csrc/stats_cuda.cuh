@@ -239,7 +239,7 @@ GRADSTAT_DEVICE bool is_safe(const Share<Format>& share, uint32_t zeros, uint32_
   // Upper halves of these powers of two as float64.
   constexpr uint32_t kLow = static_cast<uint32_t>(1023 + Format::kSafeLow) << 20;
   constexpr uint32_t kHigh = static_cast<uint32_t>(1023 + Format::kSafeHigh) << 20;
-  const uint32_t high = high_word(share.sums.squares);
+  const uint32_t high = high_word(share.sums.sq_sum);
   if (Format::is_suspect(share)) return false;
   return high - kLow < kHigh - kLow || (high == 0 && zeros == elements);
 }
@@ -338,7 +338,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     }
   }
   row.zero_count = run.zeros;
-  run.sums.put_into(row);
+  run.sums.each(row, [](double& column, double sum) { column = sum; });
   row.min = format.widened_min(run.low);
   row.max = format.widened_max(run.high);
   return left_over;

@@ -1,4 +1,4 @@
-"""The command line: ``python -m gradstat info``, ``demo``, ``bench``, ``view`` and ``diff``."""
+"""The command line: ``python -m gradstat info``, ``demo``, ``bench``, ``norms``, ``view`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": ("gradstat.demo", "main", "train a small GPT with every step checked, then break it"),
     "bench": ("gradstat.bench", "main", "what checks, clips and detect_anomaly cost on your own model and machine"),
     "view": ("gradstat.monitor.command", "view_main", "what a recording of a run says, and a page to look at it"),
+    "norms": ("gradstat.distributed.norms", "main", "whether a clip has the norm of one process, in thirteen layouts"),
     "diff": ("gradstat.monitor.command", "diff_main", "in which step two recorded runs part, and what parts first"),
 }
 

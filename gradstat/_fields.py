@@ -24,21 +24,13 @@ _IDENTITY: dict[str, float] = {"sum": 0.0, "min": float("inf"), "max": float("-i
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One statistic of one tensor.
-
-    Attributes:
-        name: The column's name in a table.
-        merge: How two values of this field combine: ``"sum"``, ``"min"`` or ``"max"``.
-        degree: Its power of the elements: multiplied by a positive s, they multiply it by s**degree.
-        meaning: What the column holds, in one line.
-        is_index: Whether it is an index of an element. In a shard it means something only together with the rank.
-    """
+    """One statistic of one tensor: a column of a table."""
 
     name: str
-    merge: Merge
-    degree: int
+    merge: Merge  # how two values of it combine
+    degree: int  # its power of the elements: multiplied by a positive s, they multiply it by s**degree
     meaning: str
-    is_index: bool = False
+    is_index: bool = False  # of an element: in a shard it means something only together with the rank
 
     @property
     def identity(self) -> float:
@@ -89,11 +81,7 @@ FINGERPRINT: str = ",".join(f"{field.name}:{field.merge}" for field in FIELDS)
 
 
 def column(name: str) -> int:
-    """Column number of the field ``name``.
-
-    Raises:
-        KeyError: ``name`` is not a field; the message lists the fields there are.
-    """
+    """Column number of the field ``name``; KeyError, which lists the fields, if there is none."""
     try:
         return INDEX[name]
     except KeyError:
@@ -101,15 +89,10 @@ def column(name: str) -> int:
 
 
 def l2_norm(xp: Any, rows: Any) -> Any:
-    """L2 norm from the three sums of squares, overflowing only if the norm itself does.
+    """L2 norms, ``[...]``, of ``rows``, ``[..., len(FIELDS)]``, by ``xp``, numpy or torch; only they can overflow.
 
-    Args:
-        xp: ``numpy`` or ``torch``: what provides ``where`` and ``sqrt`` for ``rows``.
-        rows: ``[..., len(FIELDS)]`` float64.
-
-    Returns:
-        ``[...]``. With large elements present, the ordinary ones join them at the large scale and the small ones
-        are below rounding; otherwise the small ones join the ordinary ones, or stand alone at their own scale.
+    With large elements present, the ordinary ones join them at the large scale and the small ones are below rounding;
+    otherwise the small ones join the ordinary ones, or stand alone at their own scale.
     """
     sq_sum, sq_sum_large, sq_sum_small = (rows[..., INDEX[name]] for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
     with_large = xp.sqrt(sq_sum_large + sq_sum * LARGE_SCALE * LARGE_SCALE) / LARGE_SCALE

@@ -39,10 +39,7 @@ class MicroBatches:
 
     Args:
         target: What `check` takes. Parameters and modules may change between checks; they are told apart by name.
-        backend: As in `check`.
-
-    Raises:
-        TypeError: As `check`.
+        backend: As in `check`; errors, too.
     """
 
     def __init__(self, target: Any, *, backend: str | None = None) -> None:
@@ -57,11 +54,7 @@ class MicroBatches:
 
     @never_traced
     def result(self) -> AccumulationReport:
-        """What was checked since the last boundary. Waits once, for the last check, and starts over.
-
-        Raises:
-            RuntimeError: Nothing was checked since the last boundary.
-        """
+        """What was checked since the last boundary; RuntimeError if nothing. Waits once, and starts over."""
         if not self._pending:
             raise RuntimeError("no micro-batch was checked since the last result(); call check() after each backward()")
         pending = self._pending

@@ -34,9 +34,7 @@ class ScalerStatus:
 
     Attributes:
         scale: The loss scale.
-        steps: Updates so far.
-        skipped: Those in which a step was skipped.
-        consecutive_skipped: Those skipped since the last that was not.
+        steps, skipped, consecutive_skipped: Updates so far, as `StepCounts` has them of steps.
         verdict: ``"ok"``, ``"collapsing"`` or ``"running away"``.
     """
 
@@ -70,12 +68,10 @@ class GradScaler(TorchGradScaler):
 
     - ``unscale_`` computes every gradient's statistics in the pass that unscales; ``report(optimizer)`` has them,
       in unscaled units, and tells an overflow, which is how loss scaling works, from NaN, which is not.
-    - ``step`` of a fused optimizer without ``unscale_`` reads the gradients once and writes nothing: torch's
-      checks by reading and writing them all.
-    - ``unscale_and_clip_`` needs no further pass for the norm.
-    - ``status()`` shows a scale that collapses or runs away.
+    - ``step`` of a fused optimizer without ``unscale_`` reads the gradients once and writes nothing.
+    - ``unscale_and_clip_`` needs no further pass for the norm; ``status()`` shows a scale that collapses or runs away.
     - A gradient that came after ``unscale_``, or lost its scale twice because two optimizers share it, raises
-      instead of making a wrong step; and no attribute stays on an optimizer whose step failed.
+      instead of making a wrong step.
 
     Attributes:
         collapse_after: Skips in a row from which `status` says ``"collapsing"``. Finding a first scale takes a few.
@@ -95,12 +91,9 @@ class GradScaler(TorchGradScaler):
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
-        """The report about ``optimizer``'s gradients as ``unscale_`` or `step` last met them.
+        """The report about ``optimizer``'s gradients as ``unscale_`` or `step` last met them, on its way from now on.
 
-        Its numbers start on their way to the host now. A step by `gradstat.guarded_step` has its own report.
-
-        Raises:
-            KeyError: Neither has been called for it.
+        KeyError if neither has been called for it. A step by `gradstat.guarded_step` has its own report.
         """
         try:
             make = (self._reports or {})[optimizer]  # type: ignore[index]
@@ -112,12 +105,7 @@ class GradScaler(TorchGradScaler):
         """``unscale_``, then what `gradstat.clip_grad_norm_` does, with the norm from the same pass.
 
         No host sync. If a gradient is not finite none is clipped, so that `report` and the gradients still
-        show which; `step` skips.
-
-        Args:
-            optimizer: As for ``unscale_``.
-            max_norm: Upper limit of the L2 norm of all its gradients together; infinity only measures. Or an
-                adaptive clip (`gradstat.AutoClip` and its like).
+        show which; `step` skips. ``optimizer`` is as for ``unscale_``, ``max_norm`` as for `gradstat.guarded_step`.
 
         Returns:
             The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
@@ -147,10 +135,7 @@ class GradScaler(TorchGradScaler):
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.
 
         As torch's: unscales if ``unscale_`` has not. A fused optimizer does that by itself, and without a host
-        sync; every other one costs one.
-
-        Args:
-            optimizer: The optimizer; further arguments are its step's.
+        sync; every other one costs one. Further arguments are those of the optimizer's step.
 
         Returns:
             What the optimizer's step returns; None if it was skipped on the host.
@@ -160,7 +145,7 @@ class GradScaler(TorchGradScaler):
                 ``unscale_``, or lost its scale with another optimizer's. Nothing has been changed then.
             AssertionError: None of its parameters had a gradient when it was unscaled.
         """
-        if not self._enabled or optimizers.accepts_scaler(optimizer):
+        if not self._enabled or optimizers.traits_of(optimizer).accepts_scaler:
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -202,12 +187,7 @@ class GradScaler(TorchGradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Sets the scale for the next step, as torch's, and counts the steps for `status`. No host sync.
 
-        Args:
-            new_scale: The scale to set; None grows or shrinks it by what was found.
-
-        Raises:
-            AssertionError: Nothing was unscaled or stepped since the last update, as torch's.
-            RuntimeError: It is the first update, and a CUDA graph is being captured.
+        ``new_scale`` and errors are as torch's; RuntimeError for a first update while a CUDA graph is captured.
         """
         if self._enabled and new_scale is None:
             flags = [
@@ -220,9 +200,7 @@ class GradScaler(TorchGradScaler):
     def status(self, wait: bool = False) -> ScalerStatus:
         """How the scale is doing: the newest numbers that have arrived.
 
-        Args:
-            wait: Whether to wait for a GPU, so that the numbers are those of now. Without it only the first call
-                waits; later ones may show what was true a few calls ago.
+        With ``wait`` those of now. Without it only the first call waits for a GPU; later ones may be a few calls old.
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
@@ -242,6 +220,12 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         """What torch's ``unscale_`` is made of."""
         source = source_of(optimizer)
+        if allow_fp16:
+            for parameter in source.parameters:
+                gradient = parameter.grad
+                # As torch: sums of values at one place overflow while they carry the scale.
+                if gradient is not None and gradient.is_sparse and gradient.dtype is torch.float16:
+                    parameter.grad = gradient.coalesce()
         found = gradients_of(source.parameters)
         if not found.tensors:
             return {}

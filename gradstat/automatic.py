@@ -6,8 +6,6 @@ watched, torch's clips and the methods of its scalers say so before they do thei
 
 from __future__ import annotations
 
-import itertools
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +16,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from gradstat._core.engines import refuse_engine
 from gradstat._core.parameters import listed_parameters, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
-from gradstat.monitor import AnomalyWarning, Monitor
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor import Monitor
+from gradstat.monitor.reporting import warn
 from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
@@ -43,11 +42,13 @@ class AutoHandle:
 
     def __init__(self, optimizer: Optimizer, monitor: Monitor, max_norm: float | None) -> None:
         self.monitor = monitor
+        monitor._is_called_by_hand = False
         self._optimizer = optimizer
         self._max_norm = max_norm
         # A gradient of those that were measured, and its version since: another backward pass makes others.
         self._measured: tuple[weakref.ref[Tensor], int] | None = None
         self._has_warned = False
+        self._is_over = False  # the step has been measured, and its closure is called again
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -56,7 +57,7 @@ class AutoHandle:
         _handles.add(self)
 
     def _after(self, *_: object) -> None:
-        self._measured = None
+        self._measured, self._is_over = None, False
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,13 +70,15 @@ class AutoHandle:
             self._clip()
             return None
         # Gradients are made inside of the step, when the closure is called; that of its first call are the step's.
-        calls = itertools.count()
+        self._after()
 
         def evaluated() -> Any:
             loss = closure()
-            if next(calls) == 0:
-                self.monitor.step(loss)
+            if not self._is_over:
+                if self._measured is None:  # the closure does not clip
+                    self.monitor.step(loss)
                 self._clip()
+                self._is_over = True
             return loss
 
         if "closure" in kwargs:
@@ -94,6 +97,8 @@ class AutoHandle:
 
     def _before_change(self, scaler: GradScaler | None) -> None:
         """Measures complete gradients, unless this was done since they were made, for a ``scaler`` or else a clip."""
+        if self._is_over:
+            return
         if scaler is None and len(_handles) == len(_losses) == 1:
             scaler = next(iter(_losses))  # no other can have scaled what is there
         if self.monitor.scaler is None and scaler is not None:
@@ -104,7 +109,10 @@ class AutoHandle:
             if gradient is not None and gradient._version == version:
                 return
         losses = () if self.monitor.scaler is None else _losses.pop(self.monitor.scaler, ())
-        self.monitor.step(torch.stack([loss.float() for loss in losses]).sum() if losses else None)
+        # On the device of the last one: parts of a model may have losses of their own.
+        self.monitor.step(
+            torch.stack([loss.to(losses[-1].device).float() for loss in losses]).sum() if losses else None
+        )
         self._note_gradients()
 
     def _note_gradients(self) -> None:
@@ -120,9 +128,9 @@ class AutoHandle:
         is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
         if is_scaled and not self._has_warned:
             self._has_warned = True
-            text = "gradstat: gradients are clipped that still carry the loss scale, so to a norm that is the scale "
+            text = "gradients are clipped that still carry the loss scale, so to a norm that is the scale "
             text += "times too small; call scaler.unscale_(optimizer) before the clip"
-            warnings.warn(text, AnomalyWarning, stacklevel=find_stack_level())
+            warn(text)
 
     def remove(self) -> None:
         """Takes the monitor out of the optimizer and ends it; its findings stay."""
@@ -147,7 +155,7 @@ def _clip(layer: Layer) -> Callable[..., Any]:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return layer.below(parameters, *args, **kwargs)
-        given = listed_parameters(parameters, stacklevel=3)
+        given = listed_parameters(parameters)
         concerned = [handle for handle in list(_handles) if handle._holds(given)]
         for handle in concerned:
             handle._before_clip()
@@ -258,24 +266,25 @@ def auto(
         options: For `gradstat.Monitor`: ``on_anomaly``, ``watch``, ``save_to`` and so on.
 
     Returns:
-        A handle with ``monitor`` and ``remove()``, which need not be kept; also a context manager.
+        A handle with ``monitor`` and ``remove()``, which need not be kept; also a context manager. A second call for
+        the same optimizer ends what the first began, so that a notebook's cell can be run again.
 
     Raises:
         TypeError: ``optimizer`` is none.
-        RuntimeError: It is watched already.
     """
-    if not isinstance(optimizer, Optimizer):
+    given: object = optimizer
+    if not isinstance(given, Optimizer):
+        refuse_engine(given)
         raise TypeError(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; of a "
             "wrapped one pass what it wraps, optimizer.optimizer for example"
-        )
-    if hasattr(optimizer, _MARK):
-        raise RuntimeError(
-            "this optimizer is watched already; call remove() on the handle of the first gradstat.auto()"
         )
     if model is None:
         source = source_of(optimizer)
         model = Parameters(zip(source.names(), source.parameters, strict=True))
     monitor = Monitor(model, optimizer, scaler, max_norm=max_norm, **options)
+    known = getattr(optimizer, _MARK, None)
+    if known is not None:
+        known.remove()
     _lay_on()
     return AutoHandle(optimizer, monitor, max_norm)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.measure import COMPILED_FOR, measure, resolve_for
-from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.native import operators
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat._core.tensors import ExtraGroups, name_by_position, readable
@@ -55,7 +55,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     ranks, which all have to call this.
 
     Args:
-        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
+        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's
+            engine, between its ``backward`` and ``step``: its partitions are merged, its loss scale is divided out.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
         extra_groups: Groups of ranks over which gradients are spread and which they do not tell: pipeline stages,
             experts. A process group or one-dimensional mesh, or several, for all gradients; or pairs of one and the
@@ -77,19 +78,18 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
 
 @never_traced
 def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
-    """`check` without the sync: launches the kernel and returns at once. Arguments and errors as there.
+    """`check` without the sync: launches the kernel and returns the report on its way. Arguments and errors as there.
 
     The gradients may be changed or freed as soon as this returns, on the same stream.
-
-    Returns:
-        The report on its way; ``result()`` waits for it, ``done()`` tells whether it would.
     """
     return _launched(target, backend, extra_groups)
 
 
 def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None) -> PendingReport:
     source = source_of(target)
-    gradients = gradients_of(source.parameters)
+    engine = source.engine
+    gradients = gradients_of(source.parameters, engine)
+    scale = None if engine is None else engine.loss_scale
     if not gradients.tensors and gradients.missing == [] and extra_groups is None:
         raise ValueError(
             f"none of the {len(source.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
@@ -100,7 +100,8 @@ def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()
-        return Report(labels.present, rows.table(), rows.infos, labels.missing, total=rows.total())
+        table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
+        return Report(labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total)
 
     return PendingReport(measured, make)
 
@@ -133,8 +134,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     stream reads one, let the stream that made it wait for that before the last reference goes.
 
     Args:
-        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README
-            lists them.
+        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README lists them.
         backend: As for `check`.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import cast
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gradstat._core import norms
+from gradstat._core.engines import refuse_in_engine
 from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
-from gradstat._core.native import operators
+from gradstat._core.native import DeviceModule, operators
 from gradstat._core.parameters import gradients_to_clip, listed, listed_parameters, require_foreach
 from gradstat._core.tensors import (
     ExtraGroups,
@@ -70,20 +72,26 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` neither 2 nor infinity.
     """
-    given = listed_parameters(parameters, stacklevel=3)
-    gradients, name_of = gradients_to_clip(given)
+    given = listed_parameters(parameters)
+    found = gradients_to_clip(given)
+    gradients, name_of = found.tensors, found.name_of
     max_norm, norm_type = _limit(max_norm), float(norm_type)
-    if not gradients and extra_groups is None:
-        return torch.tensor(0.0, device="cpu")
+    if not gradients:
+        refuse_in_engine(given)
+        if extra_groups is None:
+            return torch.tensor(0.0, device="cpu")
     if foreach:
         require_foreach(gradients)
     if torch.compiler.is_compiling():
         refuse_in_compiled("clip_grad_norm_", norm_type, error_if_nonfinite, backend)
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
-    norm = None
+    norm = direct = None
     if extra_groups is None and is_fused(gradients, norm_type):
-        norm = _clip_directly(gradients, name_of, max_norm, norm_type, error_if_nonfinite, backend)
+        direct = direct_for(gradients[0], name_of, backend)
+    if direct is not None:  # ordinary gradients on one device: the kernels do everything, or nothing if they are not
+        clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
+        norm = clip(gradients, max_norm, norm_type)
     if norm is None:
         # Checked before anything is measured, on every rank: what cannot be written is not clipped at all.
         targets: list[Tensor] = []
@@ -104,20 +112,8 @@ def clip_grad_norm_(
     return norm
 
 
-def _clip_directly(
-    gradients: list[Tensor],
-    name_of: NameOf,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    backend: str | None,
-) -> Tensor | None:
-    """Ordinary gradients on one device: the kernels do everything. None, and nothing done, if they are not."""
-    direct = direct_for(gradients[0], name_of, backend)
-    if direct is None:
-        return None
-    if not error_if_nonfinite:
-        return direct.clip_(gradients, max_norm, norm_type)
+def _clip_if_finite(direct: DeviceModule, gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+    """``direct.clip_``, which waits for the norm before it changes anything, to raise if it is not finite."""
     measured = direct.measure(gradients, max_norm, norm_type)
     if measured is None:
         return None
@@ -137,9 +133,8 @@ def get_total_norm(
 ) -> Tensor:
     """The norm of ``tensors``, taken together: the first half of `clip_grad_norm_`, for any tensors.
 
-    A drop-in for ``torch.nn.utils.get_total_norm`` that reads the tensors once. No host sync, unless
-    ``error_if_nonfinite`` asks for a decision. As in `clip_grad_norm_`, norms that torch overflows or underflows
-    come out right, as far as the dtype that is returned can hold them, and sparse COO tensors work.
+    A drop-in for ``torch.nn.utils.get_total_norm`` that reads the tensors once. What is said of norms, syncs and
+    arguments at `clip_grad_norm_` holds here.
 
     Args:
         tensors: Tensors, or one. For the norm of gradients, the gradients and not their parameters.
@@ -185,23 +180,20 @@ def clip_grads_with_norm_(
 ) -> None:
     """Multiplies the gradients of ``parameters`` in place by ``min(1, max_norm / (total_norm + 1e-6))``.
 
-    A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm that
-    was measured before, of whatever it was measured. If the coefficient is 1 gradients are neither read nor
+    A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm of
+    whatever was measured before. If the coefficient, computed in float64, is 1, gradients are neither read nor
     written, decided on the device. No host sync, unless ``total_norm`` has to move from a GPU to the CPU.
-
-    It differs from torch's on purpose as `clip_grad_norm_` does: ``max_norm=inf`` never changes a gradient, NaN
-    is refused, sparse COO gradients work, and the coefficient is computed in float64. ``total_norm`` may be a
-    plain number.
 
     Args:
         total_norm: The norm before clipping: a number, or a real 0-d tensor on any device. NaN turns every
             gradient into NaN, Inf into zero, as in torch.
-        parameters, max_norm, foreach, backend: As for `clip_grad_norm_`.
+        parameters, max_norm, foreach, backend: As for `clip_grad_norm_`, from torch's on purpose different as there.
 
     Raises:
         As `clip_grad_norm_`; and ValueError if ``total_norm`` is not one real number.
     """
-    gradients, name_of = gradients_to_clip(listed(parameters))
+    found = gradients_to_clip(listed(parameters))
+    gradients, name_of = found.tensors, found.name_of
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if foreach:
         require_foreach(gradients)

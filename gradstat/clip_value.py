@@ -16,20 +16,15 @@ _LARGE_ON_CPU = 1 << 16
 _LARGE_ELSEWHERE = 1 << 24
 
 
-def clip_grad_value_(
-    parameters: Tensor | Iterable[Tensor],
-    clip_value: float,
-    foreach: bool | None = None,
-) -> None:
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Clamps every element of the gradients of ``parameters`` to [-clip_value, clip_value], in place.
 
     A drop-in for ``torch.nn.utils.clip_grad_value_``: NaN stays NaN. torch's foreach kernels read and write every
     gradient twice, once for each end of the range; here large gradients are clamped one by one, in one pass.
     No host sync.
 
-    It differs from torch's on purpose in three ways. A ``clip_value`` that is negative, which torch sets every
-    element to, or NaN, which torch turns every element into, is refused. Sparse COO gradients work, and are
-    coalesced. Parameters without any gradient do nothing, where torch fails.
+    It differs from torch's on purpose: a ``clip_value`` that is negative or NaN, which torch sets every element to, is
+    refused, sparse COO gradients work, and are coalesced, and parameters without any gradient do nothing.
 
     Args:
         parameters: As for `clip_grad_norm_`.
@@ -44,7 +39,8 @@ def clip_grad_value_(
         RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype
             cannot hold ``clip_value``. Gradients before it are clamped by then.
     """
-    gradients, name_of = gradients_to_clip(listed(parameters))
+    found = gradients_to_clip(listed(parameters))
+    gradients = found.tensors
     limit = float(clip_value)
     if not limit >= 0:
         raise ValueError(f"clip_value is {limit}; pass a number of at least 0")
@@ -54,7 +50,7 @@ def clip_grad_value_(
         require_foreach(gradients)
     groups = _by_device_and_dtype(gradients)
     if any(group[0].is_complex() for group in groups):
-        name = name_of(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))
+        name = found.name_of(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))
         raise NotImplementedError(
             f"{name!r} is complex, and complex numbers have no order to clamp them by; clip them to a norm with "
             "clip_grad_norm_"

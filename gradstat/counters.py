@@ -68,11 +68,7 @@ _counters: weakref.WeakKeyDictionary[Optimizer, StepCounters] = weakref.WeakKeyD
 
 
 def step_counters(optimizer: Optimizer) -> StepCounters:
-    """The counters of ``optimizer``'s guarded steps.
-
-    Raises:
-        KeyError: It has not been stepped by `guarded_step` yet.
-    """
+    """The counters of ``optimizer``'s guarded steps; KeyError before the first of them."""
     try:
         return _counters[optimizer]
     except KeyError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, final
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from gradstat._core.parameters import PLAIN_TYPES, gradients_to_clip, listed, listed_parameters
 from gradstat._core.tensors import is_distributed
+from gradstat._core.warn import warn_user
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
 
@@ -40,25 +40,20 @@ class TorchPatch:
         Warns:
             UserWarning: Someone has replaced a function since. Theirs is left where it is; the message names it.
         """
-        self._remove(stacklevel=3)
+        with lock:
+            buried = [layer.place for layer in self._layers if not layer.take_off()]
+            self._layers = []
+        if buried:
+            warn_user(
+                f"replaced by someone else after gradstat.patch_torch(), and left as it is: {', '.join(buried)}. What "
+                "is there now may still call gradstat's function, which from now on hands over to torch's"
+            )
 
     def __enter__(self) -> TorchPatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove(stacklevel=3)
-
-    def _remove(self, stacklevel: int) -> None:
-        with lock:
-            buried = [layer.place for layer in self._layers if not layer.take_off()]
-            self._layers = []
-        if buried:
-            warnings.warn(
-                f"replaced by someone else after gradstat.patch_torch(), and left as it is: {', '.join(buried)}. What "
-                "is there now may still call gradstat's function, which from now on hands over to torch's",
-                UserWarning,
-                stacklevel=stacklevel,
-            )
+        self.remove()
 
 
 def patch_torch() -> TorchPatch:
@@ -80,14 +75,10 @@ def patch_torch() -> TorchPatch:
     **A name bound before the patch keeps the function it has**: after ``from torch.nn.utils import
     clip_grad_norm_`` a module calls torch's, of which only the two halves, which torch looks up on every call, are
     gradstat's. Patch before such modules are imported, or rebind the name (``module.clip_grad_norm_ =
-    gradstat.clip_grad_norm_``). A function of this patch that is bound in that way outlives it, but hands over to
-    torch's once the patch is removed.
+    gradstat.clip_grad_norm_``). A name bound while it is patched calls torch's once the patch is removed.
 
-    Patches may be nested and removed in any order; the last one removed leaves exactly what the first one found.
-    Safe to call from several threads; what a thread is in the middle of is not interrupted.
-
-    Returns:
-        A handle with ``remove()``, also a context manager.
+    Patches may be nested and removed in any order, from several threads; the last one removed leaves exactly what the
+    first one found. What a thread is in the middle of is not interrupted.
     """
     with lock:
         return TorchPatch([Layer(module, name, make) for module, name, make in _PLACES if hasattr(module, name)])
@@ -147,9 +138,10 @@ def _norm_clip(layer: Layer) -> _Function:
     def replacement(
         parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
     ) -> Any:
-        given = listed_parameters(parameters, stacklevel=3)
-        gradients = gradients_to_clip(given)[0]
-        function = layer.choose(clip_grad_norm_, gradients, norm_type)
+        given = listed_parameters(parameters)
+        gradients = gradients_to_clip(given).tensors
+        # Without any, ours may refuse what torch's passes over: parameters of an engine that clips by itself.
+        function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
         return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
     return replacement
@@ -158,7 +150,7 @@ def _norm_clip(layer: Layer) -> _Function:
 def _value_clip(layer: Layer) -> _Function:
     def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = listed(parameters)
-        gradients = gradients_to_clip(given)[0]
+        gradients = gradients_to_clip(given).tensors
         function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
         return function(given, *args, **kwargs)
 
@@ -179,7 +171,7 @@ def _clip_with_norm(layer: Layer) -> _Function:
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
     ) -> Any:
         given = listed(parameters)
-        tensors = [*gradients_to_clip(given)[0], *([total_norm] if isinstance(total_norm, Tensor) else [])]
+        tensors = [*gradients_to_clip(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
         return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
 
     return replacement

@@ -74,8 +74,6 @@ class Report(RowValues):
         infos = tuple(self._infos)
         return Report, (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row)
 
-    # Totals ----------------------------------------------------------------------------------------------
-
     def _column(self, field: str) -> Array:
         column: Array = self._table[:, _fields.INDEX[field]]
         return column
@@ -98,10 +96,7 @@ class Report(RowValues):
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss was multiplied by when these gradients were computed; it is divided out of all values here.
-
-        None if they were not measured in a scaled step.
-        """
+        """What the loss was multiplied by, which is divided out of all values here; None outside of scaled steps."""
         return self._loss_scale
 
     @property
@@ -129,8 +124,6 @@ class Report(RowValues):
     def finite_norm(self) -> float:
         """L2 norm of the finite elements."""
         return float(l2_norm_of(self._row))
-
-    # Tensors ---------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -176,11 +169,7 @@ class Report(RowValues):
         return [self._at(int(i)) for i in bad[np.lexsort((-inf[bad], -nan[bad]))]]
 
     def rank_of(self, name: str) -> int | None:
-        """The lowest rank on which the distributed tensor ``name`` holds NaN or Inf; None otherwise. See `TensorStats`.
-
-        Raises:
-            KeyError: There is no tensor of that name.
-        """
+        """`TensorStats.rank` of the tensor ``name``; KeyError if there is none."""
         return self[name].rank
 
     @never_traced
@@ -191,10 +180,7 @@ class Report(RowValues):
             n: How many at most.
             by: ``"severity"``: those with NaN or Inf first, then by largest magnitude. Or a value of
                 `TensorStats`, largest first: ``l2_norm``, ``max_abs``, ``nan_count``, ``inf_count``, ``zero_count``,
-                ``mean``, ``std``, ``min``, ``max``, ``numel``.
-
-        Raises:
-            ValueError: ``by`` is not one of these; the message lists them.
+                ``mean``, ``std``, ``min``, ``max``, ``numel``. ValueError for any other.
         """
         if by not in _ORDERINGS:
             raise ValueError(f"cannot order by {by!r}; known: {', '.join(_ORDERINGS)}")
@@ -261,10 +247,8 @@ class Report(RowValues):
 
         Args:
             prefix: Put before every key.
-            per_tensor: Columns of `to_numpy` to add for every tensor, as ``prefix + column + "/" + name``.
-
-        Raises:
-            ValueError: A column is not known; the message lists them.
+            per_tensor: Columns of `to_numpy` to add for every tensor, as ``prefix + column + "/" + name``. ValueError
+                for one that is not known.
         """
         totals = {
             "total_norm": self.total_norm,

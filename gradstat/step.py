@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
+from gradstat._core.engines import refuse_engine
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
 from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale as _scaling
@@ -88,7 +89,7 @@ def guarded_step(
     numbers that never leave the device: no host sync, and no pass over the gradients besides the optimizer's own.
     For every other optimizer gradients are clipped and unscaled in place, only if they have to be, and one host
     sync decides whether ``step`` is called at all (none if ``skip_nonfinite`` is False). A skipped step changes no
-    parameter, no state and no step count. Learning-rate schedulers are the caller's, and advance as they are told.
+    parameter, no state and no step count; schedulers are the caller's.
 
     Args:
         optimizer: Any optimizer with gradients from ``backward()``.
@@ -104,9 +105,6 @@ def guarded_step(
         model: Lends the names of its parameters to the report. An optimizer made from ``named_parameters()`` has
             them already; any other knows groups and positions only.
         backend, extra_groups: As for `check`.
-
-    Returns:
-        Norm, whether it was skipped, counters and the pending report; see `StepResult`.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or a gradient has no norm.
@@ -129,10 +127,10 @@ def guarded_step(
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
     request = _Request(optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups)
     if closure is None:
-        if optimizers.needs_closure(optimizer):
+        if optimizers.traits_of(optimizer).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
         return _step(request, None)
-    if optimizers.repeats_closure(optimizer):
+    if optimizers.traits_of(optimizer).repeats_closure:
         if clip is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} evaluates the loss several times in a step, each of which an adaptive "
@@ -146,6 +144,7 @@ def guarded_step(
 
 def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
+        refuse_engine(optimizer)
         inner = getattr(optimizer, "optimizer", None)
         hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
@@ -237,7 +236,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
         nonlocal measured
         with torch.enable_grad():
             loss = closure()
-        if loss is None and optimizers.needs_closure(optimizer):
+        if loss is None and optimizers.traits_of(optimizer).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
         gradients, measured = _measure(request, counts=False)
         skip, divisor = measured.on_host() if request.skips else (False, math.nan)

@@ -15,7 +15,6 @@ from gradstat._core.tensors import TensorInfo
 
 Array = npt.NDArray[np.float64]
 
-
 INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
 FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 
@@ -143,11 +142,7 @@ class TensorStats(RowValues):
 
     @property
     def std(self) -> float:
-        """Population standard deviation of the finite elements; NaN when there is none.
-
-        From the sums: relative to the root mean square it is good to about 1e-4, so the spread of nearly constant
-        elements is lost in it.
-        """
+        """Population standard deviation of the finite elements, to about 1e-4 of their root mean square; or NaN."""
         if not self.finite_values:
             return math.nan
         with np.errstate(invalid="ignore"):  # sums may have left float64's range
@@ -207,11 +202,9 @@ class TensorStats(RowValues):
 
 def _unravelled(flat: int, shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
     """The index of an element by its place in memory."""
-    if order is None:
-        return tuple(int(i) for i in np.unravel_index(flat, shape))
+    order = tuple(range(len(shape))) if order is None else order
     in_order = np.unravel_index(flat, [shape[d] for d in order])
-    index = dict(zip(order, in_order, strict=True))
-    return tuple(int(index[d]) for d in range(len(shape)))
+    return tuple(int(i) for _, i in sorted(zip(order, in_order, strict=True)))
 
 
 def l2_norm_of(rows: Array) -> Array:

@@ -57,19 +57,12 @@ _KEPT_TABLES = 16
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table on the device.
+    """A table on the device."""
 
-    Attributes:
-        buffer: int64: the entries, then for every chunk the number of its tensor as int32.
-        tensors: Number of entries.
-        chunks: Number of chunks of all tensors: the programs to launch.
-        is_split: Whether any tensor has more than one chunk.
-    """
-
-    buffer: torch.Tensor
+    buffer: torch.Tensor  # int64: the entries, then for every chunk the number of its tensor as int32
     tensors: int
-    chunks: int
-    is_split: bool
+    chunks: int  # of all tensors: the programs to launch
+    is_split: bool  # whether any tensor has more than one chunk
 
 
 _Key = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], tuple[torch.dtype, ...]]
@@ -101,11 +94,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def table_of(tensors: Sequence[torch.Tensor]) -> Table:
-    """The table of ``tensors``, uploaded without waiting, or kept from an earlier call.
-
-    A kept table is never stale: it holds nothing but what its key holds. The key includes the stream,
-    whose order makes the table complete before its first use and unused before its memory is reused.
-    """
+    """The table of ``tensors``, uploaded without waiting, or kept from an earlier call."""
+    # A kept table is never stale: it holds nothing but what its key holds. The key includes the stream, whose order
+    # makes the table complete before its first use and unused before its memory is reused.
     device = tensors[0].device
     # A good part of what checking a small model costs the host; map is a tenth faster than comprehensions.
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -194,14 +185,7 @@ class Launcher:
     def __call__(
         self, device: torch.device, programs: int, pointers: tuple[torch.Tensor, ...], *rest: torch.Tensor | int
     ) -> None:
-        """Enqueues ``programs`` programs.
-
-        Args:
-            device: Where everything lies; current.
-            programs: The size of the grid.
-            pointers: The kernel's first arguments, which it is compiled to find aligned.
-            rest: Its other arguments, compiled alike for every value.
-        """
+        """Enqueues ``programs`` programs; ``pointers``, its first arguments, it is compiled to find aligned."""
         is_aligned = not any(pointer.data_ptr() % ALIGNMENT for pointer in pointers)
         handle = self.handles.get(device) if is_aligned else None
         if handle is not None:

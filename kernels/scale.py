@@ -113,11 +113,8 @@ _launch_scale = Launcher(scale_kernel, WARPS)
 
 
 def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Divides the list so that no address occurs twice in a part: two programs must not write one element.
-
-    Every part is as long as the list, with empty tensors for those in other parts.
-    """
-    rounds = [list(tensors)]
+    """The list as parts in which no address occurs twice, each as long as the list: empty for what is in another."""
+    rounds = [list(tensors)]  # two programs must not write one element
     times_seen: Counter[int] = Counter()
     for i, tensor in enumerate(tensors):
         if tensor.numel() == 0:
@@ -135,25 +132,15 @@ def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
-    """Multiplies all tensors in place, in one launch and without waiting for the device.
+    """Multiplies all tensors in place by a 0-d float64 tensor; one that occurs k times k times, in k launches.
 
-    A tensor that occurs k times is multiplied k times, which takes k launches.
-
-    Args:
-        tensors: As for ``stats``. Tensors that share memory must be the same tensor.
-        coefficient: float64, 0-d, on the tensors' device.
-
-    Raises:
-        NotImplementedError: a tensor's dtype is an 8-bit float. No tensor has been changed.
+    Tensors that share memory must be the same. NotImplementedError for 8-bit floats, before any is changed.
     """
-    assert coefficient.numel() == 1
     _scale(tensors, coefficient, 0)
 
 
 def scale_each_(tensors: list[torch.Tensor], coefficients: torch.Tensor) -> None:
     """The same with a coefficient for each tensor: contiguous float64, ``[len(tensors)]``."""
-    assert coefficients.numel() == len(tensors)
-    assert coefficients.is_contiguous()
     _scale(tensors, coefficients, 1)
 
 

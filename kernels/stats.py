@@ -463,11 +463,7 @@ def _merge_rows(rows, column_stride, row_stride, count, out, out_stride):
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def stats_kernel(table, rows, tickets, out, tensors, chunks):
-    """One chunk for each program.
-
-    rows holds the chunks' rows, [fields, chunks]; tickets an int32 0 for each chunk, which is 0 again
-    afterwards; out the table, [tensors, fields].
-    """
+    """One chunk for each program. rows: [fields, chunks]; tickets: [chunks] int32, 0 before and after."""
     program = tl.program_id(0)
     tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_WIDTH).to(tl.pointer_type(tl.int32))
     tensor = tl.load(tensor_of_chunk + program).to(tl.int64)
@@ -534,11 +530,8 @@ _lock = threading.Lock()
 
 
 def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and zeroed tickets for the chunks of a launch.
-
-    Both are kept per stream, whose order separates the launches that use them; every launch leaves the
-    tickets at zero. A captured graph may be replayed on another stream, so it gets its own.
-    """
+    """Rows and zeroed tickets for the chunks of a launch, kept for each stream: its order separates its launches."""
+    # A captured graph may be replayed on another stream, so it gets its own.
     captured = _table.is_capturing(device)
     key = (device, 0 if captured else _table.stream_of(device))
     # A launch that splits no tensor uses neither, but of other types they would make another kernel.
@@ -558,15 +551,7 @@ def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tenso
 
 
 def stats(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Statistics of every tensor, in one launch and without waiting for the device.
-
-    Args:
-        tensors: At least one; all on one device, strided and dense in memory in any order of dimensions, of
-            a dtype in ``_table.KINDS``, without pending conjugation or negation.
-
-    Returns:
-        float64, ``[len(tensors), len(FIELDS)]``, on the tensors' device: a row for each tensor.
-    """
+    """The table of tensors as `gradstat._core.tensors.readable` returns them, at least one, all on one device."""
     assert tensors, "expected at least one tensor"
     device = tensors[0].device
     with _table.on_device(device):

@@ -30,7 +30,8 @@ NO_TORCH = "there is no"
 UV = (sys.executable, "-m", "uv", "pip")
 # Those that need nothing but the installed package and pytest.
 MAIN_TESTS = (
-    "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "compiling", "conformance", "host_path",
+    "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "compiling", "conformance", "every_clip",
+    "host_path",
     "monitor", "multiply", "ops", "report", "step", "total_norm", "triton",
 )  # fmt: skip
 

@@ -6,8 +6,7 @@ against the tests of its file until the first failure. A mutant that all tests l
 explanation of a mutant that died.
 
 ``python tools/mutation.py`` tries one mutant of a kind at each place, ``--every`` all of them, ``--only clip`` those of
-files with "clip" in their path. What became of a mutant is remembered in ``build/mutation.jsonl`` until the file
-changes, of one that survived until its tests do, too; ``--fresh`` forgets.
+files with "clip" in their path.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import signal
@@ -26,21 +23,20 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
 from mutants_explained import EXPLAINED
 
 ROOT = Path(__file__).resolve().parent.parent
-REMEMBERED = ROOT / "build" / "mutation.jsonl"
 COPIED = (
     "gradstat", "kernels", "benchmarks", "csrc", "tests", "tools", "examples", "docs", "pyproject.toml", "setup.py",
 )  # fmt: skip
 # The tests that have to notice a change in a file, those that notice most first.
 TESTS = {
     "gradstat/_fields.py": ("fields", "report"),
-    "gradstat/clip.py": ("clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
+    "gradstat/clip.py": ("clip", "every_clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
     "gradstat/distributed/_checksum.py": ("replicas",),
     "gradstat/distributed/batches.py": ("replicas",),
     "gradstat/distributed/origin.py": ("origin",),
@@ -63,20 +59,6 @@ class Mutant:
     before: str
     after: str
     code: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a mutant: ``killed``, ``hung`` or ``survived``, after how long, and digests of what decided."""
-
-    file: str
-    line: int
-    before: str
-    after: str
-    outcome: str
-    source: str
-    tests: str
-    seconds: float
 
 
 def mutants_of(file: str, every: bool) -> Iterator[Mutant]:
@@ -163,19 +145,8 @@ def _first_difference(source: str, code: str) -> str:
     return next((after.strip() for before, after in pairs if before.split() != after.split()), "")
 
 
-def _digest(*files: str) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update((ROOT / file).read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def _paths(tests: tuple[str, ...]) -> list[str]:
     return [str(next(ROOT.glob(f"tests/*/test_{name}.py")).relative_to(ROOT)) for name in tests]
-
-
-def _tests_digest(file: str) -> str:
-    return _digest(*_paths(TESTS[file]))
 
 
 class Workplace:
@@ -247,27 +218,11 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _remembered() -> dict[tuple[str, int, str, str], Outcome]:
-    """What still holds of what was tried, by file, line, before and after."""
-    if not REMEMBERED.exists():
-        return {}
-    outcomes = [Outcome(**json.loads(line)) for line in REMEMBERED.read_text().splitlines()]
-    kept = [o for o in outcomes if o.file in TESTS and o.source == _digest(o.file)]
-    kept = [o for o in kept if o.outcome != "survived" or o.tests == _tests_digest(o.file)]
-    return {(o.file, o.line, o.before, o.after): o for o in kept}
-
-
-def _remember(outcome: Outcome) -> None:
-    REMEMBERED.parent.mkdir(exist_ok=True)
-    with REMEMBERED.open("a") as file:
-        file.write(json.dumps(asdict(outcome)) + "\n")
-
-
-def judge(outcomes: list[Outcome], complete: bool) -> list[str]:
+def judge(outcomes: dict[Mutant, str], complete: bool) -> list[str]:
     """What is wrong: survivors nobody explained and, if ``complete``, explanations without a survivor."""
-    survivors = {(o.file, o.before, o.after) for o in outcomes if o.outcome == "survived"}
-    files = {o.file for o in outcomes}
-    tried = {(o.file, o.before, o.after) for o in outcomes}
+    survivors = {(m.file, m.before, m.after) for m, outcome in outcomes.items() if outcome == "survived"}
+    files = {m.file for m in outcomes}
+    tried = {(m.file, m.before, m.after) for m in outcomes}
     wrong = [
         f"survived: {file}: {before}\n       as: {after}" for file, before, after in sorted(survivors - set(EXPLAINED))
     ]
@@ -281,25 +236,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="files whose path has this in it")
     parser.add_argument("--every", action="store_true", help="all mutants of a place, not one of a kind")
-    parser.add_argument("--fresh", action="store_true", help="try again what is remembered")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="mutants at a time")
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     options = parser.parse_args()
     files = [file for file in TESTS if options.only in file]
-    known = {} if options.fresh else _remembered()
-    work: list[Mutant] = []
-    outcomes: list[Outcome] = []
-    for file in files:
-        for mutant in mutants_of(file, options.every):
-            seen = known.get((mutant.file, mutant.line, mutant.before, mutant.after))
-            if seen is None:
-                work.append(mutant)
-            else:
-                outcomes.append(seen)
+    work = [mutant for file in files for mutant in mutants_of(file, options.every)]
     if options.list:
         for mutant in work:
             print(f"{mutant.file}:{mutant.line}: {mutant.before}\n    {mutant.after}")
-        print(f"{len(work)} mutants, {len(outcomes)} more are remembered")
+        print(f"{len(work)} mutants")
         return 0
     # What every mutant needs is imported once; a fork has it at once.
     import numpy  # noqa: F401
@@ -316,28 +261,22 @@ def main() -> int:
             sys.exit(f"tests fail without any mutant: {', '.join(tests)}")
         workplaces.put(workplace)
 
-    digests = {file: (_digest(file), _tests_digest(file)) for file in files}
-
-    def run(mutant: Mutant) -> Outcome:
+    def run(mutant: Mutant) -> str:
         workplace = workplaces.get()
-        start = time.monotonic()
         try:
-            outcome = workplace.try_out(mutant, TESTS[mutant.file])
+            return workplace.try_out(mutant, TESTS[mutant.file])
         finally:
             workplaces.put(workplace)
-        what = (mutant.file, mutant.line, mutant.before, mutant.after)
-        result = Outcome(*what, outcome, *digests[mutant.file], round(time.monotonic() - start, 1))
-        _remember(result)
-        return result
 
+    outcomes: dict[Mutant, str] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
-        for number, outcome in enumerate(pool.map(run, work), start=1):
-            outcomes.append(outcome)
-            print(f"{number} of {len(work)}: {outcome.outcome}, {outcome.file}: {outcome.after}", flush=True)
+        for mutant, outcome in zip(work, pool.map(run, work), strict=True):
+            outcomes[mutant] = outcome
+            print(f"{len(outcomes)} of {len(work)}: {outcome}, {mutant.file}: {mutant.after}", flush=True)
     for file in files:
-        counts = Counter(o.outcome for o in outcomes if o.file == file)
+        counts = Counter(outcome for mutant, outcome in outcomes.items() if mutant.file == file)
         said = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        print(f"{file}: {sum(counts.values())} mutants: {said}")
+        print(f"{file}: {counts.total()} mutants: {said}")
     wrong = judge(outcomes, options.every)
     print("\n".join(wrong))
     return 1 if wrong else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor
 from gradstat._core import native
 from gradstat._core.native import BackendUnavailableError, DeviceModule
 from gradstat._core.tensors import changeable, units_of
+from gradstat._core.warn import warn_user
 from gradstat._fields import NAMES
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
@@ -26,12 +26,9 @@ class Kernels:
 
     It is made of three functions: one fills a table, one scales by one number, one by one each. The rest is composed
     of them here, in more passes than kernels of their own take; units are a view each, microseconds of the host.
-
-    Attributes:
-        direct: A shorter way for lists of ordinary tensors, which need no `readable`; None if there is none.
     """
 
-    direct: DeviceModule | None = None
+    direct: DeviceModule | None = None  # a shorter way for lists of ordinary tensors, which need no `readable`
 
     def __init__(
         self,
@@ -52,34 +49,21 @@ class Kernels:
         self._scale(tensors, coefficient)
 
     def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device.
+        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device, or an error.
 
-        A tensor whose coefficient is exactly 1 keeps its values; one listed twice is multiplied by both of its
-        coefficients.
-
-        Raises:
-            RuntimeError: The coefficients are of another dtype, number or device. Nothing has been changed.
+        One listed twice is multiplied by both of its coefficients.
         """
         _require_numbers(coefficients, torch.float64, len(tensors), tensors[0].device)
         self._scale_each(tensors, coefficients)
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        """Multiplies all tensors in place by the 0-d float32 ``factor`` on their device; the table of the results.
-
-        The same bits as `scale_` followed by `check`, but where the backend can, in one pass over the memory.
-
-        Raises:
-            RuntimeError: The factor is of another dtype, number or device. Nothing has been changed.
-        """
+        """`scale_` by the 0-d float32 ``factor``, then the table, with the same bits, where possible in one pass."""
         _require_numbers(factor, torch.float32, 1, tensors[0].device)
         self._scale(tensors, factor.to(torch.float64))
         return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
-        """The table of all units in order. A unit is a slice of a tensor along its dimension 0.
-
-        Tensors of fewer than two dimensions are one unit each. What is not row-major is copied first.
-        """
+        """The table of all units in order. What is not row-major is copied first."""
         units = [unit for tensor in tensors for unit in units_of(tensor.contiguous())]
         return self._stats(units) if units else tensors[0].new_empty((0, len(NAMES)), dtype=torch.float64)
 
@@ -162,12 +146,9 @@ def _load_reference(device_type: str) -> Kernels:
 class Backend(NamedTuple):
     """An entry of the registry. None instead of types of device means every type."""
 
-    # The first entry that loads serves these when nothing is asked for.
-    automatic: frozenset[str] | None
-    # What it can be asked for.
-    forceable: frozenset[str] | None
-    # The kernels for a type of device, or `BackendUnavailableError` with the reason.
-    load: Callable[[str], Kernels]
+    automatic: frozenset[str] | None  # the first entry that loads serves these when nothing is asked for
+    forceable: frozenset[str] | None  # what it can be asked for
+    load: Callable[[str], Kernels]  # or `BackendUnavailableError` with the reason
 
 
 REGISTRY: dict[str, Backend] = {
@@ -216,46 +197,37 @@ def requested_by_environment() -> str | None:
     return name if name in REGISTRY else None
 
 
+def known_name(requested: str | None) -> str | None:
+    """The backend that is asked for, by the caller or else by the environment. ValueError if there is none such."""
+    name = requested if requested is not None else requested_by_environment()
+    if name is not None and name not in REGISTRY:
+        raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
+    return name
+
+
 @functools.cache
 def resolve(requested: str | None, device_type: str) -> Kernels:
-    """The kernels that serve ``device_type``.
+    """The kernels of the backend ``requested``; for None that of GRADSTAT_BACKEND, or else the first that loads.
 
-    Args:
-        requested: A backend's name, or None for GRADSTAT_BACKEND and else the first that loads.
-
-    Warns:
-        UserWarning: Only the reference is left, although there are faster kernels for such devices; says why.
-
-    Raises:
-        ValueError: No backend has that name.
-        BackendUnavailableError: The backend asked for cannot run; it is never replaced by another.
-        StaleExtensionError: The compiled extension does not match the sources, even if nothing was asked
-            for: silently running the slow reference instead would hide a broken installation.
+    What was asked for is never replaced. A stale extension raises even if nothing was: silently running the slow
+    reference instead would hide a broken installation. If the reference alone is left, a warning says why.
     """
-    name = requested if requested is not None else requested_by_environment()
-    if name is not None:
-        if name not in REGISTRY:
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
-        try:
-            return _load(name, device_type)
-        except native.StaleExtensionError:
-            raise
-        except BackendUnavailableError as error:
-            raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
+    name = known_name(requested)
     reasons = []
-    for name, backend in REGISTRY.items():
-        if backend.automatic is None or device_type in backend.automatic:
-            try:
-                kernels = _load(name, device_type)
-            except native.StaleExtensionError:
+    for each, backend in REGISTRY.items():
+        if each != name and (name is not None or device_type not in (backend.automatic or (device_type,))):
+            continue
+        try:
+            kernels = _load(each, device_type)
+        except BackendUnavailableError as error:
+            if isinstance(error, native.StaleExtensionError):
                 raise
-            except BackendUnavailableError as error:
-                reasons.append(f"{name}: {error}")
-                continue
-            if name == "reference" and reasons:
-                warnings.warn(
-                    f"gradstat runs its slow reference on {device_type} tensors. {' '.join(reasons)}", stacklevel=2
-                )
+            if name is not None:
+                raise BackendUnavailableError(f"backend {name!r} is not available: {error}") from error
+            reasons.append(f"{each}: {error}")
+        else:
+            if each == "reference" and reasons:
+                warn_user(f"gradstat runs its slow reference on {device_type} tensors. {' '.join(reasons)}")
             return kernels
     raise BackendUnavailableError(f"no backend serves devices of type {device_type!r}: {' '.join(reasons)}")
 

@@ -20,11 +20,7 @@ class UnreachableRankError(RuntimeError):
 
 
 def member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the group of all ranks.
-
-    Raises:
-        ValueError: There is no process group, or this rank is not in ``group``.
-    """
+    """``group``, or the group of all ranks; ValueError if this rank is not in it."""
     if not dist.is_initialized():
         raise ValueError("there is no process group; call torch.distributed.init_process_group() first")
     found = dist.group.WORLD if group is None else group
@@ -42,20 +38,16 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def reduce_(tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup], caller: str) -> Tensor:
-    """``tensor`` reduced in place by ``op`` over one group after the other: over all their ranks together.
-
-    One collective for each group, no sync. ``op`` has to be associative and commutative. Errors as `reduce_together_`.
-    """
+    """``tensor`` reduced in place by ``op`` over one group after the other: over all their ranks together. No sync."""
     for group in groups:
         reduce_together_({op: tensor}, group, caller)
     return tensor
 
 
 def reduce_together_(tensors: Mapping[Any, Tensor], group: dist.ProcessGroup, caller: str) -> None:
-    """Each tensor reduced in place by its operation over ``group``, all of them on their way at once. No sync.
+    """Each tensor reduced in place by its operation over ``group``, all of them at once. No sync.
 
-    Raises:
-        UnreachableRankError: A rank did not take part; the message begins with ``caller``.
+    `UnreachableRankError`, which begins with ``caller``, if a rank did not take part.
     """
     with _explained(caller, group):
         works = [dist.all_reduce(tensor, op, group, async_op=True) for op, tensor in tensors.items()]
@@ -98,7 +90,6 @@ def _explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         raise UnreachableRankError(
             f"{caller}: not all of {in_words(dist.get_process_group_ranks(group))} took part, as seen from rank "
-            f"{dist.get_rank()}. A rank "
-            "that died, hangs or took another branch keeps the others waiting until the group's timeout; all of them "
-            f"have to call {caller} equally often. The backend said: {error}"
+            f"{dist.get_rank()}. A rank that died, hangs or took another branch keeps the others waiting until the "
+            f"group's timeout; all of them have to call {caller} equally often. The backend said: {error}"
         ) from error

@@ -6,7 +6,7 @@ import io
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,13 +35,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    try:  # that the new name is on the disk, too: where folders can be synchronized
+    with suppress(OSError):  # that the new name is on the disk, too: where folders can be synchronized
         folder = os.open(path.parent, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(folder)
-    except OSError:
-        pass
-    finally:
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -45,11 +45,6 @@ def measure(
     are those of this rank's shards. ``prepare`` is called before anything but ordinary tensors is measured, so that a
     caller can refuse; on several ranks the others then learn of it. ``wants`` of distributed tensors the total alone,
     or of that the summed fields, for smaller and fewer reductions.
-
-    Raises:
-        TypeError, ValueError: A tensor cannot be measured.
-        BackendUnavailableError: ``backend`` cannot run here.
-        Whatever ``prepare`` raises.
     """
     if extra_groups is None:
         measured = measure_directly(tensors, name_of, backend, step)
@@ -183,9 +178,9 @@ def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) 
     """`backends.resolve`, with the name of the i-th tensor, on that type of device, in the error."""
     try:
         return backends.resolve(backend, device_type)
-    except StaleExtensionError:
-        raise
     except BackendUnavailableError as error:
+        if isinstance(error, StaleExtensionError):
+            raise
         raise BackendUnavailableError(f"{error} ({name_of(i)!r} is on a device of type {device_type!r})") from error
 
 

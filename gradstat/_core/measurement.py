@@ -14,6 +14,8 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.norms import Decision
 from gradstat._core.tensors import TensorInfo, moved
 
+_DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
+
 
 class Measurement(NamedTuple):
     """The rows of a list of tensors. Keeps none of them alive."""
@@ -100,3 +102,13 @@ class HostRows:
                 f"{failed} other rank{'s' * (failed != 1)} could not measure what they hold, so nothing is known "
                 "about the whole; their own errors say why"
             )
+
+
+def without_scale(rows: Any, loss_scale: float | None) -> Any:
+    """Rows divided by the loss scale, each field by its degree; further columns stay as they are."""
+    if rows is None or loss_scale is None:
+        return rows
+    degrees = np.zeros(rows.shape[-1])
+    degrees[: len(_DEGREES)] = _DEGREES
+    with np.errstate(all="ignore"):
+        return rows * np.power(loss_scale, -degrees)

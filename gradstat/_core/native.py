@@ -32,62 +32,46 @@ class StaleExtensionError(BackendUnavailableError):
 
 
 class DeviceModule(Protocol):
-    """What both libraries have in common."""
+    """What both libraries have in common (csrc/python_ops.h).
 
-    def check(self, tensors: list[Tensor], /) -> tuple[Tensor, int] | None:
-        """Table and signature; None, and nothing done, unless all are ordinary tensors on one such device."""
+    Functions give None, and have done nothing, unless all tensors are ordinary and on one such device.
+    """
 
-    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None:
-        """The norm of what it clipped in place; None, and nothing done, as in `check`."""
+    # Table and signature.
+    def check(self, tensors: list[Tensor], /) -> tuple[Tensor, int] | None: ...
 
-    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None:
-        """The norm, and memory whose first element is the coefficient that `scale_` needs; None as in `check`."""
+    # The norm of what was clipped.
+    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None: ...
 
+    # The norm, and memory whose first element is the coefficient that `scale_` needs.
+    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None: ...
+
+    # Table, signature, norm, coefficient and norm as two float64, verdict (csrc/entry.h).
     def measure_step(
-        self,
-        tensors: list[Tensor],
-        max_norm: float,
-        norm_type: float,
-        loss_scale: Tensor | None,
-        counters: Tensor | None,
-        /,
-    ) -> tuple[Tensor, int, Tensor, Tensor, Tensor] | None:
-        """Table, signature, norm, coefficient and norm as two float64, verdict (csrc/entry.h); None as in `check`."""
+        self, tensors: list[Tensor], max_norm: float, norm_type: float, scale: Tensor | None, counters: Tensor | None, /
+    ) -> tuple[Tensor, int, Tensor, Tensor, Tensor] | None: ...
 
-    def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool | None:
-        """Multiplies by the first number of the float64 ``coefficient``; None, and nothing done, as in `check`."""
+    # By the first number of the float64 coefficient; by one of the float64 coefficients each.
+    def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool | None: ...
+    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool | None: ...
 
-    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool | None:
-        """Multiplies each tensor by its own of the float64 ``coefficients``; None, and nothing done, as in `check`."""
-
-    def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None:
-        """Multiplies by the float32 ``factor``: table and signature of the results.
-
-        None, and nothing done, as in `check`, and if an address occurs twice.
-        """
+    # By the float32 factor: table and signature of the results. None also if an address occurs twice.
+    def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None: ...
 
 
 class CpuModule(DeviceModule, Protocol):
-    """``_C``."""
+    """``_C``: also the instruction set chosen for this machine, and the helpers of `gradstat._core.parameters`."""
 
-    def instructions(self) -> str:
-        """The instruction set that was chosen for this machine."""
-
-    def make_plan(self, modules: list[object], parameters: list[Tensor], /) -> object | None:
-        """Remembers where ``parameters`` lie in the modules of weak references; None if some do not."""
-
-    def planned_parameters(self, plan: object, /) -> list[Tensor] | None:
-        """The parameters of a plan as they are now; None if a module was changed."""
-
-    def gradients_of(self, parameters: list[Tensor], /) -> tuple[list[Tensor], list[int] | None, list[int] | None]:
-        """What `gradstat._core.parameters.gradients_of` returns."""
+    def instructions(self) -> str: ...
+    def make_plan(self, modules: list[object], parameters: list[Tensor], /) -> object | None: ...
+    def planned_parameters(self, plan: object, /) -> list[Tensor] | None: ...
+    def gradients_of(self, parameters: list[Tensor], /) -> tuple[list[Tensor], list[int] | None, list[int] | None]: ...
 
 
 class CudaModule(DeviceModule, Protocol):
-    """``_C_cuda``."""
+    """``_C_cuda``: also what it was compiled for."""
 
-    def architectures(self) -> str:
-        """What it was compiled for."""
+    def architectures(self) -> str: ...
 
 
 def library_path(name: str) -> Path | None:
@@ -101,12 +85,7 @@ def library_path(name: str) -> Path | None:
 
 @functools.cache
 def load_cpu() -> CpuModule:
-    """Loads the schemas, the CPU kernels and the helpers.
-
-    Raises:
-        BackendUnavailableError: There is no compiled extension, or it does not load.
-        StaleExtensionError: Its fields differ from those of the Python sources.
-    """
+    """Loads the schemas, the CPU kernels and the helpers, or raises `BackendUnavailableError`."""
     module: CpuModule = _load("_C")
     _register_fakes()
     return module
@@ -128,10 +107,7 @@ def load_cuda() -> CudaModule:
 
 
 def operators(device: torch.device) -> Any:
-    """``torch.ops.gradstat`` inside torch.compile, where a program's first call of gradstat may be traced.
-
-    Raises as `load_cpu` and `load_cuda`, while it is traced.
-    """
+    """``torch.ops.gradstat`` inside torch.compile, where a program's first call of gradstat may be traced."""
     _is_loaded(device.type)
     return torch.ops.gradstat
 
@@ -187,12 +163,9 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 def _register_fakes() -> None:
     # `check` and `unscale_` have none: a signature is known to the host only.
+    @torch.library.register_fake("gradstat::stats")
     def table_like(tensors: list[Tensor]) -> Tensor:
         return tensors[0].new_empty((len(tensors), len(_fields.NAMES)), dtype=torch.float64)
-
-    @torch.library.register_fake("gradstat::stats")
-    def _(tensors: list[Tensor]) -> Tensor:
-        return table_like(tensors)
 
     @torch.library.register_fake("gradstat::unit_stats")
     def _(tensors: list[Tensor]) -> Tensor:

@@ -6,7 +6,6 @@ A module is walked once, and again when a dictionary of its parameters or submod
 from __future__ import annotations
 
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
-from gradstat._core.tensors import NameOf
+from gradstat._core.engines import DeepSpeed, engine_of, refuse_engine
+from gradstat._core.warn import warn_user
 
 PLAIN_TYPES = {Tensor, Parameter}
 
@@ -29,6 +29,7 @@ class Source(NamedTuple):
 
     parameters: list[Tensor]
     names: Names
+    engine: DeepSpeed | None = None  # that keeps their gradients
 
 
 class _ModulePlan(NamedTuple):
@@ -81,7 +82,8 @@ def _lists_what_it_holds(module: Module) -> bool:
 def source_of(target: object) -> Source:
     """Named parameters of a module, an optimizer, an iterable, or a single parameter. TypeError for anything else."""
     if isinstance(target, Module):
-        return _module_source(target)
+        engine = engine_of(target)
+        return _module_source(target) if engine is None else _module_source(engine.module)._replace(engine=engine)
     if isinstance(target, Optimizer):
         return _optimizer_source(target)
     if isinstance(target, Tensor):
@@ -150,13 +152,21 @@ class Gradients(NamedTuple):
     positions: list[int] | None
     missing: list[int] | None  # of the parameters that require a gradient and have none
 
+    def name_of(self, i: int) -> str:
+        """What the errors of clips, which know no names, call the i-th of them."""
+        return f"the gradient of parameters[{i if self.positions is None else self.positions[i]}]"
 
-def gradients_of(parameters: list[Tensor]) -> Gradients:
-    """The gradients of ``parameters``. AttributeError if something has no ``.grad``."""
-    helpers = native.helpers()
-    if helpers is not None:
-        return Gradients(*helpers.gradients_of(parameters))
-    found = [parameter.grad for parameter in parameters]
+
+def gradients_of(parameters: list[Tensor], engine: DeepSpeed | None = None) -> Gradients:
+    """The gradients of ``parameters``, or pieces that ``engine`` has. AttributeError if something has no ``.grad``."""
+    kept = None if engine is None else engine.gradients()
+    if kept is not None:
+        found = [kept.get(id(parameter)) for parameter in parameters]
+    else:
+        helpers = None if torch.compiler.is_compiling() else native.helpers()
+        if helpers is not None:
+            return Gradients(*helpers.gradients_of(parameters))
+        found = [parameter.grad for parameter in parameters]
     tensors = [gradient for gradient in found if gradient is not None]
     if len(tensors) == len(parameters):
         return Gradients(tensors, None, None)
@@ -202,31 +212,20 @@ def listed(
 ) -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular."""
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
+        refuse_engine(tensors)
         raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def listed_parameters(parameters: Tensor | Iterable[Tensor], stacklevel: int) -> list[Tensor]:
+def listed_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """`listed`, with torch's warning about a generator that gives nothing, often one that was used up before."""
     found = listed(parameters)
     if not found and isinstance(parameters, types.GeneratorType):
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", UserWarning, stacklevel=stacklevel
-        )
+        warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
     return found
 
 
-def gradients_to_clip(parameters: list[Tensor]) -> tuple[list[Tensor], NameOf]:
-    """The gradients there are, and what errors call the i-th of them. Errors as `collect`."""
-    if torch.compiler.is_compiling():  # which traces no assignment expression inside a comprehension
-        found = [parameter.grad for parameter in parameters]
-        return [gradient for gradient in found if gradient is not None], lambda i: f"gradient {i}"
-    gradients = collect(parameters)
-    positions = gradients.positions
-    return gradients.tensors, lambda i: f"the gradient of parameters[{i if positions is None else positions[i]}]"
-
-
-def collect(parameters: list[Tensor]) -> Gradients:
+def gradients_to_clip(parameters: list[Tensor]) -> Gradients:
     """`gradients_of`, whose error says which item is not a parameter."""
     try:
         return gradients_of(parameters)

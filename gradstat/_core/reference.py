@@ -13,23 +13,12 @@ from gradstat._core.tensors import memory_order
 
 
 def stats(tensors: list[Tensor]) -> Tensor:
-    """The table of ``tensors``: one row each, float64, on their device.
-
-    Args:
-        tensors: Strided tensors of floating or complex dtype on one device, at least one.
-
-    Returns:
-        ``[len(tensors), len(FIELDS)]`` float64.
-    """
+    """The table of strided tensors, at least one: ``[len(tensors), len(FIELDS)]`` float64 on their device."""
     return torch.stack([row(tensor) for tensor in tensors])
 
 
 def row(tensor: Tensor) -> Tensor:
-    """The row of one tensor: ``[len(FIELDS)]`` float64 on its device.
-
-    An element of a complex tensor is NaN if either part is, else Inf if either part is, and zero if both
-    parts are; the other fields run over both parts of its finite elements.
-    """
+    """The row of one tensor: ``[len(FIELDS)]`` float64 on its device, complex ones as in docs/architecture.md."""
     elements = tensor.permute(memory_order(tensor)).reshape(-1)
     parts = torch.view_as_real(elements) if tensor.is_complex() else elements.unsqueeze(-1)
     parts = parts.to(torch.float64)  # [elements, parts]

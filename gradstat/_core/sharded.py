@@ -7,6 +7,7 @@ statistics. A rank that cannot measure its shards takes part all the same, so th
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
 from gradstat._core.collectives import device_of, reduce_, reduce_together_
+from gradstat._core.engines import Piece
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
@@ -44,7 +46,7 @@ class Layout(NamedTuple):
 
     groups: tuple[ProcessGroup, ...]
     resolved: tuple[Any, ...] | None  # the placements without pending sums; None if there are none
-    shards: Shards
+    shards: Shards | None  # None of pieces of a flat tensor, whose indices are made those of the whole
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
@@ -119,15 +121,17 @@ class Sharded:
     """A list of tensors, some of which are shards of larger ones, and the groups over which their rows are merged.
 
     Every rank of a mesh has a row for every owner, so that all ranks reduce the same number of them, whether there
-    is a gradient on each or not. Tensors of a mesh are in the same order on every rank of it. Owners are the parameters
-    if they are gradients, of which those that take part in training have a row, or else the tensors themselves.
-    ``extra`` is as in `gradstat.check`. Raises TypeError or ValueError if something in it is no group.
+    is a gradient on each or not. Owners are the parameters if they are gradients, of which those that take part in
+    training have a row, or else the tensors themselves. ``extra`` is as in `gradstat.check`.
     """
 
     def __init__(
         self, tensors: Sequence[Tensor], owners: list[Tensor] | None = None, extra: ExtraGroups | None = None
     ) -> None:
         self._tensors = list(tensors)
+        self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, Piece))
+        if self._starts:
+            owners = None  # every rank has a piece of each
         # The rows of `tensors` among those of all owners.
         self._here: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
@@ -136,7 +140,7 @@ class Sharded:
             self._owners = [p for p in owners if p.requires_grad or p.grad is not None]
             self._here = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
-        masks, self._extra = extra_masks(self._owners, extra)
+        masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
         self._layouts: list[Layout | None] = []
         # Rows that belong to the same groups.
         self._kinds: dict[_Kind, list[int]] = {}
@@ -151,7 +155,10 @@ class Sharded:
                 if spec.mesh is not mesh or spec.placements != placements:
                     mesh, placements = spec.mesh, spec.placements
                     layout, kind = Layout.of(mesh, placements), None
-            elif mesh is not None:
+            elif isinstance(tensor, Piece):
+                layout = Layout((tensor.group,), None, None)
+                mesh, kind = None, None
+            elif layout is not None:
                 mesh, layout, kind = None, None, None
             self._layouts.append(layout)
             if kind is None or masks:
@@ -166,17 +173,17 @@ class Sharded:
         return any(layout is not None and layout.resolved is not None for layout in self._layouts)
 
     def rows(self, measure_local: MeasureLocal) -> Measurement:
-        """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks.
+        """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks. No sync with NCCL.
 
-        Two reductions of one row for each tensor for every group of shards, and two of a few rows for every extra
-        group. No host sync with NCCL. The tables have a column more than there are fields: on how many ranks there
-        is a NaN or Inf. ``first_nonfinite`` of a sharded tensor holds the lowest such rank, above the bits of the
-        index in its shard (`Shards.index_bits`). What ``measure_local`` raises is raised after the
-        reductions: other ranks find it in ``failed``.
+        The tables have a column more than there are fields: on how many ranks there is a NaN or Inf.
+        ``first_nonfinite`` of a sharded tensor holds the lowest such rank, above the bits of the index in its shard.
+        What ``measure_local`` raises is raised after the reductions: other ranks find it in ``failed``.
         """
         table, infos, error = self._measured(measure_local)
         packed = _pack(
-            table, error is not None, [layout is not None and bool(layout.groups) for layout in self._layouts]
+            table,
+            error is not None,
+            [layout is not None and bool(layout.groups and layout.shards) for layout in self._layouts],
         )
         for group in self._groups:
             rows = [row for (groups, _), members in self._kinds.items() if group in groups for row in members]
@@ -191,11 +198,7 @@ class Sharded:
         return Measurement([whole], None, self._infos(infos), _counting(total, failed), failed)
 
     def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
-        """`rows` without the rows: what travels is a row for each kind of tensor.
-
-        Without ``extremes`` minima, maxima and first indices stay those of this rank, and there is one reduction
-        for a group instead of two.
-        """
+        """`rows` without the rows: a row for each kind of tensor travels, and of it only sums unless ``extremes``."""
         table, _, error = self._measured(measure_local)
         if not extremes and not self._extra and len(self._kinds) == 1 and len(table):
             total, failed = self._total_of_sums(table, error is not None)
@@ -238,17 +241,20 @@ class Sharded:
 
     def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo], Exception | None]:
         """A row for every owner, those of tensors that are not here the identity."""
-        if self._tensors:
-            try:
-                local = measure_local(self._local())
-            except Exception as error:
-                return self._identities(), [], error
-            if len(self._here) == len(self._owners):
-                return local.table(), local.infos, None
+        if not self._tensors:
+            return self._identities(), [], None
+        try:
+            local = measure_local(self._local())
+        except Exception as error:
+            return self._identities(), [], error
+        table = local.table()
+        if len(self._here) == len(self._owners):
+            for column in _INDICES if self._starts else ():
+                table[:, column] += _as_column(self._starts, table.device)
+        else:
             table = self._identities()
             table[self._here] = local.table()
-            return table, local.infos, None
-        return self._identities(), [], None
+        return table, local.infos, None
 
     def _local(self) -> list[Tensor]:
         """What this rank holds of the tensors. Partial ones are summed up first, a collective for each."""
@@ -293,7 +299,7 @@ def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Pa
     bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
     sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
     columns = {column: table[:, column] for column, _ in _EXTREMES}
-    if sharded is not None:
+    if sharded is not None and any(sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
         offset = rank if all(sharded) else rank * torch.tensor(sharded, device=table.device)
         columns.update({column: columns[column] + offset for column in _INDICES})
@@ -315,6 +321,12 @@ def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
     """Some rows, at least one, as one; all for None."""
     sums, highs = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
     return _Packed(sums.sum(0, keepdim=True), highs.amax(0, keepdim=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _as_column(starts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Remembered, as a copy to the device may wait for it."""
+    return torch.tensor(starts, dtype=torch.float64, device=device)
 
 
 def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:

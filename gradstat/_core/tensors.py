@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -24,21 +25,9 @@ else:
 
 NameOf = Callable[[int], str]
 
-_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.complex32,
-        torch.complex64,
-        torch.complex128,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz,
-    }
-)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_DTYPES |= {torch.complex32, torch.complex64, torch.complex128}
+_DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 
 class Shards(NamedTuple):
@@ -57,27 +46,16 @@ class Shards(NamedTuple):
         """Sizes of a rank's shard of a tensor of that shape, and where it begins; None if shards are interleaved."""
         if self.dims is None:
             return None
-        at = _position(self.ranks, rank)
+        ranks = np.array(self.ranks)
+        at = np.argwhere(ranks == rank)[0].tolist()
         sizes, start = list(shape), [0] * len(shape)
         for mesh_dim, dim in self.dims:
-            ranks = self.ranks
-            for _ in range(mesh_dim):
-                ranks = ranks[0]
             # As torch.chunk does: all as large as the first, as far as it goes.
-            piece = -(-sizes[dim] // len(ranks))
+            piece = -(-sizes[dim] // ranks.shape[mesh_dim])
             begin = min(piece * at[mesh_dim], sizes[dim])
             start[dim] += begin
             sizes[dim] = min(piece, sizes[dim] - begin)
         return sizes, start
-
-
-def _position(ranks: list[Any], rank: int) -> tuple[int, ...]:
-    for i, item in enumerate(ranks):
-        if item == rank:
-            return (i,)
-        if isinstance(item, list) and (rest := _position(item, rank)):
-            return (i, *rest)
-    return ()
 
 
 class TensorInfo(NamedTuple):
@@ -108,9 +86,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
     """Dense strided tensors with the elements to be measured, each the original where that is possible.
 
-    Sparse COO tensors give their coalesced values, distributed tensors their local shard, views that are
-    not dense in memory a contiguous copy, lazily conjugated or negated ones the resolved values. What cannot be
-    measured raises, by name: see `_refusal`.
+    What cannot be measured raises, by name: see `_refusal`.
     """
     _refuse_pretence()
     found = []
@@ -143,6 +119,17 @@ def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
         error, words = refusal
         raise error(f"{_describe(name_of(i), local)} {words}")
     return local
+
+
+def why_not_measured(name: str, tensor: Tensor) -> str | None:
+    """What keeps a tensor from being measured, in words; None if nothing does."""
+    local = shard_of(tensor)
+    if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"{name!r} is of {type(local).__module__}.{type(local).__qualname__}, which keeps its memory elsewhere"
+    refusal = _refusal(local)
+    if refusal is None or (local is not tensor and local.dtype in _DTYPES):
+        return None  # where shards have no data is no matter of this rank alone
+    return f"{_describe(name, local)} {refusal[1].partition(';')[0]}"
 
 
 def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
@@ -249,10 +236,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
-    """The strided tensors that hold the elements of ``tensors``, safe to be scaled in place by a real number.
-
-    Raises as `readable`, and for what cannot be scaled in place.
-    """
+    """The strided tensors that hold the elements of ``tensors``, to be scaled in place by a real number."""
     _refuse_pretence()
     targets = []
     for i, tensor in enumerate(tensors):

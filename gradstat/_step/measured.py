@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradstat import _fields
 from gradstat._core import norms
 from gradstat._core.host_copy import Streams, behind, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
-from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Labels
 from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, moved
@@ -22,18 +20,13 @@ from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_, scale_gradients_
 from gradstat.report import Report
 
-_DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
-
 
 class Measured(NamedTuple):
-    """What was measured of some gradients, on the first one's device. Keeps no gradient alive.
-
-    ``norm``, ``numbers`` and ``verdict`` are those of `gradstat._core.norms.Decision`.
-    """
+    """What was measured of some gradients, on the first one's device. Keeps no gradient alive."""
 
     rows: Measurement  # with the loss scale, if ``is_scaled``
     labels: Labels
-    norm: Tensor
+    norm: Tensor  # this and the next two are those of `gradstat._core.norms.Decision`
     numbers: Tensor
     verdict: Tensor
     is_scaled: bool
@@ -58,11 +51,7 @@ class Measured(NamedTuple):
         backend: str | None,
         extra_groups: ExtraGroups | None,
     ) -> Measured:
-        """Reads the gradients once, and counts the step, without a host sync.
-
-        ``parameters`` are all of which some may have a gradient, and one at least has, unless there are
-        ``extra_groups``. Distributed gradients are merged over their ranks, so that all decide alike.
-        """
+        """Reads the gradients of ``parameters`` once, and counts the step. No host sync; all ranks decide alike."""
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=moved(step.loss_scale, home))
@@ -99,10 +88,7 @@ class Measured(NamedTuple):
             return PendingReport(self.rows, make, self.verdict)
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
-        """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1.
-
-        Raises as `refuse_half`, if they are to be unscaled, and `scale_gradients_`; none has been changed then.
-        """
+        """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1."""
         name_of = self.labels.of
         if self.is_scaled:
             refuse_half(gradients, name_of)
@@ -194,16 +180,6 @@ class Unscaled(NamedTuple):
 
         with behind(self.streams):
             return PendingReport(self.rows, make, self.inverse_scale)
-
-
-def without_scale(rows: Any, loss_scale: float | None) -> Any:
-    """Rows divided by the loss scale, each field by its degree; further columns stay as they are."""
-    if rows is None or loss_scale is None:
-        return rows
-    degrees = np.zeros(rows.shape[-1])
-    degrees[: len(_DEGREES)] = _DEGREES
-    with np.errstate(all="ignore"):
-        return rows * np.power(loss_scale, -degrees)
 
 
 def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:

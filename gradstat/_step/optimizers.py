@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,50 +29,39 @@ _REPEATING_STEP = _original_step(LBFGS)
 _SGD_STEP = _original_step(SGD)
 
 
-def _asked_of_kind(question: Callable[[Any], bool]) -> Callable[[Optimizer], bool]:
-    """A question about classes of optimizers, asked of each once."""
-    answer = functools.cache(question)
+class Traits(NamedTuple):
+    """What is known about the ``step`` of a class of optimizers."""
 
-    def asked(optimizer: Optimizer) -> bool:
-        kind: Any = type(optimizer)
-        return answer(kind)
-
-    return asked
-
-
-@_asked_of_kind
-def _has_fused_step(kind: Any) -> bool:
-    return _original_step(kind) in _WITH_FUSED_STEP
+    has_fused_step: bool
+    accepts_scaler: bool  # itself, the older of torch's two interfaces
+    needs_closure: bool
+    # May evaluate its closure more than once, or not before all else. True for LBFGS, and for optimizers that
+    # are not torch's, about which nothing is known.
+    repeats_closure: bool
 
 
-@_asked_of_kind
-def accepts_scaler(kind: Any) -> bool:
-    """Whether ``step`` takes torch's scaler itself, the older of torch's two interfaces."""
-    return "grad_scaler" in inspect.signature(kind.step).parameters
-
-
-@_asked_of_kind
-def needs_closure(kind: Any) -> bool:
-    """Whether ``step`` cannot do without a closure."""
-    return _original_step(kind) is _REPEATING_STEP
-
-
-@_asked_of_kind
-def repeats_closure(kind: Any) -> bool:
-    """Whether ``step`` may evaluate its closure more than once, or otherwise than before all else.
-
-    True for LBFGS, and for optimizers that are not torch's, about which nothing is known.
-    """
+@functools.cache
+def _traits_of(kind: Any) -> Traits:
     step = _original_step(kind)
-    return step is _REPEATING_STEP or not step.__module__.startswith("torch.optim")
+    repeats = step is _REPEATING_STEP
+    accepts_scaler = "grad_scaler" in inspect.signature(kind.step).parameters
+    is_foreign = not step.__module__.startswith("torch.optim")
+    return Traits(step in _WITH_FUSED_STEP, accepts_scaler, repeats, repeats or is_foreign)
+
+
+def traits_of(optimizer: Optimizer) -> Traits:
+    """What is known about its class, asked of each once."""
+    kind: Any = type(optimizer)
+    return _traits_of(kind)
 
 
 def obeys_verdict(optimizer: Optimizer) -> bool:
     """Whether ``step`` honours ``grad_scale`` and ``found_inf``. Others raise, or silently ignore them."""
-    if _has_fused_step(optimizer):
+    traits = traits_of(optimizer)
+    if traits.has_fused_step:
         # Not the flag below: it is set for the defaults, while any group may say otherwise, and is lost by pickling.
         return all(group.get("fused") for group in optimizer.param_groups)
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not accepts_scaler(optimizer)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not traits.accepts_scaler
 
 
 @contextlib.contextmanager
@@ -103,10 +92,8 @@ def refuse_foreign_verdict(optimizer: Optimizer) -> None:
 def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
     """Whether skipping the coming step of a fused SGD would leave uninitialised memory in its momentum.
 
-    Fused SGD allocates its buffers without filling them, as its first step will (``torch/optim/sgd.py``,
-    ``_fused_sgd``). If the device skips that step nobody does, and the second step reads them. Where zeros serve
-    the first step as well they are put there, and nothing is at risk: without dampening,
-    ``momentum * 0 + gradient`` is what torch starts with. With dampening it is not.
+    It allocates its buffers without filling them, as its first step will (``torch/optim/sgd.py``, ``_fused_sgd``). If
+    the device skips that step nobody does. Without dampening zeros serve as well, and are put there.
     """
     if _original_step(type(optimizer)) is not _SGD_STEP:
         return False

@@ -16,7 +16,7 @@ from gradstat._core.backends import Kernels
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, resolve_for
-from gradstat._core.parameters import collect, listed_parameters
+from gradstat._core.parameters import gradients_to_clip, listed_parameters
 from gradstat._core.tensors import NameOf, check_writable, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
@@ -55,29 +55,22 @@ class AdaptiveClip(ABC):
     def clip_(self, parameters: Tensor | Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         """Clips the gradients of ``parameters`` in place by this clip's rule. No host sync.
 
-        Args:
-            parameters, backend: As for `clip_grad_norm_`.
-
-        Returns:
-            The total L2 norm before clipping, as from `clip_grad_norm_`.
+        ``parameters``, ``backend``, what is returned, and errors, before anything is changed, are as of
+        `clip_grad_norm_`. Besides:
 
         Raises:
-            As `clip_grad_norm_`, before anything is changed. Besides:
             ValueError: The list is not the one this clip has a state for.
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
         """
-        listed = listed_parameters(parameters, stacklevel=4)
-        gradients, positions, _ = collect(listed)
+        listed = listed_parameters(parameters)
+        found = gradients_to_clip(listed)
+        gradients, positions, _ = found
         if not gradients:
             return torch.tensor(0.0, device="cpu")
         if positions is not None:
             listed = [listed[i] for i in positions]
-
-        def name_of(i: int) -> str:
-            return f"the gradient of parameters[{i if positions is None else positions[i]}]"
-
         with torch.no_grad():
-            norm = self._clip_(listed, gradients, name_of, backend)
+            norm = self._clip_(listed, gradients, found.name_of, backend)
         # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
         torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
@@ -92,14 +85,11 @@ class AdaptiveClip(ABC):
         return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from what `state_dict` returned. The options are this clip's own, not those of then.
+        """Continues from ``state``, of `state_dict`, with own options; ValueError if of another rule or window.
 
         The tensors may be on any device; at the next step they are moved to the gradients'. Where this clip has a
         tensor of that shape already it is copied into, so that captured graphs see the values. No host sync, unless
         values have to move from a GPU to the CPU.
-
-        Raises:
-            ValueError: It is the state of another rule, or of another ``window``.
         """
         own = type(self).__name__
         if state["rule"] != own:
@@ -146,17 +136,13 @@ class NormClip(AdaptiveClip):
 
     @torch.no_grad()
     def coefficient(self, norm: Tensor, *, keep: Tensor | None = None) -> Tensor:
-        """Decides what to multiply the gradients of a step by, and remembers the step. No host sync.
+        """What to multiply the gradients of a step by, 0-d float64 from 0 to 1; remembers the step. No host sync.
 
         Args:
             norm: Total L2 norm of the gradients as the optimizer is to see them, without a loss scale: 0-d float64,
-                on the device where the state is to be.
-            keep: 0-d bool on that device. Where False the step is not remembered, as if it had not been (but that
-                its norm was not finite is), and the coefficient is 1. None keeps every step.
-
-        Returns:
-            0-d float64 on that device, from 0 to 1. For a norm that is NaN or Inf it is 1, and nothing but the
-            number of such norms is remembered: such a step is for the caller to leave out.
+                on the device where the state is to be. For NaN or Inf the coefficient is 1, and nothing but the
+                number of such norms is remembered: such a step is for the caller to leave out.
+            keep: 0-d bool on that device. Where False the step is treated likewise. None keeps every step.
         """
         state = self._state_on(norm.device)
         kept = norm.isfinite() if keep is None else norm.isfinite() & keep
@@ -195,15 +181,9 @@ class TensorClip(AdaptiveClip):
         """Decides the coefficients of a step, scales ``gradients`` in place, and remembers the step. No host sync.
 
         None of them is distributed. ``parameters`` are theirs in the same order, ``rows`` gives their table, on the
-        first one's device, ``kernels`` are those for their type of device, and ``name_of`` is what errors call the
-        i-th. ``inverse_scale`` is the reciprocal, 0-d float32, of the loss scale that they still carry, by which they
-        are multiplied, too, whatever is decided; None if they carry none.
-
-        Returns:
-            The total norm before, without the loss scale: 0-d float64.
-
-        Raises:
-            As `AdaptiveClip.clip_`, before anything is changed.
+        first one's device, ``kernels`` are those for their type of device, and ``name_of`` is what errors, those of
+        `AdaptiveClip.clip_`, call the i-th. ``inverse_scale`` is the reciprocal, 0-d float32, of the loss scale that
+        they still carry, by which they are multiplied, too. Returned is the norm before, without it: 0-d float64.
         """
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:

@@ -9,21 +9,17 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
-# The columns of "totals". Float64 counts exactly up to 2**53.
+# The columns of "totals": norms recorded, norms not finite, coefficients decided, those below 1, and their sum.
 RECORDED, NONFINITE, DECIDED, CLIPPED, REMAINING = range(5)
 
 
 def new(window: int, device: torch.device) -> State:
-    """The tensors of a history without steps, all float64.
-
-    ``"norms"``: ``[window]``, the last norms in a ring, NaN where there is none yet. ``"totals"``: ``[5]``, by the
-    columns above: norms recorded, norms that were not finite, coefficients decided, those below 1, and the sum of the
-    latter. ``"smallest"``: 0-d, the smallest coefficient, 1 to begin with.
-    """
+    """The tensors of a history without steps."""
     return {
+        # The last norms in a ring, NaN where there is none yet.
         "norms": torch.full((window,), math.nan, dtype=torch.float64, device=device),
         "totals": torch.zeros(5, dtype=torch.float64, device=device),
-        "smallest": torch.ones((), dtype=torch.float64, device=device),
+        "smallest": torch.ones((), dtype=torch.float64, device=device),  # coefficient
     }
 
 

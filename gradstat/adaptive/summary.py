@@ -80,10 +80,7 @@ class ClipSummary:
 
 
 def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never: str) -> ClipSummary:
-    """The summary of what ``state`` holds; one host sync.
-
-    ``if_often`` is what to say when more than half of the coefficients are below 1, ``if_never`` when none is.
-    """
+    """The summary of what ``state`` holds; one host sync."""
     held = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
     norms, totals, smallest = np.split(held, [len(state["norms"]), len(held) - 1])
     recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.REMAINING])

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from gradstat._core import norms as _norms
 from gradstat._core.backends import Kernels
-from gradstat._core.tensors import (
-    NameOf,
-    by_device,
-    changeable,
-    check_writable,
-    is_dense,
-    moved,
-    readable,
-)
+from gradstat._core.tensors import NameOf, by_device, changeable, check_writable, is_dense, moved, readable
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, number, whole_number
 
@@ -188,11 +180,7 @@ class AGC(TensorClip):
 
 
 def _scale_each_(
-    gradients: list[Tensor],
-    coefficients: Tensor,
-    kernels: Kernels,
-    inverse_scale: Tensor | None,
-    name_of: NameOf,
+    gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, inverse_scale: Tensor | None, name_of: NameOf
 ) -> None:
     """Multiplies each gradient by its coefficient, and all by ``inverse_scale``, on whatever devices they are."""
     factors = coefficients if inverse_scale is None else coefficients * inverse_scale

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import operator
-import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from gradstat._core.files import replacing
+from gradstat._core.importing import ImportedError, attribute_of, trace_of
 from gradstat.bench import steps
 from gradstat.bench.machine import circumstance, device_name, driver_version, versions
-from gradstat.bench.progress import Progress
+from gradstat.bench.timing import progress_bar
 
 BUILT_IN = "gradstat.demo.model:example"
 CONTRACT = """\
@@ -130,8 +127,8 @@ def _run(options: argparse.Namespace) -> int:
         f"on {setting['device']}, {circumstance(setting['driver'], setting['threads'])}; {setting['versions']}"
     )
     compared = _that_run(step, where)
-    with Progress(steps.WARMUP + options.rounds, "measuring") as progress:
-        measured = steps.costs(step, options.rounds, compared=compared, progress=progress.advance)
+    with progress_bar(steps.WARMUP + options.rounds, "measuring") as progress:
+        measured = steps.costs(step, options.rounds, compared=compared, progress=lambda: progress.update(1))
     print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
     if options.json is not None:
         content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
@@ -156,30 +153,16 @@ def _device(name: str | None) -> torch.device:
 
 def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
     """Calls the factory ``"module:attribute"``, which does as `CONTRACT` says; its model and the forward pass."""
-    module_name, colon, attribute = where.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UsageError("expected MODULE:FACTORY, such as bench_me:factory")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"no module {error.name!r} in the current folder or the environment") from error
-        raise UsageError(f"importing {module_name} failed: {error}") from error
-    except Exception as error:
-        raise UsageError(f"importing {module_name} raised\n{_trace(error)}") from error
-    try:
-        factory = operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        raise UsageError(f"{module_name} has no {attribute}") from error
-    if not callable(factory):
-        raise UsageError(f"{attribute} is a {type(factory).__name__}, not a function")
+        factory = attribute_of(where, "MODULE:FACTORY, such as bench_me:factory")
+    except ImportedError as error:
+        raise UsageError(str(error)) from error
+    attribute = where.partition(":")[2]
     try:
         with device:
             made = factory()
     except Exception as error:
-        raise UsageError(f"{attribute}() raised\n{_trace(error)}") from error
+        raise UsageError(f"{attribute}() raised\n{trace_of(error, __file__)}") from error
     if isinstance(made, nn.Module):
         raise UsageError(
             f"{attribute}() returned a module alone; return (model, batch) or (model, loss), so that a step can be "
@@ -235,7 +218,7 @@ def _scalar(loss: Callable[[], Any], device: torch.device, autocast: torch.dtype
     try:
         first = forward()
     except Exception as error:
-        raise UsageError(f"the forward pass raised\n{_trace(error)}") from error
+        raise UsageError(f"the forward pass raised\n{trace_of(error, __file__)}") from error
     if not isinstance(first, Tensor):
         raise UsageError(f"the loss must be a tensor, not a {type(first).__name__}")
     if first.numel() != 1 or first.is_complex():
@@ -260,17 +243,11 @@ def _that_run(step: steps.Step, where: str) -> list[steps.Variant]:
             variant.run(step)
         except Exception as error:  # noqa: PERF203 - a step takes longer than a try
             if not running:  # the plain step
-                raise UsageError(f"--model {where}: a training step raised\n{_trace(error)}") from error
+                raise UsageError(f"--model {where}: a training step raised\n{trace_of(error, __file__)}") from error
             print(f"left out: {variant.name}, since it raised {type(error).__name__}: {error}", file=sys.stderr)
         else:
             running.append(variant)
     return running
-
-
-def _trace(error: Exception) -> str:
-    """The traceback without this file's own frames, which tell a user nothing."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return "".join(["".join(traceback.format_list(frames)), *traceback.format_exception_only(error)]).rstrip()
 
 
 def verdict(measured: list[steps.Cost]) -> str:

@@ -22,13 +22,10 @@ from gradstat.bench.machine import synchronize
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callable[[], object] = lambda: None) -> int:
-    """The most bytes that ``call`` holds at any moment, beyond what was held before it.
+    """The most bytes that ``call``, which has run before, holds at any moment beyond what was held before it.
 
-    Args:
-        call: Run twice on a CPU, once on a GPU. Should have run before, so that what it does once is done.
-        device: Whose memory counts.
-        prepare: Run, uncounted, ahead of each call. It should free what the call would free: memory from before
-            that is freed inside would count as nothing.
+    ``prepare`` is run, uncounted, ahead of each call (two on a CPU), to free what the call would free: memory from
+    before that is freed inside would count as nothing.
     """
     collecting = gc.isenabled()
     gc.disable()  # what was thrown away before must not be freed inside

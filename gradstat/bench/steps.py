@@ -36,10 +36,7 @@ class WrongAnswerError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step without any inspection; ``loss`` does the forward pass.
-
-    The optimizer has a learning rate of `LEARNING_RATE`, since it takes many steps.
-    """
+    """A training step without any inspection; ``loss`` does the forward pass. It learns at `LEARNING_RATE`."""
 
     model: nn.Module
     loss: Callable[[], Tensor]
@@ -69,10 +66,7 @@ class Variant:
 
 
 def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, float]:
-    """What people write by hand: five reductions per gradient, each brought to the host at once.
-
-    How many gradients are not finite, the norm of all of them, the smallest and the largest element.
-    """
+    """What people write by hand: how many gradients are not finite, their norm, the smallest and largest element."""
     bad, squares, low, high = 0, 0.0, math.inf, -math.inf
     for gradient in gradients:
         if gradient is not None:
@@ -116,12 +110,7 @@ def variants() -> list[Variant]:
 
 
 def verify(step: Step) -> None:
-    """Holds what the variants say about one step's gradients against each other in float64, before any is timed.
-
-    Raises:
-        ValueError: The model has no gradients after ``backward()``, or they are not finite.
-        WrongAnswerError: One of them is wrong.
-    """
+    """Holds what the variants say about one step's gradients against float64; ValueError if nothing can be timed."""
     step.optimizer.zero_grad()
     step.loss().backward()
     parameters = [p for p in step.model.parameters() if p.grad is not None]
@@ -153,22 +142,15 @@ def _dense(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one variant of a step costs.
-
-    Attributes:
-        seconds: Wall time of a step, with a final sync.
-        ratio: To the plain step of the same round.
-        inside: Seconds in the added call itself, as it runs within the step: what the ratio is too noisy to tell when
-            it is little. None where that means nothing: in anomaly mode, and on a GPU, where a call that waits waits
-            for the backward pass.
-        extra_bytes: Peak memory beyond the plain step's, as `memory.peak_bytes` counts.
-    """
+    """What one variant of a step costs."""
 
     name: str
-    seconds: Quartiles
-    ratio: Quartiles
+    seconds: Quartiles  # of a step, with a final sync
+    ratio: Quartiles  # to the plain step of the same round
+    # Seconds in the added call itself: what the ratio is too noisy to tell when it is little. None where that means
+    # nothing: in anomaly mode, and on a GPU, where a call that waits waits for the backward pass.
     inside: Quartiles | None
-    extra_bytes: int
+    extra_bytes: int  # peak memory beyond the plain step's
 
     def added(self, plain: Cost) -> float:
         """What it adds to a step, as a share of the plain one: by ``inside`` if that is known, else by ``ratio``."""
@@ -178,10 +160,7 @@ class Cost:
 def costs(
     step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] = lambda: None
 ) -> list[Cost]:
-    """Time and peak memory of the variants ``compared`` (all, if None), the plain step first.
-
-    In each of the timed ``rounds`` every variant takes one step; then ``progress`` is called.
-    """
+    """Time and peak memory of the variants ``compared`` (None: all), the plain step first; one step in each round."""
     compared = compared or variants()
     inside: dict[str, list[float]] = {variant.name: [] for variant in compared}
     samples = interleaved(

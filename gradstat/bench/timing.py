@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.hub import tqdm  # type: ignore[attr-defined]  # tqdm's, or a simple one where that is not installed
 
 from gradstat.bench.machine import synchronize
 
@@ -28,6 +30,13 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
+def progress_bar(total: int, what: str) -> Any:
+    """A bar of ``total`` rounds on stderr, of tqdm; where that is no terminal, a line every 15 seconds."""
+    seconds = 0.0 if sys.stderr.isatty() else 15.0
+    options = {"mininterval": seconds or 0.1, "delay": seconds, "dynamic_ncols": True, "leave": False}
+    return tqdm(total=total, desc=what, unit="round", **options)
+
+
 def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
     """Quartiles of ``values`` over ``base``, round by round: what slows a round down cancels out."""
     return quartiles([value / other for value, other in zip(values, base, strict=True)])
@@ -43,17 +52,11 @@ def interleaved(
     after: Callable[[str, float], object] = lambda name, seconds: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Times every call once per round, in an order drawn anew (but the same on every run) for each.
+    """Seconds of each call in every round, to the end of all its work on ``device`` (None: the CPU).
 
-    Args:
-        calls: By name.
-        rounds, warmup: Timed rounds, and those before them that are not counted.
-        device: Where the work is done; None is the CPU.
-        before, after: Run, untimed, around every call, with its name; then also with the seconds until it returned.
-        progress: Called after every round, uncounted ones included.
-
-    Returns:
-        Seconds from each call to the end of all its work, a final sync included.
+    The order is drawn anew for each round, the same on every run; rounds of ``warmup`` are not counted. ``before`` and
+    ``after`` are run, untimed, around every call, the latter with the seconds until it returned; ``progress`` after
+    every round.
     """
     device = device or torch.device("cpu")
     samples: dict[str, list[float]] = {name: [] for name in calls}

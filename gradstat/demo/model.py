@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,19 +49,6 @@ class Attention(nn.Module):
         return projected
 
 
-class Perceptron(nn.Module):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.up = nn.Linear(size.width, 4 * size.width)
-        self.down = nn.Linear(4 * size.width, size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
-        return y
-
-
 class Block(nn.Module):
     """One layer: attention, then the perceptron, each behind a norm and beside a residual."""
 
@@ -69,7 +57,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(size.width)
         self.attention = Attention(size)
         self.norm2 = nn.LayerNorm(size.width)
-        self.mlp = Perceptron(size)
+        up, down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
+        self.mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))

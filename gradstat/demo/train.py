@@ -13,19 +13,15 @@ from gradstat.demo import corpus as text
 from gradstat.demo.model import GPT
 
 MAX_NORM = 1.0
-# Written into the input that `mlp.down` has saved for its weight's gradient: sample, position, feature.
-CORRUPTED_ELEMENT = (0, 3, 7)
 CORRUPTED_VALUE = math.inf
 
 
 def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-    """Makes ``module``'s saved input wrong in one element, as a flipped bit in memory would.
+    """Makes ``module``'s saved input wrong in one element, as a flipped bit in memory would."""
 
-    The output has been computed by then, so the loss stays healthy: only a gradient will show it.
-    """
-
+    # The output has been computed by then, so the loss stays healthy: only a gradient will show it.
     def hook(_module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
-        inputs[0].data[CORRUPTED_ELEMENT] = CORRUPTED_VALUE
+        inputs[0].data[0, 3, 7] = CORRUPTED_VALUE  # sample, position, feature
 
     return module.register_forward_hook(hook)
 
@@ -33,12 +29,9 @@ def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
 def train(
     model: GPT, corpus: Tensor, steps: int, corrupted_step: int, corrupted_layer: int, seed: int, device: str
 ) -> tuple[gradstat.monitor.Recording, gradstat.Report | None]:
-    """Trains with AdamW; a step whose gradients are not finite is skipped.
+    """Trains with AdamW, and corrupts the ``mlp.down`` of block ``corrupted_layer`` in ``corrupted_step``.
 
-    In ``corrupted_step``, counted from 0, the ``mlp.down`` of block ``corrupted_layer`` is corrupted.
-
-    Returns:
-        What the monitor kept of all steps; the report of the corrupted one, if it was not finite.
+    What the monitor kept of all steps, and the report of the corrupted one, which is skipped if it was not finite.
     """
     from tqdm import tqdm
 

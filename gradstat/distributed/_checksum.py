@@ -34,11 +34,9 @@ _OF_TENSORS, _OF_LISTS = 0, _LEVELS  # where the weights of each begin
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The checksum of each tensor: ``[n]`` int64 on ``device``.
+    """The checksum of each tensor's bits in row-major order, whatever its strides: ``[n]`` int64 on ``device``.
 
-    Reads each tensor once, and those that are not contiguous twice. Depends on the elements' bits in row-major order
-    and on nothing else: not on strides, alignment, device or threads. Sparse tensors are coalesced. No sync, but for
-    sparse tensors on a GPU, and for numbers that have to move from a GPU to the CPU, one for each GPU.
+    No sync, but for sparse tensors on a GPU, and for numbers that have to move from a GPU to the CPU.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device=device)

@@ -56,16 +56,14 @@ class BatchReport:
 def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchReport:
     """Tells ranks that were given the same batch, bit by bit, as from a sampler that does not shard.
 
-    A collective: all ranks of the group have to call it. One gathering of 8 bytes from each rank and one host sync.
+    A collective: all ranks of the group have to call it, and get the same report. One gathering of 8 bytes from each
+    rank and one host sync.
 
     Args:
         batch: A tensor, or tensors in mappings, lists, tuples and dataclasses, nested. Strings, bytes, numbers and None
             count, too.
         group: The ranks that should have different batches; None for all. With tensor or pipeline parallelism, the
             data-parallel group, for the other ranks of a model share their batch.
-
-    Returns:
-        The same report on every rank.
 
     Raises:
         TypeError: Something in ``batch`` is none of these; the message says where.

@@ -54,8 +54,7 @@ def watch_origin(
             optimizer.zero_grad()
 
     Works with ``static_graph``, ``gradient_as_bucket_view``, ``find_unused_parameters``, buckets built anew and
-    ``torch.compile`` on either side of DDP.
-    Every rank has to watch the same model.
+    ``torch.compile`` on either side of DDP. Every rank has to watch the same model.
 
     Args:
         ddp_model: A ``DistributedDataParallel``, or what ``torch.compile`` made of one, without a communication hook;
@@ -63,11 +62,10 @@ def watch_origin(
         hook: The communication hook to wrap, as ``register_comm_hook`` takes it; None for torch's ``allreduce_hook``,
             which is what DDP does by itself.
         state: What ``hook`` is called with.
-        per_micro_batch: With gradient accumulation under ``no_sync()`` nothing is reduced before the last micro-batch,
-            and a bucket holds the sum of all of them: which one was bad cannot be seen there. If true, gradients are
-            also measured after each ``backward()`` that reduced nothing, when the next ``forward`` begins or
-            `OriginWatch.result` is called. That is one more read of the gradients and one launch for each such
-            micro-batch, and a call into Python for each parameter in every ``backward()``.
+        per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches:
+            which one was bad cannot be seen there. If true, gradients are also measured after each ``backward()`` that
+            reduced nothing, when the next ``forward`` begins or `OriginWatch.result` is called: another read and launch
+            for each such micro-batch, and a call into Python for each parameter in every ``backward()``.
         backend: As in `gradstat.check`.
 
     Returns:
@@ -155,25 +153,18 @@ class OriginWatch:
         self._names = tuple(name for name, _ in named)
         self._parameters = [parameter for _, parameter in named]
         self._position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        self._group = ddp_model.process_group
-        self._relay = relay
-        self._backend = backend
-        self._seen: list[_Seen] = []
-        self._micro_batch = 0
-        self._unseen = False  # whether gradients were accumulated that nobody has measured yet
+        self._group, self._relay, self._backend = ddp_model.process_group, relay, backend
+        self.reset()
         self._handles: list[Any] = []
         if per_micro_batch:
             self._handles = [p.register_post_accumulate_grad_hook(_noting(self)) for p in self._parameters]
             self._handles.append(ddp_model.register_forward_pre_hook(self._see_accumulated))
 
     def result(self) -> OriginReport:
-        """Which rank brought what, since the last call. Starts over for the next step.
+        """Which rank brought what since the last call, the same report on every rank. Starts over for the next step.
 
         A collective: all ranks call it. While all gradients are finite it is one reduction of 8 bytes for each
         parameter and one sync; if some are not, the counts of NaN and Inf in those are gathered, with two more syncs.
-
-        Returns:
-            The same report on every rank.
 
         Raises:
             RuntimeError: On some rank nothing was seen since the last call. Raised on all of them.
@@ -227,7 +218,9 @@ class OriginWatch:
 
     def reset(self) -> None:
         """Forgets what was seen since the last `result`, for a step that is given up."""
-        self._seen, self._micro_batch, self._unseen = [], 0, False
+        self._seen: list[_Seen] = []
+        self._micro_batch = 0
+        self._unseen = False  # whether gradients were accumulated that nobody has measured yet
 
     def remove(self) -> None:
         """Ends the watch. The hook stays with DDP, which keeps hooks for life, and only hands buckets on."""
@@ -262,9 +255,6 @@ class OriginWatch:
         self._seen.append(_Seen(self._micro_batch, positions, stats(gradients, backend=self._backend)))
 
 
-# What is said ---------------------------------------------------------------------------------------------
-
-
 class BadGradient(NamedTuple):
     """A gradient that was not finite before it was reduced."""
 
@@ -278,8 +268,8 @@ class BadGradient(NamedTuple):
 class OriginReport:
     """Which rank brought NaN or Inf into which gradient, the same on every rank. Ranks are global numbers.
 
-    Made by `OriginWatch.result`. What comes later tells nothing: once a bad gradient was reduced or accumulated, it is
-    bad everywhere. So each parameter is described as it was in the first micro-batch in which any rank had it bad.
+    Made by `OriginWatch.result`. Once a bad gradient was reduced or accumulated it is bad everywhere, so each parameter
+    is described as it was in the first micro-batch in which any rank had it bad.
 
     Attributes:
         ranks: All ranks that were asked.
@@ -305,11 +295,7 @@ class OriginReport:
         return tuple(self._bad)
 
     def rank_of(self, name: str) -> int | None:
-        """The rank that brought it: the lowest of those where ``name``'s gradient was bad first; None if none was.
-
-        Raises:
-            KeyError: No parameter has this name.
-        """
+        """The lowest rank where ``name``'s gradient was bad first; None if none was. KeyError for an unknown name."""
         bad = self._find(name)
         return None if bad is None else next(iter(bad.counts))
 
@@ -357,7 +343,8 @@ class OriginReport:
         left = limit
         for micro_batch, ranks in sorted(together):
             group = together[micro_batch, ranks]
-            lines.append(f"brought by {self._who(ranks)}{self._when(micro_batch)}: {_gradients(len(group))}")
+            count = f"{len(group)} gradient{'s' * (len(group) != 1)}"
+            lines.append(f"brought by {self._who(ranks)}{self._when(micro_batch)}: {count}")
             lines += [f"  {one.name}: {_counts(one, ranks[0])}" for one in group[:left]]
             lines += [f"  and {len(group) - left} more"] if len(group) > left else []
             left = max(0, left - len(group))
@@ -380,7 +367,3 @@ def _counts(bad: BadGradient, rank: int) -> str:
     nan, inf = bad.counts[rank]
     found = " and ".join(f"{n:,} {kind}" for n, kind in ((nan, "NaN"), (inf, "Inf")) if n)
     return f"{found} of {bad.numel:,} elements" + (f" on rank {rank}" if len(bad.counts) > 1 else "")
-
-
-def _gradients(count: int) -> str:
-    return f"{count} gradient{'s' * (count != 1)}"

@@ -61,7 +61,7 @@ class ReplicaReport:
 
     Attributes:
         drifted: One `Drift` for each tensor that differs, sorted by kind and name.
-        compared: How many tensors were compared. A rank outside of the mesh of a ``DTensor`` does not count it.
+        compared: How many tensors were compared.
         ranks: Those that took part, global numbers.
     """
 
@@ -111,13 +111,10 @@ def verify_replicas(
     payload. Values are turned into 64-bit checksums where they lie, with one read of the tensors and a few launches for
     each; two tensors that differ escape with a chance of about 2**-32.
 
-    A collective: all ranks of the group have to call it. Agreement costs one reduction of 32 bytes and one host sync,
-    however many tensors there are; distributed tensors add a reduction for each mesh dimension they are replicated on,
-    one for the verdict, and a sync. Only if something differs are names and checksums gathered, as objects, to tell
-    which ranks it is. Whatever a rank lacks, all of them take the same branch.
-
-    Plain tensors are compared over the group. A ``DTensor``'s local shard is compared over the dimensions of its own
-    mesh on which it is replicated (``Replicate``), and never over those it is sharded on.
+    A collective: all ranks of the group have to call it, and get the same report. Agreement costs one reduction of 32
+    bytes and one host sync, however many tensors there are; distributed tensors add a reduction for each mesh dimension
+    they are replicated on, over which their shards are compared, one for the verdict, and a sync. Only if something
+    differs are names and checksums gathered, as objects, to tell which ranks it is.
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
@@ -125,9 +122,6 @@ def verify_replicas(
         what: Any of ``"gradients"``, ``"parameters"``, ``"buffers"`` (of a module) and ``"state"`` (the tensors in an
             optimizer's state).
         mesh: In place of ``group``: all ranks of this device mesh, the data-parallel part of a larger one for example.
-
-    Returns:
-        The same report on every rank.
 
     Raises:
         TypeError: ``target`` is none of these or has not what is asked for, or a tensor's bits cannot be compared.
@@ -178,10 +172,7 @@ def _participants(
 def _agree(
     tensors: list[_Replicated], compared: list[_Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
 ) -> bool:
-    """Whether all ranks have the same tensors with the same bits. The answer is the same on every rank.
-
-    ``compared`` are those that have replicas, ``numbers`` their checksums, on the device of the collectives.
-    """
+    """Whether all have the same tensors, and those ``compared`` the same checksums, ``numbers``; all say alike."""
     # First what is compared over all ranks: the list of tensors, so that what follows is done by all or by none, and
     # the plain tensors. Two numbers, whatever a rank has or lacks.
     listed = of_text("\n".join(f"{tensor.kind} {tensor.name} {tensor.layout}" for tensor in tensors))
@@ -254,9 +245,6 @@ def _tensors(count: int) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
 
 
-# What there is to compare ----------------------------------------------------------------------------------
-
-
 class _Replicated(NamedTuple):
     """One tensor of this rank, or its absence."""
 
@@ -277,23 +265,22 @@ def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> lis
     if unknown or not wanted:
         raise ValueError(f"cannot compare {', '.join(unknown) or 'nothing'}; known: {', '.join(_FINDERS)}")
     found: dict[tuple[str, str], _Replicated] = {}
-    for kind, find in (_FINDERS[each] for each in wanted):
-        for name, tensor in find(target):
+    for each in wanted:
+        kind = each.removesuffix("s")
+        for name, tensor in _FINDERS[each](target):
             if (kind, name) in found:
                 raise ValueError(f"two tensors are named {name!r}; ranks tell them apart by name")
             found[kind, name] = _described(kind, name, tensor, ranks)
     return [found[key] for key in sorted(found)]
 
 
-def _gradients(target: Any) -> _Named:
-    source = source_of(target)
-    pairs = zip(source.names(), source.parameters, strict=True)
-    return [(name, p.grad) for name, p in pairs if p.requires_grad or p.grad is not None]
-
-
-def _parameters(target: Any) -> _Named:
+def _parameters(target: Any) -> Iterable[tuple[str, Tensor]]:
     source = source_of(target)
     return zip(source.names(), source.parameters, strict=True)
+
+
+def _gradients(target: Any) -> _Named:
+    return [(name, p.grad) for name, p in _parameters(target) if p.requires_grad or p.grad is not None]
 
 
 def _buffers(target: Any) -> _Named:
@@ -305,21 +292,18 @@ def _buffers(target: Any) -> _Named:
 def _state(target: Any) -> _Named:
     if not isinstance(target, Optimizer):
         raise TypeError(f"state is that of a torch.optim.Optimizer, got {type(target).__name__}")
-    source = source_of(target)
+    states = ((name, target.state.get(parameter, {})) for name, parameter in _parameters(target))
     return [
-        (f"{name}.{key}", value)
-        for name, parameter in zip(source.names(), source.parameters, strict=True)
-        for key, value in target.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
+        (f"{name}.{key}", value) for name, state in states for key, value in state.items() if torch.is_tensor(value)
     ]
 
 
-# By what users call it: what one of them is called, and how they are found.
-_FINDERS: dict[str, tuple[str, Callable[[Any], _Named]]] = {
-    "gradients": ("gradient", _gradients),
-    "parameters": ("parameter", _parameters),
-    "buffers": ("buffer", _buffers),
-    "state": ("state", _state),
+# By what users call it, in the plural mostly: how it is found.
+_FINDERS: dict[str, Callable[[Any], _Named]] = {
+    "gradients": _gradients,
+    "parameters": _parameters,
+    "buffers": _buffers,
+    "state": _state,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,29 +18,16 @@ from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
-from gradstat.monitor.policies import find_stack_level
-
-_MARK = "_gradstat_watch"  # the attribute of an accelerator that is watched
-
-
-def refuse_second(accelerator: Any) -> None:
-    """Raises RuntimeError if the accelerator is watched already."""
-    if getattr(accelerator, _MARK, None) is not None:
-        raise RuntimeError(
-            "gradstat is installed on this accelerator already, and a second time would measure and clip twice; call "
-            "remove() of the first handle before"
-        )
+from gradstat.monitor.reporting import warn
 
 
 class AcceleratorBase(Handle):
     """The handle of an integration that measures where an accelerator clips.
 
-    ``micro_batches`` tells into how many a step is divided, before each. Raises RuntimeError if the accelerator is
-    watched already, and what `engine_clips` raises.
+    ``micro_batches`` tells into how many a step is divided, before each. Raises what `engine_clips` raises.
     """
 
     def __init__(self, accelerator: Any, options: Options, micro_batches: Callable[[], int]) -> None:
-        refuse_second(accelerator)
         super().__init__(options)
         self._micro_batches = micro_batches
         self._told: set[str] = set()
@@ -56,19 +42,37 @@ class AcceleratorBase(Handle):
             accelerator.num_processes,
             "set its own clip in its configuration, or pass a number to clip_grad_norm_",
         )
-        self._accelerator = accelerator
+        self._accelerator, self._engine = accelerator, None
+        self._take(accelerator)
         self._device = accelerator.device if accelerator.num_processes > 1 else None
         self._patch(accelerator, "clip_grad_norm_", self._made_clip)
         self._patch(accelerator, "backward", self._made_backward)
-        setattr(accelerator, _MARK, self)
 
     def _made_backward(self, below: Any) -> Callable[..., Any]:
         def backward(loss: Any, **options: Any) -> Any:
+            engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+            if engine is not None:  # its step is a part of its backward pass
+                if engine is not self._engine:
+                    self._engine = engine
+                    self._patch(engine, "step", self._made_engine_step)
+                is_divided = (
+                    options.get("scale_wrt_gas") is False
+                )  # by the Trainer, by how many micro-batches there are
+                steps = self._accelerator.gradient_accumulation_steps
+                self._saw_backward(loss.detach() * steps if is_divided else loss, False)
+                return below(loss, **options)
             result = below(loss, **options)
             self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
             return result
 
         return backward
+
+    def _made_engine_step(self, below: Any) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
+            return below(*args, **kwargs)
+
+        return step
 
     def _made_clip(self, below: Any) -> Callable[..., Any]:
         def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
@@ -129,9 +133,4 @@ class AcceleratorBase(Handle):
     def _tell_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._told:
             self._told.add(key)
-            warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
-
-    def _detach(self) -> None:
-        super()._detach()
-        if getattr(self._accelerator, _MARK, None) is self:
-            delattr(self._accelerator, _MARK)
+            warn(text, category)

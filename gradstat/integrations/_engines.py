@@ -1,12 +1,11 @@
-"""Engines that keep gradients to themselves: what is refused under each, and what is said to be out of sight."""
+"""Engines that clip and step by themselves: what is refused under each, and what is said to be out of sight."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from gradstat.integrations._options import Options
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor.reporting import warn
 
 # By the name of a strategy of Lightning and of Fabric, or of a distributed type of Accelerate.
 _NAMES = {
@@ -29,9 +28,6 @@ _REFUSED = {
 }
 
 _OUT_OF_SIGHT = {
-    "DeepSpeed": "under DeepSpeed the engine keeps gradients to itself (`.grad` is None), clips and steps by itself. "
-    "Visible are losses, parameters and its gradient norm; not visible are gradients of parameters, so nothing can be "
-    "named, skipped or clipped here",
     "FSDP 1": "FSDP version 1 shows every rank its piece of flattened parameters. Statistics are those of this rank's "
     "piece, under flattened names; the total norm is FSDP's own. With FSDP version 2 (fully_shard) all are whole",
 }
@@ -41,9 +37,6 @@ _POLICIES = {
     "FSDP 1": ({"skip", "rollback"}, "where each rank sees only its piece, so that ranks would decide differently"),
 }
 
-# None of what these rules look at is missing, or 0: it is somewhere else.
-_BLIND_UNDER_DEEPSPEED = ("missing-gradient", "dead-gradient", "vanishing-gradient", "optimizer-coverage")
-
 
 def engine_of(strategy: object) -> str | None:
     """The engine of a strategy, or of a distributed type; None for those that leave gradients to torch."""
@@ -52,11 +45,10 @@ def engine_of(strategy: object) -> str | None:
 
 
 def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size: int, setting: str) -> bool:
-    """Whether an engine, as told by `engine_of`, keeps and clips gradients itself; says what cannot be seen then.
+    """Whether an engine, as told by `engine_of`, clips gradients itself; says what cannot be seen then.
 
-    Then ``options`` lose the rules that would be wrong, and ``max_norm``, what gradstat is to clip to, has to be None;
-    ``setting`` says where the engine's own clip is set. Raises NotImplementedError if nothing would be visible, or a
-    policy or the clip cannot be carried out.
+    Then ``max_norm``, what gradstat is to clip to, has to be None; ``setting`` says where the engine's own is set.
+    Raises NotImplementedError if nothing would be visible, or a policy or the clip cannot be carried out.
     """
     if engine in _REFUSED:
         raise NotImplementedError(_REFUSED[engine])
@@ -74,7 +66,6 @@ def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size
         )
     if max_norm is not None:
         raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
-    warnings.warn(f"gradstat: {_OUT_OF_SIGHT[engine]}", UserWarning, stacklevel=find_stack_level())
-    if engine == "DeepSpeed":
-        options.leave_out(_BLIND_UNDER_DEEPSPEED)
+    if engine in _OUT_OF_SIGHT:
+        warn(_OUT_OF_SIGHT[engine], UserWarning)
     return True

@@ -17,6 +17,8 @@ from gradstat.monitor import Monitor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_MARK = "_gradstat_watch"  # the attribute of what is watched
+
 
 class Handle:
     """What a user has of an integration. A context manager; leaving it is `remove`.
@@ -28,6 +30,7 @@ class Handle:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._patches: list[PatchedMethod] = []
+        self._owner: Any = None
         self._is_measured = False  # something was, since the last backward pass
         self.watches: Sequence[Watch] = ()
 
@@ -146,6 +149,14 @@ class Handle:
         if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
             self._options.max_norm.load_state_dict(state["clip"])
 
+    def _take(self, owner: Any) -> None:
+        """Marks what is watched; the watch that it has had, of a cell of a notebook that ran before, ends."""
+        known = getattr(owner, _MARK, None)
+        if known is not None:
+            known.remove()
+        self._owner = owner
+        setattr(owner, _MARK, self)
+
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
         self._patches.append(PatchedMethod(owner, name, make))
 
@@ -153,6 +164,8 @@ class Handle:
         """Gives the framework its methods back. May be called twice."""
         while self._patches:
             self._patches.pop().remove()
+        if getattr(self._owner, _MARK, None) is self:
+            delattr(self._owner, _MARK)
 
     def remove(self) -> None:
         """Ends the watch: gives the framework its methods back. The monitors stay readable."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import HostCopy
+from gradstat._core.tensors import shard_of
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
+from gradstat.check import check_tensors
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Monitor, MonitorOptions
-from gradstat.monitor.policies import find_stack_level
+from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
+from gradstat.monitor.observers import measurable
+from gradstat.monitor.reporting import warn, warn_of_failure
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
@@ -127,7 +130,9 @@ class Watch:
             base = Path(given["save_to"])
             given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         watched = model if options.watches_origin else without_ddp(model)
-        self.monitor = Monitor(watched, optimizer, scaler=scaler, **given)
+        # An engine has an optimizer of its own.
+        self.monitor = Monitor(watched, None if engine_of(watched) else optimizer, scaler=scaler, **given)
+        self.monitor._is_called_by_hand = False
         # Checks of micro-batches, read only if something was found: of the step that is on, and with their losses of
         # the newest steps.
         self._checked: MicroBatches | None = None
@@ -166,7 +171,11 @@ class Watch:
         if is_micro_batch:
             if self._checked is None:
                 self._checked = MicroBatches(without_ddp(self.model), backend=self.monitor.options.backend)
-            self._checked.check()
+            try:
+                self._checked.check()
+            except Exception:  # watching must not end what is watched
+                self._checked = None
+                warn_of_failure("a micro-batch could not be checked")
 
     def step(self, divisor: int = 1) -> None:
         """Lets the monitor measure the step, and does what policies say, on every rank alike.
@@ -195,9 +204,21 @@ class Watch:
             self._act()
 
     def end(self) -> None:
-        """The training has ended, on all ranks together: reads what is left; raises as `step`."""
+        """The training has ended, or is at a rest, on all ranks together: reads what is left; raises as `step`."""
         self._look(self.monitor.flush)
         self._act(wait=True)
+
+    def is_lost(self) -> bool:
+        """Whether the training is to stop with parameters that are not finite, which are not to be saved.
+
+        Waits for the device; all ranks ask together. Raises as `step`.
+        """
+        self.end()
+        if not self.should_stop:
+            return False
+        shards = [shard_of(parameter.detach()) for parameter in self.model.parameters()]
+        is_lost = not check_tensors([shard for shard in shards if measurable(shard)]).ok
+        return is_lost if self._ranks is None else self._ranks.any_of([is_lost], wait=True)[0]
 
     def _look(self, call: Callable[[], object]) -> None:
         """Calls the monitor, and says which micro-batch was to blame for what it finds."""
@@ -219,7 +240,7 @@ class Watch:
             text = _in_words(number, report, [float(loss) for loss in losses])
             blamed.append(text if self._ranks is None else f"{text} (on this rank)")
             if error is None and self._options.table.of(finding) != ("record",):
-                warnings.warn(f"gradstat: {blamed[-1]}", AnomalyWarning, stacklevel=find_stack_level())
+                warn(blamed[-1])
         if error is not None and self._error is None:
             self._error = AnomalyError("\n".join([str(error), *blamed]), error.finding)
         if found:
@@ -253,7 +274,7 @@ class Watch:
             text = str(culprit) if culprit is not None else "the replay was clean on this rank"
         except Exception as error:  # watching must not end what is watched
             text = f"the replay failed: {type(error).__name__}: {error}"
-        warnings.warn(f"gradstat: step {step}: {text}", AnomalyWarning, stacklevel=find_stack_level())
+        warn(f"step {step}: {text}")
         return text
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,5 +289,4 @@ class Watch:
         try:
             self.monitor.__exit__(None if error is None else type(error), error, None)
         except (OSError, ValueError) as failure:  # a full disk must not hide what ended the training
-            text = f"gradstat: {type(failure).__name__}: {failure}"
-            warnings.warn(text, RuntimeWarning, stacklevel=find_stack_level())
+            warn(f"{type(failure).__name__}: {failure}", RuntimeWarning)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
+from gradstat.integrations._accelerator import AcceleratorBase
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -49,11 +49,11 @@ def install(
             that brought NaN is named: one more read for each.
 
     Returns:
-        A handle with the monitors.
+        A handle with the monitors. A second call ends what the first began.
 
     Raises:
         TypeError: ``accelerator`` is something else, or an option is not the user's to give.
-        RuntimeError: Nothing has been prepared yet, or gradstat is installed already.
+        RuntimeError: Nothing has been prepared yet.
         ValueError: An option makes no sense.
         NotImplementedError: The engine shows no gradients that could be measured (Megatron-LM, XLA), or does not allow
             what an option asks for.
@@ -62,7 +62,6 @@ def install(
         what = f"the class {accelerator.__name__}" if isinstance(accelerator, type) else type(accelerator).__name__
         hint = "; pass an instance, not the class" if isinstance(accelerator, type) else ""
         raise TypeError(f"expected an accelerate.Accelerator, got {what}{hint}")
-    refuse_second(accelerator)
     models, optimizers = accelerator._models, accelerator._optimizers
     if not models or not optimizers:
         lacking = "model" if not models else "optimizer"

@@ -51,7 +51,8 @@ def install(
             named: one more read of the gradients for each.
 
     Returns:
-        A handle with the monitor. ``fabric.save(path, {"gradstat": handle, ...})`` keeps its state.
+        A handle with the monitor; a second call ends what the first began. ``fabric.save(path, {"gradstat": handle})``
+        keeps its state.
 
     Raises:
         TypeError: ``fabric``, model or optimizer is something else, or an option is not the user's to give.
@@ -85,6 +86,7 @@ class FabricHandle(Handle):
         self._clip = OptimizerClip(scaler)
         device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
         self.watches = [Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)]
+        self._take(optimizer)
         self._patch(fabric, "backward", self._made_backward)
         self._patch(fabric, "clip_gradients", self._made_clip)
         self._patch(optimizer, "step", self._made_step)

@@ -127,7 +127,20 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             if own is not None:
                 trainer.gradient_clip_val = math.inf if isinstance(own, AdaptiveClip) else own
                 trainer.gradient_clip_algorithm = None  # the norm
+        for callback in trainer.checkpoint_callbacks:
+            for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # behind them files are rotated away
+                if hasattr(callback, name):
+                    self._patch(callback, name, self._made_save)
         self._again = StepAgain(trainer, pl_module) if self._runs_steps else None
+
+    def _made_save(self, below: Any) -> Callable[..., Any]:
+        """In the place of what `ModelCheckpoint` saves by: not after the policy ``"stop"``, if it is of no use."""
+
+        def save(*args: Any, **kwargs: Any) -> None:
+            if not any(watch.is_lost() for watch in self.watches):
+                below(*args, **kwargs)
+
+        return save
 
     @property
     def _runs_steps(self) -> bool:
@@ -169,8 +182,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if len(trainer.optimizers) > 1:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in held)
-        elif self._options.watches_origin:
-            model = trainer.strategy.model  # DDP's
+        elif self._options.watches_origin or engine_of(trainer.strategy) == "DeepSpeed":
+            model = trainer.strategy.model  # DDP's, or the engine
         watch = Watch(
             model,
             optimizer,
@@ -190,14 +203,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         """Reads what has not been read yet."""
         for watch in self.watches:
             watch.end()
-        self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning calls no ``teardown`` after an exception."""
         self._end(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Gives Lightning its clip back."""
+        """Ends the watch, and gives Lightning its methods back."""
         if stage == "fit":
             self._end(trainer)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import torch
 from gradstat._core.files import replacing
 from gradstat._core.wrappers import without_ddp
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorBase, refuse_second
+from gradstat.integrations._accelerator import AcceleratorBase
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
+from gradstat.monitor.reporting import warn
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
@@ -63,12 +63,11 @@ def install(
             that brought NaN is named: one more read for each.
 
     Returns:
-        A handle with the monitor.
+        A handle with the monitor. A second call ends what the first began.
 
     Raises:
         TypeError: ``trainer`` is no Trainer, or an option is not the user's to give.
         ValueError: An option makes no sense, or clipping is configured twice.
-        RuntimeError: gradstat is installed already.
         NotImplementedError: The engine shows no gradients that could be measured (Megatron-LM, XLA), or does not allow
             what an option asks for.
     """
@@ -77,7 +76,6 @@ def install(
         raise TypeError(f"expected a transformers.Trainer, got {what}; build it first: install(Trainer(model, ...))")
     if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
-    refuse_second(trainer.accelerator)
     given = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
     options = Options(given, "trainer", max_norm, runs_steps=True)
     own = float(trainer.args.max_grad_norm or 0.0)
@@ -126,7 +124,8 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def _model(self) -> Any:
         trainer = self.trainer
-        return trainer.model_wrapped if self._options.watches_origin or trainer.is_fsdp_enabled else trainer.model
+        wrapped = self._options.watches_origin or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        return trainer.model_wrapped if wrapped else trainer.model
 
     def _make(self) -> Watch:
         trainer = self.trainer
@@ -193,15 +192,32 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self._only.measured = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stops and saves, if so decided."""
-        if self.should_stop:
-            control.should_training_stop = control.should_save = True
-            self._tell_once(
-                "stop",
-                f"the Trainer stops behind step {state.global_step} and saves a checkpoint, as the policy 'stop' says "
-                "(it is also that of the rule 'lost-loss', unless on_anomaly has another for it)",
-                AnomalyWarning,
-            )
+        """Stops if so decided, and saves if the Trainer saves at all and what there is is worth it."""
+        if not self.should_stop and not control.should_save:
+            return
+        is_lost = self._only.is_lost()
+        if not self.should_stop:
+            return
+        control.should_training_stop = True
+        if is_lost:
+            self._save_nothing(control)
+        elif args.save_strategy != "no":
+            control.should_save = True
+        how = "without a checkpoint of parameters that are not finite" if is_lost else "with the parameters of now"
+        self._tell_once(
+            "stop",
+            f"the Trainer stops behind step {state.global_step}, {how}, as the policy 'stop' says (it is also that of "
+            "the rule 'lost-loss', unless on_anomaly has another for it)",
+            AnomalyWarning,
+        )
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An epoch that was broken off may end with a checkpoint, too."""
+        if (control.should_save or control.should_evaluate) and self._only.is_lost():
+            self._save_nothing(control)
+
+    def _save_nothing(self, control: Any) -> None:
+        control.should_save = control.should_evaluate = False  # save_strategy="best" saves after an evaluation
 
     def _look_at(self, findings: list[Finding]) -> None:
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
@@ -256,7 +272,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             with replacing(folder / STATE_FILE) as file:
                 torch.save(self.state_dict(), file)
         except OSError as error:  # a full disk must not end what is watched
-            warnings.warn(f"gradstat: {folder / STATE_FILE} could not be saved: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"{folder / STATE_FILE} could not be saved: {error}", RuntimeWarning)
 
     def remove(self) -> None:
         """Ends the watch: gives the Trainer and its accelerator their methods back. The monitor stays readable."""

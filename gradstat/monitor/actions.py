@@ -19,9 +19,6 @@ class Skipping:
 
     A fused optimizer is told on the device, as a loss scaler does it, without a sync. Every other one loses its
     gradients for the step, which one host sync decides.
-
-    Raises:
-        TypeError: There is no optimizer.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:

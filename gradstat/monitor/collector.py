@@ -6,6 +6,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +14,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import gradients_of, source_of
+from gradstat._core.parameters import Source, gradients_of, source_of
 from gradstat._core.tensors import is_distributed
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
 from gradstat.monitor import observers
+from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.rows import Observation
 from gradstat.monitor.segments import PendingRows, Segment, measure_segments
+
+_META = torch.device("meta")
 
 
 class Pending(NamedTuple):
@@ -56,9 +61,12 @@ class Collector:
         ignore_index: int,
         backend: str | None,
         flagged: bool,
+        gaps: Gaps,
     ) -> None:
-        self._flagged = flagged
+        self._flagged, self._gaps = flagged, gaps
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
+        if optimizer is not None:
+            observers.optimizers.add(optimizer)
         self._watch, self._backend = watch, backend
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
         given: list[Any] = (
@@ -70,33 +78,35 @@ class Collector:
         self._ignore_index = ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
+        self._engine = source.engine
+        inner = model if source.engine is None else source.engine.module
         self.backward_order: tuple[str, ...] = ()
         self._learning: observers.BackwardOrder | None = observers.BackwardOrder(
             list(zip(source.names(), source.parameters, strict=True))
         )
-        self._buffers = observers.Buffers(model)
-        self._outputs = observers.Outputs(model) if watch["outputs"] else None
-        self._activations = observers.Activations(model, backend) if watch["activations"] else None
+        self._buffers = observers.Buffers(inner)
+        self._outputs = observers.Outputs(inner) if watch["outputs"] else None
+        self._activations = observers.Activations(inner, backend) if watch["activations"] else None
         self._origin = _watch_origin(model, backend) if watch["origin"] else None
         self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
-        self._before: list[Tensor] | None = None
+        self._before: dict[str, Tensor] | None = None  # copies of parameters
         self._known: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
         self._switch_hooks(0)
 
-    def collect(self, step: int, loss: Tensor | float | None, lr: float | Tensor | None) -> Pending:
-        """Measures all that is due in a step. No host sync."""
+    def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
+        """Measures all that is due in a step, and what `scalars` has returned. No host sync."""
         source = source_of(self._model)
-        gradients = gradients_of(source.parameters)
-        scalars: dict[str, float] = {}
+        gradients = gradients_of(source.parameters, source.engine)
+        engine_scale = None if source.engine is None else source.engine.loss_scale
+        if engine_scale is not None:
+            scalars["loss_scale"] = engine_scale
         observations: list[Observation] = []
         if gradients.missing:
             scalars["missing"] = float(len(gradients.missing))
             # Rows do not tell a gradient that is missing from that of a frozen parameter.
             observations.append(Observation("missing", step, gradients.missing))
-        on_device: dict[str, Tensor] = {}
-        self._take_scalars(loss, lr, scalars, on_device)
         tensors = [*gradients.tensors, *on_device.values()]
         names = source.names()
         segments = self._segments
@@ -110,19 +120,40 @@ class Collector:
         self._notice_change(step, source.parameters, segments[0].names, observations)
         if self._batch or self._before is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
-            for segment, more in self._due(step, source.parameters, segments[0].names, observations):
-                segments.append(segment)
-                tensors += more
+            try:
+                for segment, more in self._due(step, self._held(source), segments[0].names, observations):
+                    segments.append(segment)
+                    tensors += more
+            except UnreachableRankError:
+                raise
+            except Exception:  # gradients are measured all the same, over ranks in particular
+                self._gaps.tell_failure(step, "parameters, buffers, optimizer and what else was due are not watched")
             if self._activations is not None:
                 segment, measured = self._activations.take()
                 others = [PendingRows([segment], measured)] if measured.tables else []
-        numbers = measure_segments(segments, tensors, source.parameters, self._backend, self._flagged) + others
+        left_out = self._gaps.left_out
+        numbers = measure_segments(segments, tensors, source.parameters, self._backend, self._flagged, left_out)
+        if left_out:
+            self._gaps.tell_left_out(step)
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
+        is_scaled = is_scaled or engine_scale is not None
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
             self.backward_order, self._learning = self._learning.end(), None
         self._switch_hooks(step + 1)
-        return Pending(step, numbers, self._on_device, scalars, is_scaled, origin, observations)
+        return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses are scaled."""
+        if self._engine is not None:
+            return self._engine.loss_scale is not None
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
+    @staticmethod
+    def _held(source: Source) -> list[Any]:
+        """The parameters, or the pieces of them that an engine has left here."""
+        return source.parameters if source.engine is None else source.engine.parameters(source.parameters)
 
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
@@ -150,6 +181,13 @@ class Collector:
         """Lets go of what was kept for the next step: parameters are no longer what the last step left."""
         self._batch, self._before = [], None
 
+    @property
+    def origin_is_unknown(self) -> bool:
+        """Whether gradients are reduced over ranks, and nobody watches which rank brought what."""
+        if self._origin is not None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return False
+        return torch.distributed.get_world_size() > 1 and not is_distributed(source_of(self._model).parameters)
+
     def is_due(self, kind: str, step: int) -> bool:
         """Whether something is looked at in a step."""
         period = self._watch[kind]
@@ -157,17 +195,16 @@ class Collector:
 
     # What the step brings --------------------------------------------------------------------------------
 
-    def _take_scalars(
-        self,
-        loss: Tensor | float | None,
-        lr: float | Tensor | None,
-        known: dict[str, float],
-        on_device: dict[str, Tensor],
-    ) -> None:
-        """Loss, learning rate and loss scale: into ``known`` if they are on the host, else into ``on_device``."""
+    def scalars(
+        self, loss: Tensor | float | None, lr: float | Tensor | None
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Loss, learning rate and loss scale: those that are on the host, and those that are on a device."""
+        known: dict[str, float] = {}
+        on_device: dict[str, Tensor] = {}
         if lr is None and self._optimizer is not None:
-            lr = self._optimizer.param_groups[0]["lr"]
-        for name, value in (("loss", loss), ("lr", lr)):
+            lr = self._optimizer.param_groups[0].get("lr")
+        given: tuple[tuple[str, Any], ...] = (("loss", loss), ("lr", lr))
+        for name, value in given:
             if type(value) is float:
                 known[name] = value
             elif isinstance(value, Tensor):
@@ -178,13 +215,14 @@ class Collector:
                     )
                 on_device[name] = value.detach()
             elif value is not None:
-                if not isinstance(value, (int, float)):
+                if not isinstance(value, Real):
                     raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor of one number, or a number")
                 known[name] = float(value)
         if self.scaler is not None:
             scale = getattr(self.scaler, "_scale", None)
             if scale is not None:
                 on_device["loss_scale"] = scale
+        return known, on_device
 
     def see_batch(self, step: int, batch: Any) -> list[Observation]:
         """Takes note of a batch; the tensors are measured with the step, labels on the CPU at once."""
@@ -198,7 +236,7 @@ class Collector:
                 share = observers.constant_features(tensor) if self.is_due("parameters", step) else None
                 if share is not None:
                     self._batch.append(("constant", path, share))
-            elif self._classes_of(path) and not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+            elif self._classes_of(path) and tensor.layout is torch.strided and _is_integer(tensor):
                 low, high = torch.aminmax(torch.where(tensor == self._ignore_index, 0, tensor))
                 if tensor.device.type == "cpu":
                     observations += self.judged_label(step, path, float(low), float(high))
@@ -234,14 +272,17 @@ class Collector:
             self._batch = []
         if self._before is not None:
             before, self._before = self._before, None
+            now = [p.detach() for name, p in zip(names, parameters, strict=True) if name in before]
+            copies = list(before.values())
             # Else they were moved, or given other data.
-            if [(t.shape, t.device) for t in before] == [(t.shape, t.device) for t in parameters]:
-                with torch.no_grad():
-                    now = [parameter.detach() for parameter in parameters]
-                    yield Segment("update", names), list(torch._foreach_sub(now, before))
+            if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
+                updates = self._made(step, now, lambda: list(torch._foreach_sub(now, copies)))
+                yield Segment("update", tuple(before)), updates
         if self.is_due("updates", step):
-            with torch.no_grad():
-                self._before = [parameter.detach().clone() for parameter in parameters]
+            named = [(n, p.detach()) for n, p in zip(names, parameters, strict=True) if observers.measurable(p)]
+            now = [parameter for _, parameter in named]
+            copies = self._made(step, now, lambda: [parameter.clone() for parameter in now])
+            self._before = {name: copy for (name, _), copy in zip(named, copies, strict=True)}
         if self._outputs is not None and self.is_due("outputs", step):
             share = self._outputs.take()
             if share is not None:
@@ -253,6 +294,15 @@ class Collector:
         yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
         if self._optimizer is not None and self.is_due("optimizer", step):
             observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
+
+    def _made(self, step: int, like: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """New tensors; if there is no memory for them, some without data, so that no other rank waits for these."""
+        try:
+            with torch.no_grad():
+                return make()
+        except Exception:
+            self._gaps.tell_failure(step, "what the optimizer changes is not watched")
+            return [torch.empty_like(tensor, device=_META) for tensor in like]
 
     def states(
         self, parameters: list[Tensor], names: tuple[str, ...], wanted: Callable[[str], bool]
@@ -267,18 +317,23 @@ class Collector:
         if wanted("optimizer") and self._optimizer is not None:
             yield from observers.states_of(self._optimizer, parameters, names)
 
-    def look_closer(self, known: set[str]) -> list[PendingRows]:
+    def look_closer(self, step: int, known: set[str]) -> list[PendingRows]:
         """Everything that has a state, measured now, less the kinds that are ``known``; nothing over ranks."""
         source = source_of(self._model)
-        if is_distributed(source.parameters):
+        parameters = self._held(source)
+        if is_distributed(parameters):
             return []  # a rank alone cannot, and the others do not know
         segments, tensors = [], []
         names = source.names()
-        for segment, some in self.states(source.parameters, tuple(names), lambda kind: bool(self._watch[kind])):
+        for segment, some in self.states(parameters, tuple(names), lambda kind: bool(self._watch[kind])):
             if segment.kind not in known:
                 segments.append(segment)
                 tensors += some
-        return measure_segments(segments, tensors, None, self._backend) if segments else []
+        if not segments:
+            return []
+        numbers = measure_segments(segments, tensors, None, self._backend, False, self._gaps.left_out)
+        self._gaps.tell_left_out(step)
+        return numbers
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:
@@ -294,6 +349,11 @@ class Collector:
         self._learning = None
         self.forget()
         self._outputs = self._activations = self._origin = None
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or tensor.is_nested)
 
 
 def _watch_origin(model: nn.Module, backend: str | None) -> Any:
@@ -318,7 +378,7 @@ def _setting(optimizer: Optimizer | None, key: str) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
-def facts_of(optimizer: Optimizer | None) -> dict[str, float]:
+def facts_of(optimizer: Optimizer | None) -> dict[str, Any]:
     """What `Facts` has of an optimizer."""
     return {
         "optimizer_eps": _setting(optimizer, "eps"),

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradstat.monitor.reporting import warn_of_failure
+
 
 class Hook:
     """Calls a method with ``first`` before the hook's own arguments, as long as the method's object lives.
@@ -25,7 +27,15 @@ class Hook:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return None
         method = None if self._method is None else self._method()
-        return None if method is None else method(*self._first, *arguments)
+        if method is None:
+            return None
+        try:
+            return method(*self._first, *arguments)
+        except Exception:  # watching must not end what is watched
+            self._method = None
+            where = f" of {self._first[0]!r}" if self._first else ""
+            warn_of_failure(f"the hook {method.__qualname__}{where} failed and is not called again")
+            return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, ()

@@ -65,11 +65,7 @@ def name_of_state(key: str) -> str:
 
 
 def periods(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
-    """The default with ``watch`` on top; a sequence of names means every step.
-
-    Raises:
-        ValueError: A name is not known, or a period is negative. TypeError: It is no whole number.
-    """
+    """The default with ``watch`` on top; a sequence of names means every step."""
     chosen = dict(DEFAULT_WATCH)
     wanted = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
     for name, period in wanted.items():

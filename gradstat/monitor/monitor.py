@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.backends import known_name
+from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.compiling import never_traced
+from gradstat._core.engines import engine_of
+from gradstat._core.native import BackendUnavailableError
+from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
@@ -25,13 +31,15 @@ from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner, warn
+from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
-from gradstat.monitor.replay.rerun import CLEAN, Replayer
+from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
+from gradstat.monitor.reporting import warn
 from gradstat.monitor.rows import Facts
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
@@ -42,6 +50,16 @@ if TYPE_CHECKING:
 
 # In so many steps after an incident, states are not measured again and no further file is written.
 _QUIET = 20
+
+_POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
+
+_UNARMED = (
+    "nothing of the step was kept, so it was run with parameters, buffers and random state as they are now, which may "
+    "hide what happened; gradstat.Monitor(..., replay=True) keeps what it takes to run it as it was"
+)
+
+# Every other error of a step is gradstat's own, and must not end what is watched.
+_NOT_OURS = (BackendUnavailableError, UnreachableRankError)
 
 
 class Monitor:
@@ -61,7 +79,7 @@ class Monitor:
     is out of the ordinary. What they find is in `findings`, and done about it is what ``on_anomaly`` says.
 
     Args:
-        model: The module that is trained; as wrapped by DDP or FSDP, if it is.
+        model: The module that is trained; as wrapped by DDP or FSDP, if it is. Or DeepSpeed's engine, alone.
         optimizer: Gives the learning rate and the optimizer's states; needed to skip, roll back and replay.
         scaler: The loss scaler, if there is one: the loss scale is watched and taken out of the statistics.
         on_anomaly: What to do about findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
@@ -109,28 +127,37 @@ class Monitor:
         rules = None if rules is None else list(rules)
         _refuse_nonsense(model, optimizer, rules)
         self.options = options = MonitorOptions.of(options)
+        known_name(options.backend)  # an unknown one is told here, not in the steps
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._watch = periods(watch)
         scaler = inner_scaler(scaler)
-        self._model, self._optimizer = model, optimizer
+        engine = engine_of(model)
+        if engine is not None:
+            _refuse_under_engine(optimizer, self._policies, replay, self._watch)
+            optimizer = engine.optimizer
+            self._watch["optimizer"] = 0  # its states are cut up as well
+        self._model = model if engine is None else engine.module
+        self._optimizer = optimizer
         self._lag = options.lag
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         self._save_to = None if save_to is None else Path(save_to)
         self._history = History(options.history, options.max_bytes)
         self._warner = Warner()
         self.findings: list[Finding] = []
+        self._gaps = Gaps(self.findings)
         self.should_stop = False
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
         self._replayed = ""
+        self._is_called_by_hand = True
         self._pending: deque[Pending] = deque()
         self._looked_closer = [-_QUIET, -_QUIET]  # when, with a finite loss and without
         self._saved = self._last_replay = -_QUIET
         self._paused = False
         skips = self._policies.uses("skip")
         self._collector = Collector(
-            model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, flagged=skips
+            model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, skips, self._gaps
         )
         self._buffer = StepBuffer(self._collector.judged_label)
         self._to_act_on: list[Finding] = []
@@ -177,23 +204,33 @@ class Monitor:
             What was found now; on a GPU that is about the step before.
 
         Raises:
-            TypeError, ValueError: ``loss`` is not one number. Besides as `gradstat.check`.
-            AnomalyError: Something was found that ``on_anomaly`` says to raise about.
+            TypeError, ValueError: ``loss`` is not one number.
+            AnomalyError: Something was found that ``on_anomaly`` says to raise about; or what a callable there raises.
+            BackendUnavailableError: The backend asked for cannot run here. Other errors of the monitor's own are told
+                as a warning, once, and training goes on.
         """
         if self._paused:
             return []
-        pending = self._collector.collect(self.steps, loss, lr)
-        if self._replayer is not None:
-            self._replayer.note(list(self._model.parameters()))
+        scalars = self._collector.scalars(loss, lr)
+        known = len(self.findings)
         if self._save_to is not None:
             _unsaved.add(self)
+        try:
+            pending = self._collector.collect(self.steps, *scalars)
+            if self._replayer is not None:
+                self._replayer.note(list(self._model.parameters()))
+        except _NOT_OURS:
+            raise
+        except Exception:
+            self._gaps.tell_failure(self.steps, "a step could not be measured and is not watched")
+            self.steps += 1
+            return self.findings[known:]
         self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
         self._pending.append(pending)
         if self._skipping is not None:
             self._skipping.arm(pending.numbers[0].flag, self.scaler)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
-        known = len(self.findings)
         # On the CPU nothing travels, and there is nothing to wait for.
         self._read(self._lag if pending.numbers[0].travels else 0)
         return self.findings[known:]
@@ -221,10 +258,13 @@ class Monitor:
         known = len(self.findings)
         if self._replayer is not None:
             self._replayer.see_batch(batch)
-        seen = self._collector.see_batch(self.steps, batch)
-        if seen:
-            self._buffer.observations += seen
-            self._review()
+        try:
+            self._buffer.observations += self._collector.see_batch(self.steps, batch)
+        except _NOT_OURS:
+            raise
+        except Exception:
+            self._gaps.tell_failure(self.steps, "a batch could not be looked at")
+        self._review()
         return self.findings[known:]
 
     def flush(self) -> list[Finding]:
@@ -238,7 +278,8 @@ class Monitor:
         """Runs the newest step again under watch, and names the first place that made a NaN or Inf.
 
         To be called before the optimizer has stepped, or if it was skipped. Afterwards everything is as before. See
-        `gradstat.monitor.find_culprit`, and docs/replay.md.
+        `gradstat.monitor.find_culprit`, and docs/replay.md. A monitor made without ``replay`` has kept nothing of the
+        step: parameters, buffers and random state are then as they are now, and a warning says so.
 
         Args:
             step_fn: Forward and backward, or a whole training step; called with the batch if it was kept. None takes
@@ -248,17 +289,24 @@ class Monitor:
             The culprit, which is also in `culprit` and in the diagnosis; None if all was finite this time.
 
         Raises:
-            RuntimeError: The monitor was made without ``replay``, or the parameters have changed since.
+            RuntimeError: The parameters have changed since a step of which the rest was kept.
             TypeError: There is no function.
         """
+        if self._replayer is None and step_fn is None:
+            raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
         if self._replayer is None:
-            raise RuntimeError("nothing was kept to run a step again: gradstat.Monitor(..., replay=True)")
+            warn(f"replay: {_UNARMED}", RuntimeWarning)
         paused, self._paused = self._paused, True  # the step calls this monitor
         try:
-            self.culprit = self._replayer.run(step_fn, self._skipping is not None)
+            if self._replayer is not None:
+                self.culprit = self._replayer.run(step_fn, self._skipping is not None)
+            elif step_fn is not None:
+                self.culprit = find_culprit(self._model, step_fn, optimizer=self._optimizer, scaler=self.scaler)
         finally:
             self._paused = paused
         self._replayed = CLEAN if self.culprit is None else str(self.culprit)
+        if self._replayer is None:
+            self._replayed += f"\n{_UNARMED}"
         return self.culprit
 
     # From numbers to findings ----------------------------------------------------------------------------
@@ -267,15 +315,19 @@ class Monitor:
         """Reads the steps that were measured, up to the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
-            bad = self._buffer.read(pending)
-            self.nonfinite_steps += "nonfinite" in pending.scalars
-            odd = bad or self._rules.is_out_of_band(pending.scalars)
-            lost = "loss_nonfinite" in pending.scalars
-            # Everything that has a state, if it still is as it was in the step.
-            if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
-                self._looked_closer[lost] = pending.step
-                pending.numbers.extend(self._collector.look_closer(pending.kinds()))
-            self._buffer.take(pending, self._judge)
+            try:
+                bad = self._buffer.read(pending)
+                self.nonfinite_steps += "nonfinite" in pending.scalars
+                odd = bad or self._rules.is_out_of_band(pending.scalars)
+                lost = "loss_nonfinite" in pending.scalars
+                # Everything that has a state, if it still is as it was in the step.
+                if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
+                    self._looked_closer[lost] = pending.step
+                    pending.numbers.extend(self._collector.look_closer(pending.step, pending.kinds()))
+                self._buffer.take(pending, self._judge)
+            except Exception:
+                self._gaps.tell_failure(pending.step, "a step could not be read and is not watched")
+                continue
             if odd or self._to_act_on or self._rules.is_due(pending.step):
                 self._review()
             if self._snapshots is not None and not odd:
@@ -283,7 +335,10 @@ class Monitor:
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
-        self._judge()
+        try:
+            self._judge()
+        except Exception:
+            self._gaps.tell_failure(self.steps, "the last steps could not be judged and are not watched")
         found, self._to_act_on = self._to_act_on, []
         raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
         if raising:
@@ -296,19 +351,27 @@ class Monitor:
         if self._buffer.is_empty:
             return
         collector = self._collector
-        is_scaled = self.scaler is not None and self.scaler.is_enabled()
         facts = Facts(
-            collector.backward_order,
-            is_scaled,
-            self._max_norm,
+            *(collector.backward_order, collector.is_scaled, self._max_norm),
             classes=collector.classes,
+            is_called_by_hand=self._is_called_by_hand,
+            origin_is_unknown=collector.origin_is_unknown,
             **facts_of(self._optimizer),
         )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
-        found = self._rules.review(window)
+        found = [self._with_shapes(finding) for finding in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found
+
+    def _with_shapes(self, finding: Finding) -> Finding:
+        """A finding whose text gives the shapes of parameters that are named by their position in an optimizer."""
+        if not _POSITIONAL.search(finding.text):
+            return finding
+        source = source_of(self._model)
+        shapes = {name: list(p.shape) for name, p in zip(source.names(), source.parameters, strict=True)}
+        text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
+        return replace(finding, text=text)
 
     # What is done about them -----------------------------------------------------------------------------
 
@@ -462,7 +525,7 @@ class Monitor:
         self._saved = self._last_replay = -_QUIET
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
-        self.findings = [Finding.from_dict(values) for values in state["findings"]]
+        self.findings[:] = [Finding.from_dict(values) for values in state["findings"]]
         saved = dict(state["rules"])
         for rule in self._rules.rules:
             if rule.name in saved:
@@ -527,6 +590,21 @@ def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) 
         if not isinstance(rule, Rule):
             hint = "; it is a class, make an instance of it" if isinstance(rule, type) else ""
             raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
+
+
+def _refuse_under_engine(optimizer: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]) -> None:
+    for policy in ("skip", "rollback", "replay"):
+        if policies.uses(policy) or (policy == "replay" and replay):
+            raise NotImplementedError(
+                f"{policy!r} cannot be done under DeepSpeed, whose engine clips, skips and steps by itself; use "
+                "'warn', 'raise', 'stop' or 'snapshot'"
+            )
+    if watch["updates"]:
+        raise NotImplementedError("watch={'updates': ...} cannot be done under DeepSpeed, which may cut parameters up")
+    if optimizer is not None:
+        raise TypeError(
+            "optimizer: expected None beside DeepSpeed's engine, which has its own: gradstat.Monitor(engine)"
+        )
 
 
 def _in_words(finding: Finding) -> str:

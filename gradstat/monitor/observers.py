@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
-from gradstat._core.tensors import TensorInfo, by_device
+from gradstat._core.tensors import TensorInfo, by_device, why_not_measured
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
@@ -22,8 +23,8 @@ _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torc
 
 
 def measurable(tensor: object) -> bool:
-    """Whether a tensor has statistics: floating or complex, strided, with a memory of its own."""
-    return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and not tensor.is_meta
+    """Whether a tensor has statistics that are worth having: floating or complex, 16 bits or more."""
+    return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and why_not_measured("", tensor) is None
 
 
 class Buffers:
@@ -61,7 +62,7 @@ def states_of(
     held_by = {id(parameter): held for parameter, held in optimizer.state.items()}
     for name, parameter in zip(names, parameters, strict=True):
         for key, value in (held_by.get(id(parameter)) or {}).items():
-            if key != "step" and measurable(value) and value.shape == parameter.shape:
+            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                 of_key, tensors = found.setdefault(key, ([], []))
                 of_key.append(name)
                 tensors.append(value)
@@ -69,18 +70,24 @@ def states_of(
         yield Segment(name_of_state(key), tuple(of_key)), tensors
 
 
-def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
-    """Which parameters the optimizer lacks, has though they are frozen, or has from somewhere else.
+# Those that are watched: several may share a model.
+optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    What it lacks and has no gradient is resting, and what is not the model's but has one is trained beside it.
+
+def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
+    """Which parameters no optimizer has, this one has though they are frozen, or has from somewhere else.
+
+    What none has and has no gradient is resting, and what is not the model's but has one is trained beside it.
     """
     held = {
         id(parameter): (f"param_groups[{g}]['params'][{i}]", parameter)
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     }
-    lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in held and p.requires_grad]
     known = {id(parameter) for parameter in parameters}
+    anywhere = {id(parameter) for other in optimizers for group in other.param_groups for parameter in group["params"]}
+    anywhere.update(held)
+    lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
     return {
         "absent": [name for name, parameter in lacking if parameter.grad is not None],
         "resting": [name for name, parameter in lacking if parameter.grad is None],
@@ -197,7 +204,7 @@ class Outputs:
 
 def constant_features(tensor: Tensor) -> Tensor | None:
     """The share of features (places behind the first dimension) that are the same in all samples, ``[1]``."""
-    if tensor.dim() < 2 or tensor.shape[0] < 2 or not tensor.numel() or tensor.dtype.is_complex:
+    if tensor.layout is not torch.strided or tensor.dim() < 2 or tensor.shape[0] < 2 or tensor.dtype.is_complex:
         return None
     with torch.no_grad():
         low, high = torch.aminmax(tensor.detach().flatten(1), dim=0)

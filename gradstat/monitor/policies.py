@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradstat.monitor.findings import SEVERITIES, Finding
+from gradstat.monitor.reporting import warn
 
 POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
 """Names of policies; docs/monitor.md says what each does."""
@@ -17,10 +16,6 @@ Policies = Policy | Sequence[Policy] | Mapping[str, Policy | Sequence[Policy]] |
 
 # The same rule warns once in so many steps.
 _WARN_EVERY = 100
-
-
-class AnomalyWarning(UserWarning):
-    """A finding of a monitor."""
 
 
 class AnomalyError(RuntimeError):
@@ -44,10 +39,6 @@ class PolicyTable:
     What is not ``given`` is ``"warn"`` for errors and warnings, and ``"record"`` for infos; ``"record"`` alone is for
     warnings, too. A loss that is lost (``lost-loss``) is treated as other errors are, and stops besides, unless it is
     given itself.
-
-    Raises:
-        ValueError: A policy, severity or rule is not known; the message lists them.
-        TypeError: ``given`` is none of these.
     """
 
     def __init__(self, given: Policies, rules: Sequence[str]) -> None:
@@ -103,20 +94,4 @@ class Warner:
         held = self._held.pop(finding.rule, 0)
         more = f" ({held} more since the last warning)" if held else ""
         advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
-        warn(f"{finding}{more}.{advice}")
-
-
-def warn(text: str, category: type[Warning] = AnomalyWarning) -> None:
-    """Warns where gradstat was called from."""
-    warnings.warn(f"gradstat: {text}", category, stacklevel=find_stack_level())
-
-
-def find_stack_level() -> int:
-    """The stack level of the first frame outside of gradstat, as ``warnings.warn`` counts from the caller."""
-    level, frame = 1, sys._getframe(1)
-    while str(frame.f_globals.get("__name__", "")).startswith("gradstat."):
-        level += 1
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return level
+        warn(f"{finding}{more}.{advice}", insist=finding.severity == "error")

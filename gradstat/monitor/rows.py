@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -62,6 +63,18 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def of(self, names: tuple[str, ...]) -> Rows:
+        """The rows of tensors of these ``names``, in their order; of one that has none as if it was not there."""
+        if names == self.names:
+            return self
+        place = {name: i for i, name in enumerate(self.names)}
+        here = [i for i, name in enumerate(names) if name in place]
+        at = [place[names[i]] for i in here]
+        raw = np.full((len(self), len(names), self.raw.shape[2]), math.nan)
+        raw[:, here] = self.raw[:, at]
+        infos = [self.layout.infos[place[name]] if name in place else None for name in names]
+        return Rows(Layout.of(names, infos), self.steps, raw)
 
     def first_nonfinite(self, look: int, position: int) -> list[int] | None:
         """Index of the first NaN or Inf of one tensor, as `gradstat.TensorStats` has it; None if all are finite.
@@ -187,6 +200,8 @@ class Facts:
         second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
         initial_lr: The learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Into how many classes labels fall, if the monitor was told.
+        is_called_by_hand: Whether the program says when gradients are complete, and not gradstat itself.
+        origin_is_unknown: Whether gradients are reduced over ranks, and nobody watches which rank brought what.
     """
 
     backward_order: tuple[str, ...] = ()
@@ -196,6 +211,8 @@ class Facts:
     second_moment_decay: float = 0.0
     initial_lr: float = 0.0
     classes: int | None = None
+    is_called_by_hand: bool = True
+    origin_is_unknown: bool = False
 
     def first_in_backward(self, names: Sequence[str]) -> str:
         """Of parameters, ``names`` in the order of the model, the one whose gradient was complete first."""

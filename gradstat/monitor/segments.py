@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradstat import _fields
+from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.tensors import TensorInfo, is_distributed, moved
+from gradstat._core.tensors import TensorInfo, is_distributed, moved, why_not_measured
+from gradstat.monitor.kinds import STATE, kind_of
 from gradstat.monitor.rows import Floats
 
 _WIDTH = len(_fields.FIELDS)
@@ -96,28 +99,88 @@ def measure_segments(
     tensors: list[Tensor],
     owners: list[Tensor] | None,
     backend: str | None,
-    flagged: bool = False,
+    flagged: bool,
+    left_out: dict[str, list[str]],
 ) -> list[PendingRows]:
     """Measures tensors, those of each segment behind those of the segment before; ``flagged`` as for `PendingRows`.
 
     Ordinary tensors on one device take one launch and one transfer. If some are distributed, each segment is measured
     by itself, two collectives for each group of ranks. If the first segment is gradients, ``owners`` are all
-    parameters, so that ranks without some of the gradients take part as well.
-
-    Raises:
-        As `gradstat.check`.
+    parameters, so that ranks without some of the gradients take part as well. What cannot be measured is in no segment
+    of the result, but in ``left_out``, by kind.
     """
     name_of = _namer(segments)
     measured = measure_directly(tensors, name_of, backend)
-    if measured is not None or not is_distributed(tensors):
-        return [PendingRows(segments, measured or measure(tensors, name_of, backend), flagged)]
-    numbers = []
+    if measured is not None:
+        return [PendingRows(segments, measured, flagged)]
+    parts = []
     for i, segment in enumerate(segments):
         some, tensors = tensors[: segment.measured], tensors[segment.measured :]
-        rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
-        # If another rank could not measure its part, nothing is known here either.
-        numbers.append(PendingRows([segment], rows.nan_if_failed(), flagged and i == 0))
+        # All ranks have to keep the same: distributed gradients are for `Sharded`, which tells the others.
+        is_kept = segment.kind == "scalars" or (i == 0 and is_distributed(some))
+        parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
+    if not any(is_distributed(some) for _, some in parts):
+        segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
+        return [PendingRows(segments, measure(tensors, _namer(segments), backend), flagged)]
+    numbers, error = [], None  # that of gradients, without which nothing is known
+    for i, (segment, some) in enumerate(parts):
+        try:
+            rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
+        except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
+            raise
+        except Exception as raised:  # the other ranks wait in the segments to come
+            if i == 0:
+                error = raised
+            else:
+                left_out.setdefault(segment.kind, []).append(f"{segment.names[0]!r} and others: {raised}")
+        else:
+            # If another rank could not measure its part, nothing is known here either.
+            numbers.append(PendingRows([segment], rows.nan_if_failed(), flagged and i == 0))
+    if error is not None:
+        raise error
     return numbers
+
+
+def _measurable(
+    segment: Segment, tensors: list[Tensor], left_out: dict[str, list[str]]
+) -> list[tuple[Segment, list[Tensor]]]:
+    """What of the tensors of a segment can be measured, under the names it has from here on.
+
+    Of a tensor subclass that is the plain tensors it is made of: of a parameter ``w`` say ``w.scale``, of a state
+    ``exp_avg`` another state, ``exp_avg.scale``. Gradients stay at the positions of their parameters, and whole.
+    """
+
+    def is_kept(name: str, tensor: Tensor) -> bool:
+        refusal = why_not_measured(name, tensor)
+        if refusal is not None:
+            left_out.setdefault(segment.kind, []).append(refusal)
+        return refusal is None
+
+    if segment.kind == "gradient":
+        at = range(len(segment.names)) if segment.positions is None else segment.positions
+        kept = [(i, gradient) for i, gradient in zip(at, tensors, strict=True) if is_kept(segment.names[i], gradient)]
+        if len(kept) == len(tensors):
+            return [(segment, tensors)]
+        return [(segment._replace(positions=[i for i, _ in kept]), [gradient for _, gradient in kept])]
+    found: dict[str, tuple[list[str], list[Tensor]]] = {}
+    for name, tensor in zip(segment.names, tensors, strict=True):
+        for part, plain in _parts(tensor):
+            if is_kept(name + part, plain):
+                is_state = kind_of(segment.kind) is STATE
+                names, some = found.setdefault(segment.kind + part * is_state, ([], []))
+                names.append(name if is_state else name + part)
+                some.append(plain)
+    return [(Segment(kind, tuple(names)), some) for kind, (names, some) in found.items()]
+
+
+def _parts(tensor: Any) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that a tensor is made of, and what they are called behind its name."""
+    if is_distributed([tensor]) or not is_traceable_wrapper_subclass(tensor):
+        yield "", tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        for part, plain in _parts(getattr(tensor, attribute)):
+            yield f".{attribute}{part}", plain
 
 
 def _namer(segments: list[Segment]) -> Callable[[int], str]:

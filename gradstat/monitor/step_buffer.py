@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat import _fields
-from gradstat._step.measured import without_scale
+from gradstat._core.measurement import without_scale
 from gradstat.monitor.collector import Pending
 from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Rows, Window
 from gradstat.monitor.segments import SegmentRows
@@ -88,10 +88,7 @@ class StepBuffer:
         return not self._steps and not self.observations
 
     def read(self, pending: Pending) -> bool:
-        """Puts ``"norm"``, ``"loss"`` and the like into a step's scalars; whether a gradient or the loss is not finite.
-
-        Waits for the numbers.
-        """
+        """Waits for a step's numbers and adds to its scalars; whether a gradient or the loss is not finite."""
         numbers, scalars = pending.numbers[0], pending.scalars
         table, total = numbers.table(), numbers.rows.total()
         count = numbers.segments[0].measured
@@ -99,6 +96,8 @@ class StepBuffer:
             if len(self._ones) != count:
                 self._ones = np.ones(count)
             total = self._ones @ table[:count]  # the quickest sum over few rows
+        else:
+            numbers.rows.raise_if_others_failed()
         sums = total.tolist()
         norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         bad = sums[_NAN] or sums[_INF]

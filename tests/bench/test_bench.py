@@ -136,12 +136,6 @@ def test_what_cannot_be_measured_gets_a_sentence(
     assert "command.py" not in said
 
 
-def test_help_says_what_a_factory_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", "--help"])
-    assert "(model, batch)" in capsys.readouterr().out
-
-
 class Output(dict[str, Any]):
     @property
     def loss(self) -> torch.Tensor:

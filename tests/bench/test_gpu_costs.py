@@ -64,16 +64,6 @@ def test_a_call_takes_kilobytes(backend: str, count: int) -> None:
     assert peak <= table.nbytes + 8 * 10 * count + 20 * count + slots + 16384
 
 
-def test_triton_compiles_each_kernel_once() -> None:
-    from gradstat.kernels import scale, stats
-
-    for number, size in ((1, 8), (16, 100), (33, 1000), (2, 100_000)):
-        gradstat.clip_grad_norm_(parameters(number, size), 1e-3, backend="triton")
-    device = torch.cuda.current_device()
-    for kernel in (stats.stats_kernel, scale.scale_kernel):
-        assert len(kernel.device_caches[device][0]) == 1
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("max_norm", [1e-2, 1e9])
 def test_a_side_stream_keeps_its_order(backend: str, max_norm: float) -> None:

@@ -1,8 +1,11 @@
 """patch_torch: what it replaces, what it hands back to torch, and that it leaves no trace."""
 
+import contextlib
 import functools
 import inspect
+import math
 import operator
+import re
 import sys
 import threading
 import warnings
@@ -65,36 +68,41 @@ CALLS: dict[str, Callable[[nn.Parameter], object]] = {
     "deprecated": lambda p: utils.clip_grad_norm(iter([p]), 1.0),  # type: ignore[deprecated]
     "utils.get_total_norm": lambda p: utils.get_total_norm([p.grad]),  # type: ignore[list-item]
     "clip_grad._get_total_norm": lambda p: clip_grad._get_total_norm(tensors=p.grad, norm_type=2.0),  # type: ignore[no-untyped-call]
+    # A norm that is a number is what torch does not take, a negative limit what gradstat does not.
+    "utils.clip_grads_with_norm_": lambda p: utils.clip_grads_with_norm_([p], 1.0, total_norm=5e20),  # type: ignore[arg-type]
+    "clip_grad._clip_grads_with_norm_": lambda p: clip_grad._clip_grads_with_norm_([p], 1.0, total_norm=5e20),  # type: ignore[arg-type,no-untyped-call]
+    "utils.clip_grad_value_": lambda p: utils.clip_grad_value_([p], -1.0),
+    "clip_grad.clip_grad_value_": lambda p: clip_grad.clip_grad_value_([p], -1.0),
 }
+
+
+def outcome_of(call: str) -> object:
+    parameter = huge()
+    try:
+        returned = CALLS[call](parameter)
+    except (TypeError, ValueError) as error:
+        return type(error)
+    return returned if isinstance(returned, Tensor) else parameter.grad
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.clip_grad_norm` is now deprecated")
 @pytest.mark.parametrize("call", CALLS)
-def test_norms_are_gradstats_while_patched_and_torchs_before_and_after(call: str) -> None:
-    inf, right = pytest.approx(float("inf")), pytest.approx(5e20)
-    assert CALLS[call](huge()) == inf
-    patch = gradstat.patch_torch()
-    assert CALLS[call](huge()) == right
-    patch.remove()
-    assert CALLS[call](huge()) == inf
+def test_calls_are_gradstats_while_patched_and_torchs_before_and_after(call: str) -> None:
+    torchs: object = torch.tensor(math.inf)
+    ours: object = torch.tensor(5e20)
+    if "_with_norm_" in call:
+        torchs, ours = TypeError, torch.tensor([0.6, 0.8])
+    elif "value" in call:
+        torchs, ours = torch.tensor([-1.0, -1.0]), ValueError
 
+    def same(found: object, expected: object) -> bool:
+        return torch.allclose(found, expected) if isinstance(found, Tensor) else found is expected  # type: ignore[arg-type]
 
-@pytest.mark.parametrize("place", IDS[3::4])
-def test_scaling_is_gradstats_while_patched(place: str) -> None:
-    module, name = PLACES[IDS.index(place)]
-    parameter = huge()
-    with gradstat.patch_torch():
-        getattr(module, name)([parameter], 1.0, total_norm=5e20)  # a number, which torch does not take
-    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
-    with pytest.raises(TypeError, match="clamp"):
-        getattr(module, name)([parameter], 1.0, total_norm=5e20)
-
-
-def test_clamping_is_gradstats_while_patched() -> None:
-    for owner in (utils, clip_grad):
-        with gradstat.patch_torch(), pytest.raises(ValueError, match="clip_value is -1"):
-            owner.clip_grad_value_([huge()], -1.0)
-        owner.clip_grad_value_([huge()], -1.0)  # torch does not mind
+    assert same(outcome_of(call), torchs)
+    with contextlib.suppress(KeyError), gradstat.patch_torch():
+        assert same(outcome_of(call), ours)
+        raise KeyError  # what ends a block ends the patch
+    assert same(outcome_of(call), torchs)
 
 
 def train(clip: Callable[[nn.Module], object]) -> list[Tensor]:
@@ -172,20 +180,14 @@ def test_patches_are_removed_in_any_order(order: tuple[int, ...]) -> None:
     assert is_untouched()
 
 
-def test_the_end_of_a_block_removes_the_patch_whatever_happened() -> None:
-    with pytest.raises(KeyError), gradstat.patch_torch():
-        raise KeyError
-    assert is_untouched()
-
-
 @pytest.mark.parametrize(("module", "name"), PLACES, ids=IDS)
 def test_someone_elses_patch_is_left_and_named(module: Any, name: str) -> None:
-    patch = gradstat.patch_torch()
-    theirs = functools.partial(getattr(module, name))
-    setattr(module, name, theirs)
     place = f"{module.__name__}.{name}"
-    with pytest.warns(UserWarning, match=f"replaced by someone else.*: {place}\\. ") as caught:
-        patch.remove()
+    with warnings.catch_warnings(record=True) as caught, gradstat.patch_torch():
+        warnings.simplefilter("always")
+        theirs = functools.partial(getattr(module, name))
+        setattr(module, name, theirs)
+    assert re.search(f"replaced by someone else.*: {place}\\. ", str(caught[0].message))
     assert caught[0].filename == __file__
     assert current() == [theirs if key == place else torchs for key, torchs in zip(IDS, TORCHS, strict=True)]
     setattr(module, name, TORCHS[IDS.index(place)])
@@ -212,13 +214,6 @@ def test_what_someone_else_put_on_top_reaches_torch_after_the_removal() -> None:
     assert not is_gradstats(utils.clip_grad_norm_)
     assert len(calls) == 2
     utils.clip_grad_norm_ = original
-
-
-def test_the_warning_of_a_block_points_at_the_block() -> None:
-    original = utils.clip_grad_norm_
-    with pytest.warns(UserWarning, match="replaced by someone else") as caught, gradstat.patch_torch():
-        utils.clip_grad_norm_ = original
-    assert caught[0].filename == __file__
 
 
 def test_threads_patch_and_remove_at_once() -> None:

@@ -1,12 +1,12 @@
 """get_total_norm and clip_grads_with_norm_: what they do besides being the halves of clip_grad_norm_ (test_clip.py)."""
 
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from test_clip import clones, parameters_with, tolerance
+from gradients import parameters_with
+from test_clip import clones, tolerance
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_ as torch_clip_with_norm
 from torch.nn.utils import get_total_norm as torch_total_norm
@@ -44,70 +44,18 @@ def test_parameters_themselves_have_a_norm_without_a_graph() -> None:
     torch.testing.assert_close(norm, torch_total_norm(model.parameters()).detach())
     assert norm.grad_fn is None
     assert gradstat.get_total_norm(model.weight, foreach=True) <= norm
-
-
-def test_no_tensors_give_zero_on_the_cpu_and_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for nothing in ([], (x for x in ())):
-            norm = gradstat.get_total_norm(nothing)
-            assert (norm.item(), norm.dtype, norm.device.type) == (0.0, torch.float32, "cpu")
-        gradstat.clip_grads_with_norm_((p for p in ()), 1.0, torch.tensor(2.0))
-        gradstat.clip_grads_with_norm_([nn.Parameter(torch.zeros(2))], 1.0, torch.tensor(2.0))
-
-
-def test_a_single_parameter_will_do_and_limits_go_through_float() -> None:
-    (parameter,) = parameters_with([torch.tensor([3.0, 4.0])])
-    gradstat.clip_grads_with_norm_(parameter, "1.0", torch.tensor(5), foreach=True)  # type: ignore[arg-type]
-    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
-
-
-@pytest.mark.parametrize("sizes", [(3, 40), (5,)])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_both_compile_without_a_break(backend: str, sizes: tuple[int, ...], device: str) -> None:
-    gradstat.stats([torch.ones(1, device=device)])  # the operators are registered on first use
-    gradients: list[Tensor | None] = [torch.randn(size, device=device) for size in sizes]
-    ours, expected = parameters_with(clones(gradients)), parameters_with(clones(gradients))
-
-    @torch.compile(fullgraph=True, backend=backend)
-    def clip() -> Tensor:
-        norm = gradstat.get_total_norm([p.grad for p in ours])
-        gradstat.clip_grads_with_norm_(ours, 0.5, norm)
-        return norm
-
-    torch.testing.assert_close(clip(), gradstat.clip_grad_norm_(expected, 0.5))
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    for nothing in ([], (x for x in ())):
+        assert gradstat.get_total_norm(nothing).item() == 0.0
 
 
 # On purpose unlike torch ------------------------------------------------------------------------------------
-
-
-def test_infinite_max_norm_never_changes_a_gradient(where: tuple[str, str]) -> None:
-    backend, device = where
-    for total in (1.0, math.inf, math.nan):
-        parameters = parameters_with([torch.tensor([3.0, math.inf], device=device)])
-        version = parameters[0].grad._version  # type: ignore[union-attr]
-        gradstat.clip_grads_with_norm_(parameters, math.inf, torch.tensor(total, device=device), backend=backend)
-        assert parameters[0].grad.tolist() == [3.0, math.inf]  # type: ignore[union-attr]
-        assert parameters[0].grad._version == version  # type: ignore[union-attr]
-
-
-def test_a_coefficient_of_one_touches_nothing(where: tuple[str, str]) -> None:
-    backend, device = where
-    signalling = torch.tensor([0x7F800001, 0x3F800000], dtype=torch.int32, device=device)  # multiplying sets a bit
-    parameters = parameters_with([signalling.view(torch.float32)])
-    gradstat.clip_grads_with_norm_(parameters, 1.0, torch.tensor(0.5, device=device), backend=backend)
-    if backend == "native":  # the others multiply by 1
-        assert parameters[0].grad.view(torch.int32).tolist() == signalling.tolist()  # type: ignore[union-attr]
-    assert parameters[0].grad[1] == 1.0  # type: ignore[index]
 
 
 def test_the_norm_may_be_a_number(where: tuple[str, str]) -> None:
     backend, device = where
     for total in (5.0, 5, torch.tensor(5), torch.tensor(5.0, requires_grad=True)):
         (parameter,) = parameters_with([torch.tensor([3.0, 4.0], device=device)])
-        gradstat.clip_grads_with_norm_([parameter], 1.0, total, backend=backend)
+        gradstat.clip_grads_with_norm_([parameter], "1.0", total, foreach=True, backend=backend)  # type: ignore[arg-type]
         torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8], device=device))
 
 
@@ -156,10 +104,6 @@ def test_what_is_not_a_list_of_tensors_is_refused() -> None:
         gradstat.get_total_norm([torch.ones(1), None])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"tensors\[0\].*int64"):
         gradstat.get_total_norm([torch.ones(1, dtype=torch.int64)])
-    with pytest.raises(TypeError, match=r"expected parameters, got Linear; pass module\.parameters\(\)"):
-        gradstat.clip_grads_with_norm_(model, 1.0, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match=r"item 0.*tuple"):
-        gradstat.clip_grads_with_norm_(model.named_parameters(), 1.0, 1.0)  # type: ignore[arg-type]
     for backend in ("native", "fast"):
         with pytest.raises(ValueError, match="unknown backend" if backend == "fast" else "meta"):
             gradstat.get_total_norm(

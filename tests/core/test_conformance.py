@@ -107,6 +107,10 @@ CASES: dict[str, Case] = {
     "subnormals": lambda t, d: [full(torch.finfo(t).smallest_normal / 4, t, d), subnormals_among(t, d)],
     "one-sign": lambda t, d: [sign * random(n, t, d).abs() for sign in (1, -1) for n in (3, 70, 5000)],
     "one-of-other-sign": other_sign,
+    # The shapes of pytorch#140066, a hundredth of their size: empty tensors do not shift the others.
+    "empty-between": lambda t, d: [random(n, t, d) for n in (49152, 49152, 49152, 24576, 0, 0, 49152)],
+    "mixed-types": lambda t, d: [random(17 * i % 701, [*REAL, *COMPLEX][i % 7], d) for i in range(100)],
+    "many": lambda t, d: [*(random(1 + i % 40, t, d) for i in range(3000)), full(math.nan, t, d, 2), random(7, t, d)],
     "zeros-of-both-signs": lambda t, d: [with_values([0.0, -0.0], t, d, 600).abs(), -random(600, t, d).relu()],
 }
 
@@ -201,46 +205,6 @@ def test_more_zeros_than_16_bits_count(dtype: torch.dtype) -> None:
     assert (row["min"], row["max"], row["sum"], row["sq_sum"]) == (0.0, 3.0, 3.0, 9.0)
 
 
-BEYOND = {
-    torch.float32: (1e30, 1e-30, 1e-41),
-    torch.bfloat16: (1e30, 1e-30),
-    torch.float64: (1e200, 1e-200, 1e-310, 1e303),
-}
-
-
-@pytest.mark.parametrize("dtype", BEYOND, ids=str)
-def test_norms_beyond_the_range_of_squares(dtype: torch.dtype, where: tuple[str, str]) -> None:
-    backend, device = where
-    tensors = []
-    for magnitude in BEYOND[dtype]:
-        x = (torch.randn(3001, dtype=torch.float64) * magnitude).to(dtype).to(device)
-        tensors += [x, torch.cat([x[:50], random(100, dtype, device)]), full(magnitude, dtype, device, 7)]
-    for tensor, row in zip(tensors, gradstat.stats(tensors, backend=backend).cpu().numpy(), strict=True):
-        assert norm_of(row) == pytest.approx(float(account_of(tensor).norm), rel=NARROW_TOLERANCE, abs=0.0)
-        assert row[_fields.INDEX["inf_count"]] == 0
-
-
-def test_mixed_dtypes_and_sizes_in_one_call(where: tuple[str, str]) -> None:
-    backend, device = where
-    dtypes = [*REAL, *COMPLEX]
-    tensors = [random(17 * i % 701, dtypes[i % len(dtypes)], device) for i in thinned(range(120), where, 30)]
-    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
-
-
-def test_many_tensors(where: tuple[str, str]) -> None:
-    backend, device = where
-    tensors = [random(1 + i % 40, torch.float32, device) for i in thinned(range(3000), where, 40)]
-    tensors[-2][0] = math.nan
-    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
-
-
-def test_zero_size_tensors_do_not_shift_the_others(where: tuple[str, str]) -> None:
-    """The shapes of pytorch#140066, a hundredth of their size."""
-    backend, device = where
-    tensors = [random(n, torch.float32, device) for n in (49152, 49152, 49152, 24576, 0, 0, 49152)]
-    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
-
-
 def test_empty_list_gives_an_empty_table(where: tuple[str, str]) -> None:
     table = gradstat.stats([], backend=where[0])
     assert table.shape == (0, len(gradstat.FIELDS))
@@ -283,16 +247,7 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(table, tables[0]) for table in tables)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_native_agrees_with_the_reference_on_a_large_tensor(dtype: torch.dtype, device: str) -> None:
-    x = random(3_000_001, dtype, device)
-    native = gradstat.stats([x], backend="native").cpu().numpy()[0]
-    reference = gradstat.stats([x], backend="reference").cpu().numpy()[0]
-    assert norm_of(native) == pytest.approx(norm_of(reference), rel=NARROW_TOLERANCE, abs=0.0)
-    exactly = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "zero_count", "min", "max")]
-    assert (native[exactly] == reference[exactly]).all()
+    assert_rows_match(tables[0][: len(tensors)], tensors)
 
 
 @pytest.mark.cuda

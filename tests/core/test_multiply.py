@@ -83,10 +83,10 @@ def coefficients_of(values: list[float], device: str) -> Tensor:
 # All by one factor, measured on the way ------------------------------------------------------------------------
 
 
-def every_kind(dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Lengths around vectors, steps and blocks; with a NaN, an Inf, a zero and a subnormal."""
-    tensors = []
-    for size in (0, 1, 3, 17, 255, 1023, 1025, 4097):
+def every_kind(dtype: torch.dtype, where: tuple[str, str]) -> list[Tensor]:
+    """Lengths around vectors, steps, blocks and chunks; with a NaN, an Inf, a zero and a subnormal."""
+    device, tensors = where[1], []
+    for size in (0, 1, 3, 17, 255, 1023, 1025, 4097, *([] if where == ("triton", "cpu") else [3 * 65536 + 321])):
         x = torch.randn(size).to(dtype).to(device)
         for place, value in enumerate((math.nan, -math.inf, 0.0, 1e-40)):
             if size > 1000:
@@ -116,33 +116,14 @@ def test_unscaling_is_scaling_and_measuring(case: str, dtype: torch.dtype, devic
 
 
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
-def test_unscaling_several_chunks(dtype: torch.dtype, device: str) -> None:
-    for value in FACTORS:
-        x = torch.randn(5 * 65536 + 321).to(dtype).to(device)
-        x[70_000] = x[4 * 65536] = math.nan
-        tensors = [x, apart(x[3:])]
-        assert_unscale_is_scale_and_check(backends.resolve("native", device), tensors, value, device)
-
-
-@pytest.mark.usefixtures("_poisoned")
 @BY_DTYPE
 def test_unscaled_values_and_rows_are_right(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
     for value in FACTORS if where[0] == "native" else FACTORS[:1]:
-        tensors = every_kind(dtype, where[1])
+        tensors = every_kind(dtype, where)
         expected = [product(tensor, factor_of(value, where[1])) for tensor in tensors]
         table = assert_unscale_is_scale_and_check(kernels, tensors, value, where[1])
         assert_products(tensors, expected, where)
         assert_rows_match(table, tensors)
-
-
-@pytest.mark.usefixtures("_poisoned")
-def test_unscaling_mixed_types_in_one_call(kernels: Kernels, where: tuple[str, str]) -> None:
-    dtypes = [*REAL, *COMPLEX, *([] if where[0] == "triton" else FLOAT8)]
-    numbers = thinned(range(120), where, 17)
-    tensors = [torch.randn(17 * i % 701).to(dtypes[i % len(dtypes)]).to(where[1]) for i in numbers]
-    table = assert_unscale_is_scale_and_check(kernels, tensors, 1 / 3, where[1])
-    assert_rows_match(table, tensors)
 
 
 def test_one_leaves_every_bit(where: tuple[str, str]) -> None:
@@ -174,7 +155,7 @@ def test_a_tensor_listed_again_is_unscaled_again(kernels: Kernels, where: tuple[
 
 @BY_DTYPE
 def test_each_tensor_is_scaled_by_its_coefficient(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
-    tensors = every_kind(dtype, where[1])
+    tensors = every_kind(dtype, where)
     values = [[0.25, -3.0, 1.0, 0.7301, math.nan, 0.0][i % 6] for i in range(len(tensors))]
     expected = [product(*pair) for pair in zip(tensors, values, strict=True)]
     kernels.scale_each_(tensors, coefficients_of(values, where[1]))
@@ -185,19 +166,12 @@ def test_each_of_many_mixed_tensors(kernels: Kernels, where: tuple[str, str]) ->
     dtypes = [*REAL, *COMPLEX, *([] if where[0] == "triton" else FLOAT8)]
     numbers = thinned(range(3000), where, 60)
     tensors = [torch.randn(7 * i % 41).to(dtypes[i // 2 % len(dtypes)]).to(where[1]) for i in numbers]
+    tensors.append(random((4, 6, 5, 3), torch.float32, where[1]).contiguous(memory_format=torch.channels_last))
+    tensors.append(random((40, 30), torch.float32, where[1]).t())  # dense in another order: scaled in place
     coefficients = torch.rand(len(tensors), dtype=torch.float64, device=where[1])
     expected = [product(*pair) for pair in zip(tensors, coefficients.tolist(), strict=True)]
     kernels.scale_each_(tensors, coefficients)
     assert_products(tensors, expected, where)
-
-
-def test_dense_tensors_of_any_order_are_scaled_in_place(kernels: Kernels, where: tuple[str, str]) -> None:
-    x = random((4, 6, 5, 3), torch.float32, where[1]).contiguous(memory_format=torch.channels_last)
-    y = random((40, 30), torch.float32, where[1]).t()
-    expected = [product(x, 0.5), product(y, 3.0)]
-    kernels.scale_each_([x, y], coefficients_of([0.5, 3.0], where[1]))
-    assert_products([x, y], expected, where)
-    assert not y.is_contiguous()
 
 
 def test_a_tensor_listed_again_is_scaled_by_each_coefficient(kernels: Kernels, where: tuple[str, str]) -> None:
@@ -274,12 +248,6 @@ def test_units_listed_again_are_scaled_by_each_coefficient(kernels: Kernels, whe
     assert y.tolist() == [[85.0] * 3, [133.0] * 3]
 
 
-def test_units_of_tensors_without_any(kernels: Kernels, where: tuple[str, str]) -> None:
-    tensors = [torch.zeros(0, 3, device=where[1])] * 2
-    assert kernels.unit_stats(tensors).shape[0] == 0
-    kernels.scale_units_(tensors, coefficients_of([], where[1]))
-
-
 # Bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -295,21 +263,8 @@ def test_numbers_of_another_kind_are_refused(kernels: Kernels, where: tuple[str,
             ("numbers", numbers[1:]),
             ("numbers", torch.cat([numbers, numbers])),
             *([] if len(numbers) == 1 else [("contiguous", wide[: 2 * len(numbers) : 2])]),
+            *([] if where[1] == "cpu" else [("device", numbers.cpu())]),
         ):
             with pytest.raises(RuntimeError, match=why):
                 call(tensors, spoiled)
     assert all((tensor == 1).all() for tensor in tensors)
-
-
-@pytest.mark.cuda
-def test_numbers_on_another_device_are_refused() -> None:
-    tensors = [torch.ones(2, 2, device="cuda")]
-    for backend in ("native", "triton", "reference"):
-        kernels = backends.resolve(backend, "cuda")
-        with pytest.raises(RuntimeError, match="device"):
-            kernels.unscale_(tensors, factor_of(0.5, "cpu"))
-        with pytest.raises(RuntimeError, match="device"):
-            kernels.scale_each_(tensors, coefficients_of([0.5], "cpu"))
-        with pytest.raises(RuntimeError, match="device"):
-            kernels.scale_units_(tensors, coefficients_of([0.5, 0.5], "cpu"))
-    assert (tensors[0] == 1).all()

@@ -15,7 +15,7 @@ import torch
 from exact import square_root
 from host_build import needs_compiler
 
-from gradstat.bench.progress import Progress
+from gradstat.bench.timing import progress_bar
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def known(kernels_on_host: ctypes.CDLL) -> list[numerics.Provider]:
 @needs_compiler
 @pytest.mark.parametrize("dtype", numerics.DTYPES)
 def test_norms_are_as_exact_as_promised(dtype: torch.dtype, known: list[numerics.Provider]) -> None:
-    with Progress(1000, "measuring") as progress:
+    with progress_bar(1000, "measuring") as progress:
         errors = numerics.measure([dtype], 100, 2, known, progress)
     bound = 1e-14 if dtype in (torch.float64, torch.complex128) else 1e-7
     for (_, kind, name), each in errors.items():
@@ -85,7 +85,7 @@ def test_norms_are_as_exact_as_promised(dtype: torch.dtype, known: list[numerics
 
 @needs_compiler
 def test_what_loses_norms_is_seen_to(known: list[numerics.Provider]) -> None:
-    with Progress(1000, "measuring") as progress:
+    with progress_bar(1000, "measuring") as progress:
         errors = numerics.measure([torch.float32], 100, 2, known, progress)
     assert errors[torch.float32, "adversarial", "torch._foreach_norm"].lost > 0
     assert errors[torch.float32, "ordinary", "torch._foreach_norm"].lost == 0

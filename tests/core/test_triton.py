@@ -136,35 +136,27 @@ def test_special_values_anywhere() -> None:
     check(tensors)
 
 
-@by_dtype(REAL + COMPLEX)
-def test_only_special_values(dtype: torch.dtype) -> None:
-    count = STEP_BYTES // dtype.itemsize + 3
-    fills = [math.nan, math.inf, -math.inf, 0.0, -0.0]
-    if dtype.is_complex:
-        fills += [complex(0, math.nan), complex(math.inf, math.nan), complex(1, -math.inf), complex(0, 2)]
-    tensors = [torch.full((count,), fill, dtype=torch.complex128 if dtype.is_complex else dtype) for fill in fills]
-    check([tensor.to(dtype).to(DEVICE) for tensor in tensors])
-
-
+EXTREME = (math.nan, math.inf, -math.inf, 0.0, -0.0)
 MAGNITUDES = {
     torch.float32: (1e30, 1e-30, 1e-44, 1e-22, 1e-19, 3e17),
     torch.bfloat16: (1e30, 1e-30, 1e-22),
     torch.float16: (6e4, 6e-8),
     torch.float64: (1e200, 1e-200, 1e-160, 1e300, 5e-324, 2.0**486, 2.0**-511),
+    torch.complex32: (),
     torch.complex64: (1e30,),
     torch.complex128: (1e-200, 1e200),
 }
 
 
 @by_dtype(list(MAGNITUDES))
-def test_extreme_magnitudes(dtype: torch.dtype) -> None:
+def test_extreme_values(dtype: torch.dtype) -> None:
     """All elements extreme, and one extreme element among ordinary ones."""
     count = STEP_BYTES // dtype.itemsize + 5
     factors = (1 + torch.arange(count, dtype=torch.float64) % 7 / 7).to(
         torch.complex128 if dtype.is_complex else torch.float64
     )
     tensors = []
-    for magnitude in MAGNITUDES[dtype]:
+    for magnitude in (*EXTREME, *MAGNITUDES[dtype]):
         uniform = (factors * magnitude).to(dtype).to(DEVICE)
         mixed = random_tensor(count, dtype)
         mixed[17] = uniform[3]
@@ -369,7 +361,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @by_dtype(REAL + COMPLEX)
 def test_scale(dtype: torch.dtype) -> None:
-    for value, counts in ((0.3712345678901234, sizes(dtype)), (-2.0, sizes(dtype)[::4]), (0.0, sizes(dtype)[1::4])):
+    # The large one takes float16 to infinity.
+    for value, counts in ((0.3712345678901234, sizes(dtype)), (-1e6, sizes(dtype)[::4]), (0.0, sizes(dtype)[1::4])):
         storage = [random_tensor(count + 4, dtype, seed=count) for count in counts]
         before = [x.clone() for x in storage]
         scale_([x[1:-3] for x in storage], coefficient_of(value))
@@ -378,19 +371,6 @@ def test_scale(dtype: torch.dtype) -> None:
             # Nothing outside the view is written.
             assert same_bits(x[:1], old[:1])
             assert same_bits(x[-3:], old[-3:])
-
-
-def test_scale_many() -> None:
-    tensors = [tensor for tensor in many_tensors(99) if tensor.dtype not in FLOAT8]
-    before = [tensor.clone() for tensor in tensors]
-    scale_(tensors, coefficient_of(0.7))
-    assert all(same_bits(x, scaled(old, 0.7)) for x, old in zip(tensors, before, strict=True))
-
-
-def test_scale_overflows_to_infinity() -> None:
-    x = torch.full((40,), 6e4, dtype=torch.float16, device=DEVICE)
-    scale_([x], coefficient_of(-2.0))
-    assert torch.equal(x, torch.full_like(x, -math.inf))
 
 
 @by_dtype(FLOAT8)

@@ -6,145 +6,20 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, collectives_of
+from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 import gradstat
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.last = nn.Linear(8, 3)  # three rows: some of four ranks hold none
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.last(x)
-        return out
-
-
-def model() -> Model:
-    torch.manual_seed(7)
-    return Model()
-
-
-def batch(rank: int = 0) -> Tensor:
-    return torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(rank))
-
-
-# Layouts: a model spread over ranks, and how many different batches its ranks see ---------------------------
-
-
-def mesh_of(world: int, *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, world // 2) if names else (world,), mesh_dim_names=names or None)
-
-
-def fsdp(spread: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    for block in spread.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(spread, mesh=mesh, **options)
-    return spread  # type: ignore[no-any-return]
-
-
-def tensor_parallel(spread: Any, mesh: DeviceMesh) -> nn.Module:
-    """The rest of the model are plain tensors beside the distributed ones."""
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for block in spread.blocks:
-        parallelize_module(block, mesh, plan)
-    return spread  # type: ignore[no-any-return]
-
-
-def sequence_parallel(world: int) -> nn.Module:
-    """The norms' gradients are partial sums."""
-    spread, mesh = model(), mesh_of(world)
-    split = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
-    plan = {
-        "norm": SequenceParallel(sequence_dim=1, use_local_output=False),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Replicate()),
-    }
-    for block in spread.blocks:
-        parallelize_module(block, mesh, {"norm": split})  # type: ignore[arg-type]
-        parallelize_module(block, mesh, plan)  # type: ignore[arg-type]
-    return spread
-
-
-def fsdp_and_tensor_parallel(world: int) -> nn.Module:
-    """Parameters on two meshes, some of them sharded twice along the same dimension."""
-    mesh = mesh_of(world, "data", "tensor")
-    return fsdp(tensor_parallel(model(), mesh["tensor"]), mesh["data"])
-
-
-def of_its_own(rank: int, world: int) -> int:
-    return rank
-
-
-def of_all(rank: int, world: int) -> int:
-    return 0
-
-
-DDP = nn.parallel.DistributedDataParallel
-LAYOUTS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int, int], int]]] = {
-    "fsdp": (lambda world: fsdp(model(), mesh_of(world)), of_its_own),
-    "hsdp": (lambda world: fsdp(model(), mesh_of(world, "replicate", "shard")), of_its_own),
-    "tensor parallel": (lambda world: tensor_parallel(model(), mesh_of(world)), of_all),
-    "sequence parallel": (sequence_parallel, of_all),
-    "fsdp and tensor parallel": (fsdp_and_tensor_parallel, lambda rank, world: rank // (world // 2)),
-    "ddp": (lambda world: DDP(model()), of_its_own),
-    "ddp, bucket views": (lambda world: DDP(model(), gradient_as_bucket_view=True, static_graph=True), of_its_own),
-}
-
-
-def backward(single: nn.Module, numbers: Collection[int], shift: float = 0.0) -> None:
-    """The gradients that ranks with the batches of these numbers have on average."""
-    for number in numbers:
-        (single(batch(number) + shift).square().mean() / len(numbers)).backward()
-
-
-def spread_and_single(layout: str) -> tuple[nn.Module, nn.Module]:
-    """A model over all ranks and the same in one piece, both with the gradients of the same data."""
-    make, batch_of = LAYOUTS[layout]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    spread, single = make(world), model()
-    spread(batch(batch_of(rank, world))).square().mean().backward()
-    backward(single, {batch_of(r, world) for r in range(world)})
-    return spread, single
-
-
-def named(spread: nn.Module) -> dict[str, nn.Parameter]:
-    return {name.removeprefix("module."): parameter for name, parameter in spread.named_parameters()}
+from gradstat.distributed.layouts import LAYOUTS, backward, batch, fsdp, laid_out, mesh_of, model
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -158,59 +33,68 @@ def same_report(spread: gradstat.Report, single: gradstat.Report) -> None:
     for ours, theirs in zip(spread, single, strict=True):
         assert ours.shape == theirs.shape
         for field in ("l2_norm", "min", "max", "sum"):
-            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-5, abs=1e-7), (ours, field)
+            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-5, abs=1e-6), (ours, field)
         for field in ("nan_count", "inf_count", "numel"):
             assert getattr(ours, field) == getattr(theirs, field)
 
 
-def measured_and_clipped(layout: str, share: float, order: float) -> float:
-    spread, single = spread_and_single(layout)
-    if layout == "sequence parallel":
+def measured(name: str) -> float:
+    layout, single = laid_out(name)
+    spread = layout.model
+    if name == "sp":
         gradients = [p.grad for p in spread.parameters() if isinstance(p.grad, DTensor)]
         assert any(g.placements[0].is_partial() for g in gradients), "this layout is to have partial gradients"
     expected = gradstat.check(single)
     same_report(gradstat.check(spread), expected)
     pending = gradstat.check_async(spread.parameters())
     assert pending.result().total_norm == pytest.approx(expected.total_norm, rel=1e-5)
-
-    limit = share * gradstat.get_total_norm([p.grad for p in single.parameters()], order).item()  # type: ignore[misc]
-    total = gradstat.get_total_norm([p.grad for p in spread.parameters()], order)  # type: ignore[misc]
-    of_torch = nn.utils.clip_grad_norm_(single.parameters(), limit, order)
-    norm = gradstat.clip_grad_norm_(spread.parameters(), limit, order)
-    assert type(norm) is Tensor
-    torch.testing.assert_close(norm, of_torch, rtol=1e-6, atol=0)
-    torch.testing.assert_close(total, of_torch, rtol=1e-6, atol=0)
-    for name, parameter in single.named_parameters():
-        torch.testing.assert_close(whole(named(spread)[name].grad), parameter.grad, rtol=2e-5, atol=1e-7)  # type: ignore[arg-type]
+    for order in (2.0, math.inf):
+        norm = gradstat.get_total_norm([p.grad for p in spread.parameters()], order)  # type: ignore[misc]
+        assert type(norm) is Tensor
+        of_one = nn.utils.get_total_norm([p.grad for p in single.parameters()], order)  # type: ignore[misc]
+        torch.testing.assert_close(norm.double(), of_one, rtol=1e-6, atol=0)
     return norm.item()
 
 
+# tests/distributed/test_norms.py clips in all layouts.
 @pytest.mark.parametrize(
-    ("layout", "world", "share", "order"),
+    ("layout", "world"),
     [
-        *((layout, 4, 0.5, 2.0) for layout in LAYOUTS),
-        *((layout, 2, 2.0, 2.0) for layout in ("fsdp", "sequence parallel")),
-        *((layout, 4, 0.5, math.inf) for layout in ("hsdp", "fsdp and tensor parallel", "sequence parallel")),
+        *((layout, 4) for layout in ("ddp", "fsdp2", "hsdp", "tp", "sp", "fsdp2+tp", "ep+fsdp2")),
+        *((layout, 2) for layout in ("fsdp2", "sp")),
     ],
 )
-def test_checks_and_clips_are_those_of_the_whole(
-    ranks: Ranks, layout: str, world: int, share: float, order: float
-) -> None:
-    assert len(set(ranks.run(world, measured_and_clipped, layout, share, order))) == 1
+def test_checks_are_those_of_the_whole(ranks: Ranks, layout: str, world: int) -> None:
+    assert len(set(ranks.run(world, measured, layout))) == 1
 
 
 # Of four ranks, those with the same shard of the first weight, where not all of them have all of it.
 HOLDS_THE_BAD_PART: dict[str, Callable[[int], bool]] = {
-    "fsdp": lambda rank: rank == 1,
+    "fsdp2": lambda rank: rank == 1,
     "hsdp": lambda rank: rank % 2 == 1,
-    "fsdp and tensor parallel": lambda rank: rank >= 2,
+    "fsdp2+tp": lambda rank: rank >= 2,
 }
 
 
-def stepped(layout: str, fused: bool, scaling: bool) -> None:
+# torch's fused steps take no plain tensors beside distributed ones, as this tensor parallel model has.
+@pytest.mark.parametrize(
+    ("layout", "fused", "scaling"),
+    [
+        ("fsdp2", True, True),
+        ("fsdp2", False, False),
+        ("hsdp", False, True),
+        ("fsdp2+tp", True, False),
+        ("ddp", True, True),
+        ("tp", False, True),
+    ],
+)
+@on_ranks(4)
+def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(layout: str, fused: bool, scaling: bool) -> None:
     make, batch_of = LAYOUTS[layout]
+    assert batch_of is not None
     world, rank = dist.get_world_size(), dist.get_rank()
-    spread, single = make(world), model()
+    made, single = make(world), model()
+    spread = made.model
     ours = torch.optim.AdamW(spread.parameters(), lr=0.01, fused=fused)
     theirs = torch.optim.AdamW(single.parameters(), lr=0.01)
     scaler = gradstat.amp.GradScaler("cpu", init_scale=1024.0) if scaling else None
@@ -222,7 +106,7 @@ def stepped(layout: str, fused: bool, scaling: bool) -> None:
         (loss if scaler is None else scaler.scale(loss)).backward()
         backward(single, different, shift=step)
         if step == 2 and HOLDS_THE_BAD_PART.get(layout, lambda rank: True)(rank):
-            gradient = named(spread)["first.weight"].grad
+            gradient = made.named_parameters()["first.weight"].grad
             local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
             local.view(-1)[2] = math.nan  # type: ignore[union-attr]
         result = gradstat.guarded_step(ours, 0.1, scaler=scaler)
@@ -238,25 +122,9 @@ def stepped(layout: str, fused: bool, scaling: bool) -> None:
             assert report.total_norm == pytest.approx(norm.item(), rel=1e-5)
             theirs.step()
         for name, parameter in single.named_parameters():
-            torch.testing.assert_close(whole(named(spread)[name].detach()), parameter.detach(), rtol=1e-4, atol=1e-5)
-
-
-# torch's fused steps take no plain tensors beside distributed ones, as this tensor parallel model has.
-@pytest.mark.parametrize(
-    ("layout", "fused", "scaling"),
-    [
-        ("fsdp", True, True),
-        ("fsdp", False, False),
-        ("hsdp", False, True),
-        ("fsdp and tensor parallel", True, False),
-        ("ddp", True, True),
-        ("tensor parallel", False, True),
-    ],
-)
-def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(
-    ranks: Ranks, layout: str, fused: bool, scaling: bool
-) -> None:
-    ranks.run(4, stepped, layout, fused, scaling)
+            torch.testing.assert_close(
+                whole(made.named_parameters()[name].detach()), parameter.detach(), rtol=1e-4, atol=1e-5
+            )
 
 
 # Any placements ----------------------------------------------------------------------------------------------
@@ -313,16 +181,14 @@ def random_layouts(seed: int) -> None:
         assert scaled == pytest.approx(min(0.5, expected.total_norm), rel=2e-2)
 
 
-def many_random_layouts() -> None:
+@on_ranks(4)
+def test_random_placements() -> None:
     for seed in range(24):
         random_layouts(seed)
 
 
-def test_random_placements(ranks: Ranks) -> None:
-    ranks.run(4, many_random_layouts)
-
-
-def named_rank_and_index() -> None:
+@on_ranks(4)
+def test_a_report_names_rank_and_index() -> None:
     mesh = init_device_mesh("cpu", (4,))
     parameter = nn.Parameter(distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]))
     parameter.grad = distribute_tensor(torch.ones(10, 3), mesh, [Shard(0)])
@@ -341,10 +207,6 @@ def named_rank_and_index() -> None:
     again = pickle.loads(pickle.dumps(report))
     assert again["w"].first_nonfinite == (3, 2)
     assert "[3, 2] rank 1" in str(again)
-
-
-def test_a_report_names_rank_and_index(ranks: Ranks) -> None:
-    ranks.run(4, named_rank_and_index)
 
 
 def clipped_by_torch() -> list[Tensor]:
@@ -366,88 +228,46 @@ def clipped_by_torch() -> list[Tensor]:
     return found
 
 
-def drop_in() -> None:
+@on_ranks(2)
+def test_the_patch_gives_norms_as_torch_does() -> None:
     expected = clipped_by_torch()
     with gradstat.patch_torch():
         for ours, theirs in zip(clipped_by_torch(), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
-def test_the_patch_gives_norms_as_torch_does(ranks: Ranks) -> None:
-    ranks.run(2, drop_in)
-
-
 # Groups that no tensor tells ---------------------------------------------------------------------------------
 
 
-def pipeline() -> None:
+@on_ranks(4)
+def test_stages_of_a_pipeline_have_one_norm() -> None:
     """Two stages of two replicas; a norm over all stages, whatever each holds."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replica"))
-    stage = mesh["stage"].get_local_rank()
-    sizes = [(3, 4), (5,)] if stage == 0 else [(7,)]
-    torch.manual_seed(stage)
-    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    torch.manual_seed(0)
-    every = [torch.randn(3, 4), torch.randn(5)]
-    torch.manual_seed(1)
-    every.append(torch.randn(7))
-    expected = pytest.approx(torch.stack([g.norm() for g in every]).norm().item())
-
-    def total() -> float:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return gradstat.get_total_norm(gradients, extra_groups=mesh["stage"]).item()
-
-    assert total() == expected
-    for groups in (mesh["stage"], [mesh["stage"].get_group()], [(mesh["stage"], parameters)]):
+    layout, single = laid_out("pp")
+    stages = layout.pp_mesh
+    assert stages is not None
+    parameters = list(layout.model.parameters())
+    expected = pytest.approx(gradstat.check(single).total_norm)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    assert gradstat.get_total_norm(gradients, extra_groups=stages).item() == expected
+    for groups in (stages, [stages.get_group()], [(stages, parameters)]):
         assert gradstat.check(parameters, extra_groups=groups).total_norm == expected
-    assert len(gradstat.check(parameters, extra_groups=mesh["stage"])) == len(parameters)
-    assert gradstat.clip_grad_norm_(parameters, 1.0, extra_groups=mesh["stage"]).item() == expected
-    assert total() == pytest.approx(1.0)
-    if stage == 1:
-        parameters[0].grad[3] = math.inf  # type: ignore[index]
-    report = gradstat.check(parameters, extra_groups=mesh["stage"])
+    assert len(gradstat.check(parameters, extra_groups=stages)) == len(parameters)
+    if stages.get_local_rank() == 1:
+        gradients[0].view(-1)[3] = math.inf
+    report = gradstat.check(parameters, extra_groups=stages)
     assert not report.ok
     assert report.inf_count == 1
-    if stage == 0:
+    if stages.get_local_rank() == 0:
         assert report.nonfinite == []
         with pytest.raises(gradstat.NonFiniteGradientError, match="all of them on other ranks"):
             report.raise_if_nonfinite()
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
-    assert gradstat.guarded_step(optimizer, 1.0, extra_groups=mesh["stage"]).skipped
-    assert all((parameter == 0).all() for parameter in parameters)
+    before = [parameter.detach().clone() for parameter in parameters]
+    assert gradstat.guarded_step(torch.optim.SGD(parameters, lr=1.0), 1.0, extra_groups=stages).skipped
+    assert all(map(torch.equal, parameters, before))
 
 
-def test_stages_of_a_pipeline_have_one_norm(ranks: Ranks) -> None:
-    ranks.run(4, pipeline)
-
-
-def experts() -> None:
-    """Every rank has its own experts, one of them none, beside a part that all have."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(list(range(world)))
-    shared = nn.Parameter(torch.zeros(2))
-    shared.grad = torch.tensor([3.0, 4.0])
-    own = [nn.Parameter(torch.zeros(1)) for _ in range(rank)]
-    for expert in own:
-        expert.grad = torch.full((1,), 2.0)
-    count = sum(range(world))
-    expected = math.sqrt(25 + 4 * count)
-    parameters = [shared, *own]
-    norm = gradstat.clip_grad_norm_(parameters, 1.0, extra_groups=[(group, own)])
-    assert norm.item() == pytest.approx(expected)
-    torch.testing.assert_close(shared.grad, torch.tensor([3.0, 4.0]) / expected, rtol=1e-5, atol=0)
-    of_experts = pytest.approx(math.sqrt(4 * count) / expected, rel=1e-4)
-    assert gradstat.check(own, extra_groups=group).total_norm == of_experts
-    assert gradstat.clip_grad_norm_(own, 1e9, extra_groups=group).item() == of_experts
-
-
-def test_experts_are_added_up_and_what_is_shared_counts_once(ranks: Ranks) -> None:
-    ranks.run(4, experts)
-
-
-def scaled_stages() -> None:
+@on_ranks(2)
+def test_stages_scale_alike() -> None:
     """An overflow on one stage skips the step on all of them."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
@@ -462,10 +282,6 @@ def scaled_stages() -> None:
         scaler.update()
         assert torch.equal(parameter, torch.ones(3))
         assert scaler.get_scale() == 4.0
-
-
-def test_stages_scale_alike(ranks: Ranks) -> None:
-    ranks.run(2, scaled_stages)
 
 
 # What goes wrong ---------------------------------------------------------------------------------------------
@@ -486,7 +302,8 @@ def sharded_ones(count: int) -> nn.Parameter:
     return parameter
 
 
-def one_rank_fails() -> str:
+@on_ranks(2)
+def test_a_rank_that_fails_tells_the_others() -> None:
     """A rank that raises for a reason of its own does not leave the others waiting."""
     parameter = sharded_ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -508,14 +325,10 @@ def one_rank_fails() -> str:
         assert (parameter._local_tensor == 0).all()  # type: ignore[attr-defined]
     else:
         assert all("TypeError" in outcome and "torch.int64" in outcome for outcome in outcomes), outcomes
-    return outcomes[0]
 
 
-def test_a_rank_that_fails_tells_the_others(ranks: Ranks) -> None:
-    ranks.run(2, one_rank_fails, timeout=20.0)
-
-
-def bad_groups() -> None:
+@on_ranks(2)
+def test_groups_that_are_none_are_refused_before_anyone_waits() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
@@ -527,11 +340,8 @@ def bad_groups() -> None:
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0, extra_groups=mesh["a"])
 
 
-def test_groups_that_are_none_are_refused_before_anyone_waits(ranks: Ranks) -> None:
-    ranks.run(2, bad_groups)
-
-
-def clipped_by_tensor() -> None:
+@on_ranks(2)
+def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip() -> None:
     """Refused by the clip itself and by the steps that use it alike; nothing has changed."""
     parameter = sharded_ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -553,10 +363,6 @@ def clipped_by_tensor() -> None:
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0)
 
 
-def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip(ranks: Ranks) -> None:
-    ranks.run(2, clipped_by_tensor)
-
-
 CALLS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "check": gradstat.check,
     "clip": lambda parameters: gradstat.clip_grad_norm_(parameters, 1.0),
@@ -564,23 +370,22 @@ CALLS: dict[str, Callable[[list[nn.Parameter]], object]] = {
 }
 
 
-def collectives(call: str) -> list[int]:
-    """How many, for 3 and for 60 sharded tensors."""
-    return [len(collectives_of(lambda n=n: CALLS[call]([sharded_ones(6) for _ in range(n)]))) for n in (3, 60)]
-
-
 @pytest.mark.parametrize(("call", "expected"), [("check", 2), ("clip", 1), ("step", 2)])
-def test_the_number_of_collectives_does_not_grow(ranks: Ranks, call: str, expected: int) -> None:
-    assert ranks.run(2, collectives, call) == [[expected, expected]] * 2
+@on_ranks(2)
+def test_the_number_of_collectives_does_not_grow(call: str, expected: int) -> None:
+    for tensors in (3, 60):
+        parameters = [sharded_ones(6) for _ in range(tensors)]
+        assert len(collectives_of(lambda parameters=parameters: CALLS[call](parameters))) == expected
 
 
 # Ways to train -----------------------------------------------------------------------------------------------
 
 
-def mixed_precision() -> None:
+@on_ranks(2)
+def test_mixed_precision() -> None:
     """Whatever dtypes gradients are computed and reduced in: the norm is that of the gradients there are."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    spread = fsdp(model(), mesh_of(dist.get_world_size()), mp_policy=policy)
+    spread = fsdp(model(), mesh_of(dist.get_world_size(), "dp_shard"), mp_policy=policy)
     spread(batch(dist.get_rank())).float().square().mean().backward()
     expected = gradstat.check_tensors([whole(p.grad) for p in spread.parameters()])  # type: ignore[arg-type]
     report = gradstat.check(spread)
@@ -588,9 +393,10 @@ def mixed_precision() -> None:
     assert gradstat.clip_grad_norm_(spread.parameters(), 0.01).item() == pytest.approx(expected.total_norm, rel=1e-5)
 
 
-def accumulated() -> None:
+@on_ranks(2)
+def test_accumulation_without_reductions() -> None:
     """FSDP2 has no gradients before the micro-batch that reduces; then all of them."""
-    spread: Any = fsdp(model(), mesh_of(dist.get_world_size()))
+    spread: Any = fsdp(model(), mesh_of(dist.get_world_size(), "dp_shard"))
     micro_batches = gradstat.MicroBatches(spread)
     spread.set_requires_gradient_sync(False)
     spread(batch(dist.get_rank())).square().mean().backward()
@@ -608,7 +414,8 @@ def accumulated() -> None:
     assert micro_batches.result().final.total_norm == pytest.approx(gradstat.check(single).total_norm, rel=1e-5)
 
 
-def the_older_fsdp() -> None:
+@on_ranks(2)
+def test_the_older_fsdp() -> None:
     """Its shards are plain tensors, which do not tell: its group has to be named."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is being replaced, and says so
@@ -625,7 +432,8 @@ def the_older_fsdp() -> None:
     assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(0.5 * expected, rel=1e-4)
 
 
-def strided_shards() -> None:
+@on_ranks(2)
+def test_strided_shards() -> None:
     """Shards that are views with gaps are read through a copy, and scaled where they lie."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
@@ -639,8 +447,3 @@ def strided_shards() -> None:
     assert norm.dtype == gradstat.clip_grad_norm_([parameter], math.inf).dtype
     torch.testing.assert_close(shard, mine / whole.norm())
     assert (memory[..., 1] == 77.0).all()
-
-
-@pytest.mark.parametrize("way", [mixed_precision, accumulated, the_older_fsdp, strided_shards])
-def test_ways_to_train(ranks: Ranks, way: Callable[[], None]) -> None:
-    ranks.run(2, way)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, collectives_of
+from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -74,22 +74,6 @@ MODES: dict[str, dict[str, Any]] = {
 HOOKS = {"none": None, "allreduce": allreduce_hook, "fp16": fp16_compress_hook}
 
 
-def steps(options: dict[str, Any], hook: Any, per_micro_batch: bool) -> list[tuple[Any, ...]]:
-    """Four steps, of which rank 1 spoils the first (before buckets are built anew) and the third."""
-    model = wrapped(**options)
-    state = None if hook is None else dist.group.WORLD
-    watch = watch_origin(model, hook, state, per_micro_batch=per_micro_batch)
-    seen = []
-    for step in range(4):
-        backward(model, bad=dist.get_rank() == 1 and step % 2 == 0, use_spare=not options.get("find_unused_parameters"))
-        report = watch.result()
-        spread = not gradstat.check(model).ok
-        seen.append((report.ok, report.nonfinite, told(report, "last.bias"), spread))
-        model.zero_grad()
-    watch.remove()
-    return seen
-
-
 GOOD = (True, (), (None, 0, None), False)
 
 
@@ -103,14 +87,29 @@ GOOD = (True, (), (None, 0, None), False)
         ("find_unused_parameters", "fp16", False),
     ],
 )
-def test_the_rank_is_named_in_every_mode(ranks: Ranks, mode: str, hook: str, per_micro_batch: bool) -> None:
-    """And the NaN had reached every rank by then, so that nothing else could tell."""
+@on_ranks(2)
+def test_the_rank_is_named_in_every_mode(mode: str, hook: str, per_micro_batch: bool) -> None:
+    """Four steps, of which rank 1 spoils the first (before buckets are built anew) and the third."""
+    options = MODES[mode]
+    hook = HOOKS[hook]
+    model = wrapped(**options)
+    state = None if hook is None else dist.group.WORLD
+    watch = watch_origin(model, hook, state, per_micro_batch=per_micro_batch)
+    seen = []
+    for step in range(4):
+        backward(model, bad=dist.get_rank() == 1 and step % 2 == 0, use_spare=not options.get("find_unused_parameters"))
+        report = watch.result()
+        spread = not gradstat.check(model).ok
+        seen.append((report.ok, report.nonfinite, told(report, "last.bias"), spread))
+        model.zero_grad()
+    watch.remove()
     bad = (False, ("last.bias",), (1, 1, 0), True)
     expected = [bad, GOOD, bad, GOOD]
-    assert ranks.run(2, steps, MODES[mode], HOOKS[hook], per_micro_batch) == [expected] * 2
+    assert seen == expected
 
 
-def averaged() -> bool:
+@on_ranks(2)
+def test_gradients_are_averaged_as_without_a_watch() -> None:
     """Gradients of a watched model and of one that is not, which are the same on average."""
     plain = wrapped()
     watched = DistributedDataParallel(copy.deepcopy(plain.module), bucket_cap_mb=0.0001)
@@ -120,41 +119,33 @@ def averaged() -> bool:
         for model in (plain, watched):
             model(x).square().mean().backward()
     pairs = zip(plain.parameters(), watched.parameters(), strict=True)
-    return all(torch.equal(p.grad, w.grad) for p, w in pairs)  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, w.grad) for p, w in pairs)
 
 
-def test_gradients_are_averaged_as_without_a_watch(ranks: Ranks) -> None:
-    assert ranks.run(2, averaged) == [True] * 2
-
-
-def sparse() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_sparse_gradients() -> None:
     model = DistributedDataParallel(nn.Embedding(6, 3, sparse=True))
     watch = watch_origin(model)
     out = model(torch.tensor([1, 4]))
     (out * (float("inf") if dist.get_rank() == 0 else 1.0)).sum().backward()
-    return told(watch.result(), "weight")
+    assert told(watch.result(), "weight") == (0, 1, 0)
 
 
-def test_sparse_gradients(ranks: Ranks) -> None:
-    assert ranks.run(2, sparse) == [(0, 1, 0)] * 2
-
-
-def in_a_group() -> tuple[Any, ...]:
+@on_ranks(4)
+def test_ranks_are_global_numbers() -> None:
+    """And gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = wrapped(process_group=groups[dist.get_rank() % 2])
     watch = watch_origin(model)
     backward(model, bad=dist.get_rank() == 3)
     report = watch.result()
-    return report.ranks, told(report, "last.bias"), gradstat.check(model).ok
-
-
-def test_ranks_are_global_numbers(ranks: Ranks) -> None:
-    """And gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
     even, odd = ((0, 2), (None, 0, None), True), ((1, 3), (3, 1, 0), False)
-    assert ranks.run(4, in_a_group) == [even, odd, even, odd]
+    found = (report.ranks, told(report, "last.bias"), gradstat.check(model).ok)
+    assert found == (odd if dist.get_rank() % 2 else even)
 
 
-def with_a_hook_of_its_own() -> tuple[bool, tuple[Any, ...]]:
+@on_ranks(2)
+def test_a_hook_is_called_with_its_state() -> None:
     state: list[int] = []
 
     def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -167,40 +158,11 @@ def with_a_hook_of_its_own() -> tuple[bool, tuple[Any, ...]]:
         watch.remove()
         watch = watch_origin(model, **again)  # type: ignore[arg-type]
     backward(model, bad=dist.get_rank() == 1)
-    return len(state) > 0, told(watch.result(), "last.bias")
-
-
-def test_a_hook_is_called_with_its_state(ranks: Ranks) -> None:
-    assert ranks.run(2, with_a_hook_of_its_own) == [(True, (1, 1, 0))] * 2
+    assert state
+    assert told(watch.result(), "last.bias") == (1, 1, 0)
 
 
 # Micro-batches -----------------------------------------------------------------------------------------------
-
-
-def accumulated(options: dict[str, Any], bad: dict[int, list[int]]) -> list[tuple[Any, ...]]:
-    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch.
-
-    What the plain ones compute behind those that are not reduced, and run no backward pass of, are none.
-    """
-    reentrant = options.pop("reentrant", False)
-    model = wrapped(**options)
-    model.module.reentrant = reentrant
-    watch = watch_origin(model, per_micro_batch=True)
-    if options.get("static_graph"):  # then torch cannot do without a reduction in its first backward()
-        backward(model, bad=False)
-        watch.result()
-        model.zero_grad()
-    seen = []
-    for step in range(2):
-        for number in range(3):
-            with contextlib.nullcontext() if number == 2 else model.no_sync():
-                backward(model, bad=step == 1 and dist.get_rank() in bad.get(number, []))
-                if number < 2 and not options:
-                    model(torch.randn(3, 4))
-        report = watch.result()
-        seen.append((*told(report, "last.bias"), report.micro_batches))
-        model.zero_grad()
-    return seen
 
 
 MICRO_MODES = {
@@ -220,26 +182,48 @@ MICRO_MODES = {
         ("reentrant", {2: [0, 1]}, (0, 2, 2)),
     ],
 )
-def test_the_first_micro_batch_is_named(ranks: Ranks, mode: str, bad: dict[int, list[int]], expected: Any) -> None:
-    seen = ranks.run(2, accumulated, dict(MICRO_MODES[mode]), bad)
-    assert seen == [[(None, 0, None, 3), (*expected, 3)]] * 2
+@on_ranks(2)
+def test_the_first_micro_batch_is_named(mode: str, bad: dict[int, list[int]], expected: Any) -> None:
+    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch.
+
+    What the plain ones compute behind those that are not reduced, and run no backward pass of, are none.
+    """
+    options = dict(MICRO_MODES[mode])
+    reentrant = options.pop("reentrant", False)
+    model = wrapped(**options)
+    model.module.reentrant = reentrant
+    watch = watch_origin(model, per_micro_batch=True)
+    if options.get("static_graph"):  # then torch cannot do without a reduction in its first backward()
+        backward(model, bad=False)
+        watch.result()
+        model.zero_grad()
+    seen = []
+    for step in range(2):
+        for number in range(3):
+            with contextlib.nullcontext() if number == 2 else model.no_sync():
+                backward(model, bad=step == 1 and dist.get_rank() in bad.get(number, []))
+                if number < 2 and not options:
+                    model(torch.randn(3, 4))
+        report = watch.result()
+        seen.append((*told(report, "last.bias"), report.micro_batches))
+        model.zero_grad()
+    assert seen == [(None, 0, None, 3), (*expected, 3)]
 
 
-def unreduced() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_micro_batches_are_told_apart_only_if_asked_for() -> None:
     model = wrapped()
     watch = watch_origin(model)
     with model.no_sync():
         backward(model, bad=dist.get_rank() == 1)
     backward(model, bad=False)
     report = watch.result()
-    return report.micro_batches, told(report, "last.bias")
+    assert (report.micro_batches, told(report, "last.bias")) == (1, (1, 1, 0))
 
 
-def test_micro_batches_are_told_apart_only_if_asked_for(ranks: Ranks) -> None:
-    assert ranks.run(2, unreduced) == [(1, (1, 1, 0))] * 2
-
-
-def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
+@pytest.mark.parametrize(("inside", "per_micro_batch"), [(False, True), (True, False)])
+@on_ranks(2)
+def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
     """Two micro-batches, the first of them not reduced and bad on rank 1, with either side of DDP compiled."""
     if inside:
         model = DistributedDataParallel(torch.compile(Net(), backend="eager"))
@@ -259,32 +243,25 @@ def compiled(inside: bool, per_micro_batch: bool) -> tuple[Any, ...]:
             handle.remove()
     report = watch.result()
     name = "_orig_mod.last.bias" if inside else "last.bias"
-    return report.nonfinite, told(report, name)
+    assert report.nonfinite == (name,)
+    assert told(report, name) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("inside", "per_micro_batch"), [(False, True), (True, False)])
-def test_compiled_models(ranks: Ranks, inside: bool, per_micro_batch: bool) -> None:
-    name = "_orig_mod.last.bias" if inside else "last.bias"
-    assert ranks.run(2, compiled, inside, per_micro_batch) == [((name,), (1, 1, 0))] * 2
-
-
-def reduced_each_time() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_every_reduction_is_a_micro_batch() -> None:
+    """After the second, the gradient is bad on both ranks; who brought it stays known."""
     model = wrapped()
     watch = watch_origin(model)
     for number in range(3):
         backward(model, bad=number == 1 and dist.get_rank() == 1)
     report = watch.result()
-    return told(report, "last.bias"), str(report)
-
-
-def test_every_reduction_is_a_micro_batch(ranks: Ranks) -> None:
-    """After the second, the gradient is bad on both ranks; who brought it stays known."""
     text = (
         "gradstat: NaN or Inf in 1 of 6 gradients before they were reduced\n"
         "brought by rank 1 alone (of 2) in micro-batch 1 of 3 (counted from 0): 1 gradient\n"
         "  last.bias: 1 NaN of 2 elements"
     )
-    assert ranks.run(2, reduced_each_time) == [((1, 1, 1), text)] * 2
+    assert told(report, "last.bias") == (1, 1, 1)
+    assert str(report) == text
 
 
 # What is said ------------------------------------------------------------------------------------------------
@@ -384,7 +361,8 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
 # The watch itself ----------------------------------------------------------------------------------------------
 
 
-def one_hook_only() -> None:
+@on_ranks(2)
+def test_ddp_takes_one_hook_for_life() -> None:
     hooked = wrapped()
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(
@@ -416,51 +394,37 @@ def one_hook_only() -> None:
         watch_origin(Net())  # type: ignore[arg-type]
 
 
-def test_ddp_takes_one_hook_for_life(ranks: Ranks) -> None:
-    ranks.run(2, one_hook_only)
-
-
-def counted() -> list[list[str]]:
+@on_ranks(2)
+def test_finite_gradients_cost_one_reduction() -> None:
     model = wrapped()
     watch = watch_origin(model, fp16_compress_hook)
     seen = []
     for bad in (False, True):
         backward(model, bad=bad)
         seen.append(collectives_of(watch.result))
-    return seen
+    assert seen == [["all_reduce of 56 bytes"], ["all_reduce of 56 bytes", "all_gather"]]
 
 
-def test_finite_gradients_cost_one_reduction(ranks: Ranks) -> None:
-    assert ranks.run(2, counted) == [[["all_reduce of 56 bytes"], ["all_reduce of 56 bytes", "all_gather"]]] * 2
-
-
-def dropped() -> bool:
+@on_ranks(2)
+def test_a_model_is_not_kept_alive_by_its_watch() -> None:
     model = wrapped()
     watch = watch_origin(model, per_micro_batch=True)
     backward(model, bad=False)
     alive = weakref.ref(model.module.first.weight)
     del model, watch
     gc.collect()
-    return alive() is None
+    assert alive() is None
 
 
-def test_a_model_is_not_kept_alive_by_its_watch(ranks: Ranks) -> None:
-    assert ranks.run(2, dropped) == [True] * 2
-
-
-def alone() -> str:
+@on_ranks(2)
+def test_a_rank_that_does_not_ask_is_an_error() -> None:
     model = wrapped()
     watch = watch_origin(model)
     backward(model, bad=False)
     dist.barrier()
     if dist.get_rank() == 1:
-        return ""
+        return
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
     with pytest.raises(UnreachableRankError) as raised:
         watch.result()
-    return str(raised.value)
-
-
-def test_a_rank_that_does_not_ask_is_an_error(ranks: Ranks) -> None:
-    message, _ = ranks.run(2, alone)
-    assert message.startswith("OriginWatch.result: not all of ranks 0, 1 took part, as seen from rank 0.")
+    assert str(raised.value).startswith("OriginWatch.result: not all of ranks 0, 1 took part, as seen from rank 0.")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Forks
-from ranks import Ranks, collectives_of
+from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -187,28 +187,29 @@ CHANGED: dict[str, tuple[str, Callable[[Any, torch.optim.Optimizer], Tensor]]] =
 }
 
 
-def drifting(culprit: int, name: str) -> tuple[Drift, ...]:
+def expect_drift(culprit: int, name: str, ranks: tuple[int, ...], how: str) -> None:
     model, optimizer = trained()
     if dist.get_rank() == culprit:
         flip(CHANGED[name][1](model, optimizer))
     report = verify_replicas(model, what=EVERYTHING)
     state = verify_replicas(optimizer, what=("state",))
     assert report.compared + state.compared >= 32
-    return report.drifted + state.drifted
+    assert report.drifted + state.drifted == (Drift(name, CHANGED[name][0], ranks, how),)
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_one_rank_that_drifted_is_named(ranks: Ranks, name: str) -> None:
-    expected = (Drift(name, CHANGED[name][0], (2,), "bits on rank 2 differ from those on the other 3"),)
-    assert ranks.run(4, drifting, 2, name) == [expected] * 4
+@on_ranks(4)
+def test_one_rank_that_drifted_is_named(name: str) -> None:
+    expect_drift(2, name, (2,), "bits on rank 2 differ from those on the other 3")
 
 
-def test_two_ranks_have_no_majority(ranks: Ranks) -> None:
-    expected = (Drift("first.weight", "parameter", (0, 1), "bits differ between ranks 0, 1, with no majority"),)
-    assert ranks.run(2, drifting, 1, "first.weight") == [expected] * 2
+@on_ranks(2)
+def test_two_ranks_have_no_majority() -> None:
+    expect_drift(1, "first.weight", (0, 1), "bits differ between ranks 0, 1, with no majority")
 
 
-def lacking() -> ReplicaReport:
+@on_ranks(4)
+def test_what_a_rank_lacks_is_named_and_nobody_waits() -> None:
     model, _ = trained()
     if dist.get_rank() == 1:
         model.first.bias.grad = None
@@ -216,19 +217,16 @@ def lacking() -> ReplicaReport:
         model.last.bias.grad = torch.zeros(2, dtype=torch.float64)
     if dist.get_rank() == 2:
         flip(model.last.weight.grad)
-    return verify_replicas(model)
-
-
-def test_what_a_rank_lacks_is_named_and_nobody_waits(ranks: Ranks) -> None:
     expected = (
         Drift("first.bias", "gradient", (1,), "missing on rank 1"),
         Drift("last.bias", "gradient", (1,), "shape, dtype or placement differs: float64[2] on rank 1"),
         Drift("last.weight", "gradient", (2,), "bits on rank 2 differ from those on the other 3"),
     )
-    assert ranks.run(4, lacking) == [ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))] * 4
+    assert verify_replicas(model) == ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))
 
 
-def uneven() -> list[ReplicaReport]:
+@on_ranks(2)
+def test_whatever_has_a_gradient_somewhere_is_compared_and_nothing_else() -> None:
     """A list that is longer on a rank; gradients that no rank has; that of a frozen parameter, which then drifts."""
     rank = dist.get_rank()
     reports = [verify_replicas(nn.ParameterList([torch.ones(3)] * (3 - rank)), what="parameters")]
@@ -237,18 +235,15 @@ def uneven() -> list[ReplicaReport]:
     frozen.grad = torch.ones(2)
     reports.append(verify_replicas(target=frozen))
     frozen.grad[rank] = 2.0
-    return [*reports, verify_replicas(frozen)]
+    longer, nowhere, agreeing, drifting = [*reports, verify_replicas(frozen)]
+    assert longer.drifted == (Drift("2", "parameter", (1,), "missing on rank 1"),)
+    assert nowhere == ReplicaReport((), compared=0, ranks=(0, 1))
+    assert agreeing == ReplicaReport((), compared=1, ranks=(0, 1))
+    assert drifting.compared == len(drifting.drifted) == 1
 
 
-def test_whatever_has_a_gradient_somewhere_is_compared_and_nothing_else(ranks: Ranks) -> None:
-    for longer, nowhere, agreeing, drifting in ranks.run(2, uneven):
-        assert longer.drifted == (Drift("2", "parameter", (1,), "missing on rank 1"),)
-        assert nowhere == ReplicaReport((), compared=0, ranks=(0, 1))
-        assert agreeing == ReplicaReport((), compared=1, ranks=(0, 1))
-        assert drifting.compared == len(drifting.drifted) == 1
-
-
-def errors() -> str:
+@on_ranks(4)
+def test_the_error_is_the_same_on_every_rank() -> None:
     model, _ = trained()
     if dist.get_rank() == 0:
         with torch.no_grad():
@@ -259,15 +254,10 @@ def errors() -> str:
         report.raise_if_drifted()
     assert pickle.loads(pickle.dumps(raised.value)).report == report
     assert str(report) == f"gradstat: {raised.value}"
-    return str(raised.value)
-
-
-def test_the_error_is_the_same_on_every_rank(ranks: Ranks) -> None:
-    expected = (
+    assert str(raised.value) == (
         "1 tensor DRIFTED between 4 ranks, of 12 compared:\n"
         "  parameter last.weight: bits on rank 0 differ from those on the other 3"
     )
-    assert ranks.run(4, errors) == [expected] * 4
 
 
 @pytest.mark.parametrize(
@@ -289,7 +279,8 @@ def test_only_the_first_are_listed(drifted: int, in_error: int, in_text: int) ->
 # Collectives -------------------------------------------------------------------------------------------------
 
 
-def counted() -> tuple[list[str], list[str], list[str]]:
+@on_ranks(2)
+def test_agreement_costs_one_small_reduction() -> None:
     """The collectives of a comparison that agrees, of one that does not, and of one without a gradient."""
     model, _ = trained()
     healthy = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
@@ -297,16 +288,13 @@ def counted() -> tuple[list[str], list[str], list[str]]:
         flip(model.first.weight)
     drifted = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
     model.last.bias.grad = None
-    return healthy, drifted, collectives_of(lambda: verify_replicas(model))
-
-
-def test_agreement_costs_one_small_reduction(ranks: Ranks) -> None:
-    """Also about gradients that no rank has."""
     one = "all_reduce of 32 bytes"
-    assert ranks.run(2, counted) == [([one], [one, "all_gather_object"], [one])] * 2
+    assert healthy == collectives_of(lambda: verify_replicas(model)) == [one]
+    assert drifted == [one, "all_gather_object"]
 
 
-def in_a_group() -> bool | None:
+@on_ranks(4)
+def test_only_the_ranks_of_the_group_are_compared() -> None:
     model, _ = trained()
     if dist.get_rank() >= 2:
         flip(model.first.weight)
@@ -314,11 +302,7 @@ def in_a_group() -> bool | None:
     with pytest.raises(ValueError, match=r"rank \d is not in the group"):
         verify_replicas(model, group=halves[dist.get_rank() < 2])
     assert verify_replicas(model, what="parameters", group=halves[dist.get_rank() >= 2]).ok
-    return verify_replicas(model, what="parameters").ok
-
-
-def test_only_the_ranks_of_the_group_are_compared(ranks: Ranks) -> None:
-    assert ranks.run(4, in_a_group) == [False] * 4
+    assert not verify_replicas(model, what="parameters").ok
 
 
 def unusual_layouts() -> list[Tensor]:
@@ -342,7 +326,8 @@ def with_gradient(gradient: Tensor) -> nn.Module:
     return module
 
 
-def bad_arguments() -> None:
+@on_ranks(1)
+def test_bad_arguments_get_a_sentence() -> None:
     model, optimizer = trained()
     for target, what, error, match in (
         (model, ("grads",), ValueError, "cannot compare grads; known: gradients, parameters, buffers, state"),
@@ -361,10 +346,6 @@ def bad_arguments() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.raises(ValueError, match="a group or a mesh, not both"):
         verify_replicas(model, group=dist.group.WORLD, mesh=mesh)
-
-
-def test_bad_arguments_get_a_sentence(ranks: Ranks) -> None:
-    ranks.run(1, bad_arguments)
 
 
 def test_without_a_process_group() -> None:
@@ -412,57 +393,45 @@ def test_a_replicated_shard_that_drifted_is_named(ranks: Ranks, name: str, apart
         assert [drift.ranks for drift in report.drifted] == ([apart] if apart else [])
 
 
-def placed_differently() -> tuple[Drift, ...]:
+@on_ranks(2)
+def test_a_distributed_tensor_on_one_rank_only_is_a_mismatch() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     parameter = nn.Parameter(tensor if dist.get_rank() else tensor.to_local())
-    return verify_replicas(parameter, what="parameters").drifted
-
-
-def test_a_distributed_tensor_on_one_rank_only_is_a_mismatch(ranks: Ranks) -> None:
-    (drift,), again = ranks.run(2, placed_differently)
-    assert (drift,) == again
+    (drift,) = verify_replicas(parameter, what="parameters").drifted
     assert drift.ranks == (0, 1)
     placed = "float32[4] as (Replicate(),) over ('dp',)(2,) on rank 1"
     assert drift.how == f"shape, dtype or placement differs: float32[4] on rank 0; {placed}"
 
 
-def beyond_a_mesh() -> list[ReplicaReport]:
+@on_ranks(3)
+def test_a_rank_outside_of_a_mesh_takes_part() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
-    reports = [verify_replicas(nn.Parameter(tensor), what="parameters")]
+    agreeing = verify_replicas(nn.Parameter(tensor), what="parameters")
+    assert agreeing == ReplicaReport((), compared=int(dist.get_rank() < 2), ranks=(0, 1, 2))
     if dist.get_rank() == 1:
         flip(tensor.to_local())
-    return [*reports, verify_replicas(nn.Parameter(tensor), what="parameters")]
+    (drift,) = verify_replicas(nn.Parameter(tensor), what="parameters").drifted
+    assert drift.ranks == (0, 1)
 
 
-def test_a_rank_outside_of_a_mesh_takes_part(ranks: Ranks) -> None:
-    for rank, (agreeing, drifted) in enumerate(ranks.run(3, beyond_a_mesh)):
-        assert agreeing == ReplicaReport((), compared=int(rank < 2), ranks=(0, 1, 2))
-        assert [drift.ranks for drift in drifted.drifted] == [(0, 1)]
-
-
-def over_a_mesh() -> list[tuple[int, ...]]:
+@on_ranks(4)
+def test_plain_tensors_are_compared_over_the_mesh_given() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
     parameter = nn.Parameter(torch.full((3,), float(mesh.get_local_rank("stages"))))
     assert verify_replicas(parameter, what="parameters", mesh=mesh["replicas"]).ok
-    return [drift.ranks for drift in verify_replicas(parameter, what="parameters", mesh=mesh).drifted]
+    (drift,) = verify_replicas(parameter, what="parameters", mesh=mesh).drifted
+    assert drift.ranks == (0, 1, 2, 3)
 
 
-def test_plain_tensors_are_compared_over_the_mesh_given(ranks: Ranks) -> None:
-    assert ranks.run(4, over_a_mesh) == [[(0, 1, 2, 3)]] * 4
-
-
-def beyond_the_group() -> None:
+@on_ranks(2)
+def test_a_mesh_beyond_the_group_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     with pytest.raises(ValueError, match="has replicas on ranks 0, 1, not all of which take part"):
         verify_replicas(nn.Parameter(tensor), what="parameters", group=alone)
-
-
-def test_a_mesh_beyond_the_group_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, beyond_the_group)
 
 
 # Batches -----------------------------------------------------------------------------------------------------
@@ -498,7 +467,8 @@ class Sample:
     label: int
 
 
-def nearly_the_same() -> bool:
+@on_ranks(2)
+def test_shape_dtype_structure_and_order_make_a_batch_different() -> None:
     rank = dist.get_rank()
     x = torch.zeros(4)
     pairs: list[tuple[Any, Any]] = [
@@ -513,11 +483,8 @@ def nearly_the_same() -> bool:
     ]
     with pytest.raises(TypeError, match=r"batch\['a'\]\[1\] is of type object; expected tensors in mappings"):
         verify_batches({"a": [torch.ones(1), object()]})
-    return all(verify_batches(pair[rank]).ok for pair in pairs)
-
-
-def test_shape_dtype_structure_and_order_make_a_batch_different(ranks: Ranks) -> None:
-    assert ranks.run(2, nearly_the_same) == [True, True]
+    for pair in pairs:
+        assert verify_batches(pair[rank]).ok
 
 
 def test_reports_cannot_be_changed() -> None:

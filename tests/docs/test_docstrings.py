@@ -99,6 +99,11 @@ steps, accumulated = 2, 3
 next_micro_batches = lambda: batches
 loss = loss_of
 """,
+    "gradstat.distributed.verify_clip": """
+import types
+from gradstat.distributed import verify_clip
+trainer = types.SimpleNamespace(clip=gradstat.clip_grad_norm_)
+""",
     "gradstat.distributed.watch_origin": """
 import torch.distributed as dist
 from gradstat.distributed import watch_origin
@@ -109,6 +114,7 @@ ddp_model = nn.parallel.DistributedDataParallel(model)
 # What is done behind an example, whatever became of it: what it defines is called, what began is ended.
 AFTERWARDS = {
     "gradstat.monitor.assert_healthy": "test_training(assert_healthy)",
+    "gradstat.distributed.verify_clip": "test_clip()",
     "gradstat.integrations.loggers.ReportLogger": "writer.close()",
     "gradstat.distributed.watch_origin": "dist.destroy_process_group()",
 }

@@ -20,7 +20,6 @@ NOT_RUN = {
         "they are what sets up the tests",
         "changes the environment; tests/life/test_packaging.py installs what it builds",
     ],
-    "docs/distributed.md": ["times a step on two processes, for minutes"],
     "docs/quickstart.md": ["changes the environment"],
 }
 

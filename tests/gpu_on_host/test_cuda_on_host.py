@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +30,18 @@ pytestmark = needs_compiler
 @pytest.fixture(scope="session")
 def library(kernels_on_host: ctypes.CDLL) -> ctypes.CDLL:
     return kernels_on_host
+
+
+# Macros of benchmarks/gpu_variants.py that change what the kernels do, and not only how fast.
+VARIANT = ("RANGES_PER_BLOCK=4", "SMALL_TENSOR_BYTES=16384", "PREFETCH_NEXT_TENSOR")
+
+
+@pytest.fixture(scope="session", params=["as shipped", "to be measured"])
+def any_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if request.param == "as shipped":
+        shipped: ctypes.CDLL = request.getfixturevalue("library")
+        return shipped
+    return build("kernels.cpp", tmp_path_factory.mktemp("variant"), macros=VARIANT)
 
 
 @pytest.mark.parametrize("loss_scale", [None, 64.0, 1e-3, 0.0, math.inf])
@@ -195,12 +206,9 @@ def test_norm_where_squares_leave_the_range(library: ctypes.CDLL, exponent: int)
         assert norm.item() == pytest.approx(exact_norm(pieces), rel=1e-7, abs=0)
 
 
-def test_thousands_of_tensors_of_all_kinds(library: ctypes.CDLL) -> None:
+def test_thousands_of_tensors_of_all_kinds(any_library: ctypes.CDLL) -> None:
     """More than the parameters of a launch hold, and each smaller table too."""
-    check_thousands_of_tensors(library)
-
-
-def check_thousands_of_tensors(library: ctypes.CDLL) -> None:
+    library = any_library
     assert 3000 > library.table_capacity() > 1200
     for count, blocks in ((3000, 64), (1200, 4000), (500, 3), (100, 20)):
         pieces = mixed(count)
@@ -210,11 +218,8 @@ def check_thousands_of_tensors(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_same_bits_in_any_order_of_blocks(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    assert_same_bits_in_any_order(library, dtype)
-
-
-def assert_same_bits_in_any_order(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_same_bits_in_any_order_of_blocks(any_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    library = any_library
     per_tile = library.tile_bytes() // dtype.itemsize
     pieces = [Piece(random_values(dtype, n, n)) for n in (40 * per_tile + 5, 3, 7 * per_tile, 100, 2 * per_tile)]
     pieces[2].bytes[:8] = 0xFF  # NaN
@@ -226,16 +231,6 @@ def assert_same_bits_in_any_order(library: ctypes.CDLL, dtype: torch.dtype) -> N
         assert np.float64(again[1]).tobytes() == np.float64(first[1]).tobytes()
     pieces[2] = Piece(pieces[2].now())
     check(pieces, first[0])
-
-
-# Macros of benchmarks/gpu_variants.py that change what the kernels do, and not only how fast.
-def test_variants_to_be_measured_are_right(tmp_path: Path) -> None:
-    macros = ("RANGES_PER_BLOCK=4", "SMALL_TENSOR_BYTES=16384", "PREFETCH_NEXT_TENSOR")
-    variant = build("kernels.cpp", tmp_path, macros=macros)
-    check_thousands_of_tensors(variant)
-    assert_same_bits_in_any_order(variant, torch.float32)
-    pieces = [Piece(random_values(torch.float8_e5m2, numel, numel)) for numel in (70_000, 3, 200_000)]
-    assert_unscale_is_scale_and_stats(variant, pieces, 0.3, 9)
 
 
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -378,10 +373,10 @@ def test_unscale_special_values(library: ctypes.CDLL, dtype: torch.dtype, is_pai
         assert_unscale_is_scale_and_stats(library, pieces, factor, 9)
 
 
-def test_unscale_mixes_types_and_measures_the_products(library: ctypes.CDLL) -> None:
+def test_unscale_mixes_types_and_measures_the_products(any_library: ctypes.CDLL) -> None:
     """More tensors than the parameters of a launch hold, and each smaller table too; against the exact account."""
     for count, blocks in ((2500, 64), (1200, 4000), (500, 3), (100, 20)):
         pieces = mixed(count)
-        table, _, _ = stats(library, pieces, blocks, seed=count, factor=0.3)
+        table, _, _ = stats(any_library, pieces, blocks, seed=count, factor=0.3)
         assert_scaled(pieces, [piece.values for piece in pieces], [float(np.float32(0.3))] * count)
         check([Piece(piece.now(), piece.is_pair) for piece in pieces], table)

@@ -58,7 +58,9 @@ def test_one_line_is_enough_and_the_handle_need_not_be_kept() -> None:
     model, optimizer = made()
     gradstat.auto(optimizer)
     gc.collect()
-    with pytest.warns(AnomalyWarning, match=r"step 3.*group0\.0 has 1 Inf in 32 elements, the first at \[1, 2\]"):
+    with pytest.warns(
+        AnomalyWarning, match=r"step 3.*group0\.0 \[8, 4\] has 1 Inf in 32 elements, the first at \[1, 2\]"
+    ):
         list(program(optimizer, model, 4, bad=3))
 
 
@@ -104,26 +106,34 @@ def test_skips_bad_steps(fused: bool) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool) -> None:
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool, clips: bool) -> None:
     model, _ = made()
     optimizer = kind(model.parameters(), lr=0.1)
     handle = gradstat.auto(optimizer, on_anomaly="record")
     losses: list[float] = []
+    norms: list[float] = []
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = mse_loss(model(torch.ones(8, 4)), torch.zeros(8, 2))
         loss.backward()
         losses.append(loss.item())
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         return loss
 
     firsts = []
     for _ in range(3):
         already = len(losses)
         optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
-        firsts.append(losses[already])
+        firsts.append((losses[already], norms[already]))
     assert handle.monitor.steps == 3
-    assert handle.monitor.recording().scalars["loss"].tolist() == pytest.approx(firsts)
+    scalars = handle.monitor.recording().scalars
+    assert scalars["norm"].tolist() == pytest.approx([norm for _, norm in firsts])
+    if not clips:  # where the loss is not known yet
+        assert scalars["loss"].tolist() == pytest.approx([loss for loss, _ in firsts])
 
 
 # Behind a loss scaler or a clip ----------------------------------------------------------------------------------
@@ -329,6 +339,42 @@ def test_a_clip_of_scaled_gradients_is_told() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_else_is_watched")
+@pytest.mark.parametrize("way", ["step", "closure", "clip", "value", "scaler", "unscale", "schedule"])
+def test_what_is_told_points_at_the_program(way: str) -> None:
+    model, optimizer = made()
+    gradstat.auto(optimizer, model)
+    scaler = torch.amp.GradScaler("cpu", enabled=way in ("scaler", "unscale"))
+    if way == "schedule":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps the step
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(1, 4)).square().sum() * math.nan
+        scaler.scale(loss).backward()
+        return loss
+
+    def train() -> None:
+        if way == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+        if way == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if way == "value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        if way == "unscale":
+            scaler.unscale_(optimizer)
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+        elif way != "closure":
+            optimizer.step()
+
+    with pytest.warns(AnomalyWarning) as caught:
+        train()
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.usefixtures("_nothing_else_is_watched")
 def test_torchs_own_functions_come_back_with_the_last() -> None:
     def functions() -> list[Any]:
         return [torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_, gradstat.amp.GradScaler.step]
@@ -356,8 +402,6 @@ def test_what_is_no_scaler_or_optimizer() -> None:
 def test_removing_takes_everything_away_and_another_may_come() -> None:
     model, optimizer = made()
     handle = gradstat.auto(optimizer)
-    with pytest.raises(RuntimeError, match="watched already"):
-        gradstat.auto(optimizer)
     list(program(optimizer, model, 2))
     handle.remove()
     list(program(optimizer, model, 2))

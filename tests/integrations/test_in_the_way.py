@@ -9,18 +9,20 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from ranked import forget_accelerators
 from torch import nn
 
 import gradstat
 
-WAYS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+Way = Callable[[nn.Module, torch.optim.Optimizer], Any]
+WAYS: dict[str, Way] = {
     "auto": lambda model, optimizer: gradstat.auto(optimizer, model),
     "Monitor": gradstat.Monitor,
     "Monitor that watches everything": lambda model, optimizer: gradstat.Monitor(
@@ -117,15 +119,158 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, watcher: Any) -> N
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("deed", DEEDS)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_watched_model_can_be_handed_on(way: str, deed: str) -> None:
+@pytest.mark.parametrize("way", [*WAYS, *FRAMEWORKS])
+def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -> None:
     model, optimizer = made()
-    watcher = WAYS[way](model, optimizer)
+    watcher = FRAMEWORKS[way](model, optimizer, tmp_path)() if way in FRAMEWORKS else WAYS[way](model, optimizer)
     for _ in range(2):  # as new, and in the middle of a training
         another = DEEDS[deed](model)
         torch.testing.assert_close(another(torch.ones(1, 4)), model(torch.ones(1, 4)))
         train(model, optimizer, watcher)
     torch.testing.assert_close(DEEDS[deed](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    getattr(watcher, "remove", lambda: None)()
+    forget_accelerators()
+
+
+# What programs do between the steps: each gets how to watch, None for not at all, and gives what came of it.
+
+
+def _steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watchers: Sequence[Any], count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for _ in range(count):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = (model(torch.randn(8, 4, generator=generator)) - 1).square().mean()
+        loss.backward()
+        for watcher in watchers:
+            if isinstance(watcher, gradstat.Monitor):
+                watcher.step(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _compiled_before(watch: Way) -> nn.Module:
+    model, _ = made()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    _steps(compiled, [optimizer], [watch(compiled, optimizer)], 20)
+    return model
+
+
+def _compiled_after(watch: Way) -> nn.Module:
+    model, optimizer = made()
+    watcher = watch(model, optimizer)
+    _steps(torch.compile(model, backend="eager"), [optimizer], [watcher], 20)
+    return model
+
+
+def _replicated(watch: Way) -> nn.Module:
+    model, optimizer = made()
+    _steps(nn.DataParallel(model), [optimizer], [watch(model, optimizer)], 20)
+    return model
+
+
+def _averaged(watch: Way) -> nn.Module:
+    """As torch's averages and as those of trainers, which copy the model and then its state."""
+    model, optimizer = made()
+    watcher = watch(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    for _ in range(5):
+        _steps(model, [optimizer], [watcher], 4)
+        average.update_parameters(model)
+        for mine, its in zip(copied.state_dict().values(), model.state_dict().values(), strict=True):
+            mine.lerp_(its, 0.1)
+    return nn.Sequential(average, copied)
+
+
+def _tied(watch: Way) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    watcher = watch(model, optimizer)
+    _steps(model, [optimizer], [watcher], 2)
+    model[2].weight = model[0].weight
+    _steps(model, [optimizer], [watcher], 18)
+    return model
+
+
+def _several_optimizers(watch: Way) -> nn.Module:
+    model, _ = made()
+    optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.01)]
+    _steps(model, optimizers, [watch(model, optimizer) for optimizer in optimizers], 60)
+    return model
+
+
+def _two_trainings(watch: Way) -> nn.Module:
+    trained = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _steps(model, [optimizer], [watch(model, optimizer)], 20)
+        trained.append(model)
+    return nn.ModuleList(trained)
+
+
+def _resumed(watch: Way) -> nn.Module:
+    model, optimizer = made()
+    watcher = watch(model, optimizer)
+    _steps(model, [optimizer], [watcher], 20)
+    file = io.BytesIO()
+    monitor = getattr(watcher, "monitor", watcher)
+    its = monitor.state_dict() if isinstance(monitor, gradstat.Monitor) else {}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "monitor": its}, file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    again, optimizer = made()
+    watcher = watch(again, optimizer)
+    again.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    if its:
+        getattr(watcher, "monitor", watcher).load_state_dict(state["monitor"])
+    _steps(again, [optimizer], [watcher], 20)
+    return again
+
+
+def _cell_run_twice(watch: Way) -> nn.Module:
+    model, optimizer = made()
+    for _ in range(2):
+        watcher = watch(model, optimizer)
+        _steps(model, [optimizer], [watcher], 20)
+    assert len(optimizer._optimizer_step_pre_hooks) <= 1
+    return model
+
+
+PROGRAMS: dict[str, Callable[[Way], nn.Module]] = {
+    "compiled before": _compiled_before,
+    "compiled after": _compiled_after,
+    "replicated": _replicated,
+    "averaged": _averaged,
+    "tied": _tied,
+    "several optimizers": _several_optimizers,
+    "two trainings": _two_trainings,
+    "resumed": _resumed,
+    "cell run twice": _cell_run_twice,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is no parameter of the model")  # so it is, behind a weight that was tied
+@pytest.mark.filterwarnings("error::gradstat.monitor.AnomalyWarning")
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("way", [*WAYS, "patch"])
+def test_a_program_goes_on_as_if_nobody_watched(way: str, program: str) -> None:
+    def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        watcher = gradstat.patch_torch() if way == "patch" else WAYS[way](model, optimizer)
+        made.append(watcher)
+        return watcher
+
+    made: list[Any] = []
+    alone = PROGRAMS[program](lambda model, optimizer: None)
+    watched = PROGRAMS[program](watch)
+    for watcher in reversed(made):
+        getattr(watcher, "remove", getattr(watcher, "detach", lambda: None))()
+    for (name, value), other in zip(alone.state_dict().items(), watched.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -191,3 +336,14 @@ def test_hooks_of_others_stay_in_the_file() -> None:
     assert print in copied[1]._forward_pre_hooks.values()
     handle.remove()
     assert print not in model._forward_hooks.values()
+
+
+@pytest.mark.parametrize("way", ["Accelerate", "Fabric", "Trainer"])
+def test_a_second_install_takes_the_place_of_the_first(way: str, tmp_path: Path) -> None:
+    enter = FRAMEWORKS[way](*made(), tmp_path)
+    first = enter()
+    with enter() as second:
+        assert not first._patches
+        assert second._patches
+    assert not second._patches
+    forget_accelerators()

@@ -257,6 +257,44 @@ def test_stop_and_checkpoint(tmp_path: Path) -> None:
     assert state["callbacks"]["GradstatCallback"]["monitors"][0]["steps"] == 4
 
 
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(
+    "saving",
+    [
+        {"every_n_train_steps": 1, "save_last": True},
+        {"every_n_train_steps": 2},
+        {"every_n_epochs": 1, "save_last": "link"},
+        {"save_on_train_epoch_end": False, "save_last": True},
+        {"every_n_train_steps": 1, "monitor": "train_loss"},
+        {"every_n_train_steps": 50, "save_last": True},
+    ],
+)
+def test_what_a_stop_lets_others_save(tmp_path: Path, saving: dict[str, Any], skips: bool) -> None:
+    """Parameters that are not finite are not saved, and push no good ones out."""
+
+    class Logging(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss_of(batch, 0 if self.current_epoch == 0 else batch_idx)
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss_of(batch, 0)
+
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=1, **saving)
+    callback = GradstatCallback(on_anomaly=["skip", "stop"] if skips else "stop")
+    made = trainer([checkpoint, callback], max_epochs=4, enable_checkpointing=True)
+    made.fit(Logging(spoil={1: "sqrt"}), data(4), data(1))
+    assert callback.should_stop
+    assert made.global_step == 6
+    files = list(tmp_path.glob("*.ckpt"))
+    assert bool(files) == (skips or saving.get("every_n_train_steps") != 50)
+    for file in files:
+        state = torch.load(file, weights_only=True)
+        assert all(value.isfinite().all() for value in state["state_dict"].values()), file
+    assert not {"_save_topk_checkpoint", "_save_last_checkpoint"} & set(vars(checkpoint))
+
+
 def test_raise_names_the_parameter_and_ends_the_training(tmp_path: Path) -> None:
     callback = GradstatCallback(on_anomaly="raise", save_to=tmp_path / "run.gradstat")
     with pytest.raises(AnomalyError, match=r"step 3, nonfinite-gradient: .*net\.2\.bias(.|\n)*what to try") as caught:

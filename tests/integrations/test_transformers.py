@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranked import forget_accelerators, run_example
+from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -80,7 +82,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
         torch.manual_seed(1)
         if model is None:
             model = Regression()
-        return kind(model, arguments(tmp_path, **changes), train_dataset=dataset(), optimizers=optimizers)
+        return kind(
+            model,
+            arguments(tmp_path, **changes),
+            train_dataset=dataset(),
+            eval_dataset=dataset(4),
+            optimizers=optimizers,
+        )
 
     yield made
     forget_accelerators()
@@ -228,15 +236,29 @@ def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pyte
     handle.remove()
 
 
-def test_stopping_saves(make: Make, tmp_path: Path) -> None:
-    trainer = make(max_steps=8)
-    trainer.model.bad_at = at(2)
-    handle = install(trainer, on_anomaly=["skip", "stop"])
-    words = told(trainer.train)
-    assert sum("the Trainer stops behind step 3 and saves a checkpoint" in one for one in words) == 1
-    assert trainer.state.global_step == 3
-    assert (tmp_path / "checkpoint-3" / STATE_FILE).is_file()
-    handle.remove()
+def saved_weights(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {path.parent.name: load_file(path) for path in folder.glob("checkpoint-*/model.safetensors")}
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("strategy", ["no", "steps", "epoch", "best"])
+def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: bool) -> None:
+    """Parameters that are not finite are not saved, and push no good ones out."""
+    saving = {"save_strategy": strategy, "save_steps": 2, "save_total_limit": 1}
+    if strategy == "best":
+        saving |= {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    trainer = make(max_steps=32, per_device_train_batch_size=16, **saving)  # an epoch has four steps
+    trainer.model.first.bias.register_hook(lambda g: g * math.nan if trainer.state.global_step == 5 else g)
+    with install(trainer, on_anomaly=["skip", "stop"] if skips else "stop"):
+        words = told(trainer.train)
+    how = "with the parameters of now" if skips else "without a checkpoint of parameters that are not finite"
+    assert sum(f"the Trainer stops behind step 6, {how}" in one for one in words) == 1
+    assert trainer.state.global_step == 6
+    found = {path.parent: load_file(path) for path in tmp_path.glob("checkpoint-*/model.safetensors")}
+    expected = [] if strategy == "no" else ["checkpoint-6"] if skips else ["checkpoint-4"]
+    assert [folder.name for folder in found] == expected
+    assert all(value.isfinite().all() for weights in found.values() for value in weights.values())
+    assert all((folder / STATE_FILE).is_file() for folder in found)
 
 
 @QUIET
@@ -332,10 +354,7 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
         install(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="log is 'all'"):
         install(trainer, log="all")
-    handle = install(trainer)  # nothing was left behind
-    with pytest.raises(RuntimeError, match="installed on this accelerator already"):
-        install(trainer)
-    handle.remove()
+    install(trainer).remove()  # nothing was left behind
     with pytest.raises(RuntimeError, match=r"callback alone cannot watch gradients.*install\(trainer\)"):
         trainer.add_callback(GradstatCallback)
 

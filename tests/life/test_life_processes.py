@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -137,45 +136,22 @@ if __name__ == "__main__":
     print("the end")
 """
 WAYS = [way for way in ("fork", "spawn") if way in multiprocessing.get_all_start_methods()]
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
 
 
-Ended = tuple[subprocess.CompletedProcess[str], Path]
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The program when it has ended, with all its children, which have its output; and the folder of recordings."""
-    folder = tmp_path_factory.mktemp("processes")
-    program = folder / "program.py"
+def test_forks_workers_and_the_end_of_a_program_that_measures(tmp_path: Path) -> None:
+    """A forked child computes the same bits, waits for no thread that it has not, and leaves its parent's recording."""
+    program = tmp_path / "program.py"
     program.write_text(PROGRAM)
+    # With all its children, which have its output.
     started = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
-    return run(started, program, folder, *WAYS), folder
-
-
-def test_daemon_threads_that_measure_do_not_crash_the_end_of_the_program(ended: Ended) -> None:
-    program = ended[0]
+    ended = run(started, program, tmp_path, *WAYS)
     # A measurement of coverage warns of what was imported before a fork.
-    said = [line for line in program.stderr.splitlines() if "CoverageWarning" not in line and "self.warn(" not in line]
-    assert (program.returncode, program.stdout.splitlines()[-1:], said) == (0, ["the end"], [])
-
-
-@forks
-def test_a_forked_child_computes_the_same_bits_and_does_not_wait_for_threads_it_has_not(ended: Ended) -> None:
-    assert "same bits True" in ended[0].stdout.splitlines(), ended[0]
-
-
-@forks
-@pytest.mark.parametrize(("child_steps", "expected"), [(0, 4), (2, 5)], ids=["idle", "at work"])
-def test_a_forked_child_does_not_write_over_the_recording_of_its_parent(
-    child_steps: int, expected: int, ended: Ended
-) -> None:
-    assert len(load(ended[1] / f"{child_steps}.gradstat").steps) == expected
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_workers_of_a_loader_measure(way: str, ended: Ended) -> None:
-    assert f"{way} True" in ended[0].stdout.splitlines(), ended[0]
+    said = [line for line in ended.stderr.splitlines() if "CoverageWarning" not in line and "self.warn(" not in line]
+    forked = ["same bits True"] if hasattr(os, "fork") else []
+    assert (ended.returncode, said) == (0, [])
+    assert ended.stdout.splitlines() == [*forked, *(f"{way} True" for way in WAYS), "the end"]
+    for child_steps, expected in ((0, 4), (2, 5)) if forked else ():
+        assert len(load(tmp_path / f"{child_steps}.gradstat").steps) == expected
 
 
 # A timer interrupts the main thread at any place, as Ctrl-C does; what comes afterwards has to be right.

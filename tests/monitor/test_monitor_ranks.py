@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import Ranks
@@ -99,3 +101,58 @@ def the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
 
 def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive(ranks: Ranks) -> None:
     ranks.run(2, the_rank_that_brought_it_is_named_whenever_numbers_arrive)
+
+
+def an_error_on_one_rank_leaves_no_other_waiting() -> None:
+    model = _model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    everything = {"parameters": 1, "updates": 1, "optimizer": 1}
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", watch=everything)
+    broken, subtract = dist.get_rank() == 1, torch._foreach_sub
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    for step in range(8):
+        model(torch.randn(4, 6)).square().mean().backward()
+        if broken and step == 3:
+            torch._foreach_sub = out_of_memory
+        if broken and step == 6:
+            gradient = model[0].weight.grad  # type: ignore[index,union-attr]
+            gradient._local_tensor = gradient._local_tensor.to(torch.int32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            monitor.step()
+        torch._foreach_sub = subtract
+        if step != 6:
+            optimizer.step()
+        optimizer.zero_grad()
+    texts = [finding.text for finding in monitor.findings]
+    recording = monitor.recording()
+    assert recording.steps.tolist() == [0, 1, 2, 3, 4, 5, 7], texts
+    assert sorted(set(recording.tables) & {"parameter", "update"}) == ["parameter", "update"]
+    assert not np.isnan(recording.tables["parameter"].values).any()
+    if broken:
+        assert sum("what the optimizer changes" in text for text in texts) == 1, texts
+    assert sum("a step could not be" in text for text in texts) == 1, texts
+
+
+def test_an_error_on_one_rank_leaves_no_other_waiting(ranks: Ranks) -> None:
+    ranks.run(2, an_error_on_one_rank_leaves_no_other_waiting)
+
+
+def advice_about_one_bad_rank(watched: bool) -> list[tuple[str, ...]]:
+    model = DistributedDataParallel(_model())
+    options = {"watch": {"origin": 1}} if watched else {}
+    monitor = gradstat.Monitor(model, on_anomaly="record", **options)
+    model(torch.full((4, 6), math.nan if dist.get_rank() else 1.0)).sum().backward()
+    monitor.step()
+    return [finding.advice for finding in monitor.findings if finding.rule == "nonfinite-gradient"]
+
+
+def test_several_ranks_are_told_how_to_find_the_one(ranks: Ranks) -> None:
+    for watched in (False, True):
+        for (advice,) in ranks.run(2, advice_about_one_bad_rank, watched):
+            assert ('watch={"origin": 1}' in advice[0]) == (not watched)

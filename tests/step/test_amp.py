@@ -5,6 +5,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,33 @@ def backward(model: nn.Module, scaler: TorchScaler, x: Tensor, bad: float | None
         list(model.parameters())[1].grad[2] = bad  # type: ignore[index]
 
 
+CALLS: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "unscale": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "clip": lambda scaler, optimizer: nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5),
+    "unscale and clip": lambda scaler, optimizer: scaler.unscale_and_clip_(optimizer, 0.5),
+    "guarded step": lambda scaler, optimizer: gradstat.guarded_step(optimizer, 0.5, scaler=scaler).total_norm,
+    "look": lambda scaler, optimizer: torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]),
+}
+CLIPPED = ("unscale", "clip", "step")
+# Calls of a step, and those that torch has for it.
+WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "step": (("step",), ("step",)),
+    "accumulate": (("step",), ("step",)),
+    "unscale": (("unscale", "look", "step"), ("unscale", "look", "step")),
+    "unscale and clip": (("unscale and clip", "step"), CLIPPED),
+    "guarded step": (("guarded step",), CLIPPED),
+    "unscale, guarded step": (("unscale", "guarded step"), CLIPPED),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["step", "unscale", "unscale and clip", "accumulate"])
+@pytest.mark.parametrize(
+    ("way", "our_scaler"),
+    [*((way, GradScaler) for way in WAYS), *((way, TorchScaler) for way in WAYS if "guarded" in way)],
+)
 def test_a_random_sequence_ends_where_torchs_ends(
-    kind: str, way: str, device: str, skip_unless_fused: Callable[..., None]
+    kind: str, way: str, our_scaler: type[TorchScaler], device: str, skip_unless_fused: Callable[..., None]
 ) -> None:
     if "fused" in kind:
         skip_unless_fused(OPTIMIZERS[kind][0], device)
@@ -45,39 +69,55 @@ def test_a_random_sequence_ends_where_torchs_ends(
     models = [model, copy.deepcopy(model)]
     optimizers = [OPTIMIZERS[kind][0](m.parameters()) for m in models]
     arguments = {"init_scale": 2.0**10, "growth_interval": 3}
-    scalers = [GradScaler(device, **arguments), TorchScaler(device, **arguments)]
+    scalers = [our_scaler(device, **arguments), TorchScaler(device, **arguments)]
     # torch's own fused SGD cannot skip its first step: see test_step.py.
     first = 2 if "SGD fused" in kind else 0
     skipped = 0
-    for step in range(14):
-        bad = (
-            [None, math.inf, math.nan][int(torch.randint(0, 6, (), generator=generator)) % 4 % 3]
-            if step >= first
-            else None
-        )
+    for number in range(14):
+        bad = [None, math.inf, math.nan][int(torch.randint(0, 6, (), generator=generator)) % 4 % 3]
+        bad = bad if number >= first else None
         skipped += bad is not None
         batches = [torch.randn(4, 6, generator=generator).to(device) for _ in range(2 if way == "accumulate" else 1)]
-        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+        returned = []
+        for calls, model, optimizer, scaler in zip(WAYS[way], models, optimizers, scalers, strict=True):
             optimizer.zero_grad()
             for batch in batches:
                 backward(model, scaler, batch, bad)
-            if way == "unscale":
-                scaler.unscale_(optimizer)
-            elif way == "unscale and clip":
-                if isinstance(scaler, GradScaler):
-                    scaler.unscale_and_clip_(optimizer, 0.5)
-                else:
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
+            told = [CALLS[call](scaler, optimizer) for call in calls]
+            returned.append([each for each in told if isinstance(each, Tensor)])
             scaler.update()
+        exactly = {"rtol": 0.0, "atol": 0.0} if way == "unscale" else {}
+        torch.testing.assert_close(*returned, equal_nan=True, **exactly)
         assert scalers[0].state_dict() == scalers[1].state_dict()
         assert_same_parameters(*models, rtol=2e-5, atol=1e-6)
     assert 0 < skipped < 14
     assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
-    status = scalers[0].status(wait=True)  # type: ignore[union-attr]
-    assert (status.steps, status.skipped) == (14, skipped)
-    assert status.scale == scalers[1].get_scale()
+    if isinstance(scalers[0], GradScaler):
+        status = scalers[0].status(wait=True)
+        assert (status.steps, status.skipped) == (14, skipped)
+        assert status.scale == scalers[1].get_scale()
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_skipped_first_step_leaves_no_garbage_in_the_momentum(dampening: float) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    for number in range(4):
+        x = torch.randn(4, 6)
+        ours.zero_grad()
+        theirs.zero_grad()
+        backward(model, scaler, x, math.inf if number < 2 else None)
+        scaler.step(ours)
+        scaler.update(1.0)
+        if number >= 2:
+            twin(x).square().sum().backward()
+            theirs.step()
+        assert_same_parameters(model, twin)
+    assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -99,18 +139,6 @@ def test_one_scaler_serves_several_optimizers(fused: bool, device: str) -> None:
     assert mine.state_dict() == torchs.state_dict()
     for a, b in zip(models, twins, strict=True):
         assert_same_parameters(a, b)
-
-
-def test_unscaled_gradients_are_bit_for_bit_torchs(device: str) -> None:
-    model = network(device)
-    twin = copy.deepcopy(model)
-    for m, kind in ((model, GradScaler), (twin, TorchScaler)):
-        optimizer, scaler = torch.optim.SGD(m.parameters()), kind(device, init_scale=3.7e4)
-        torch.manual_seed(1)
-        backward(m, scaler, torch.randn(4, 6, device=device), None)
-        scaler.unscale_(optimizer)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
 def passes_over_gradients(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -189,28 +217,6 @@ def test_an_overflow_is_told_from_nan() -> None:
     assert "1 of 4 gradients NOT FINITE: 1 NaN and 0 Inf in 83 elements at loss scale 32768" in str(report)
     with pytest.raises(gradstat.NonFiniteGradientError, match=r"1 NaN, 0 Inf\) at loss scale 32768:\n  0\.bias: 1 NaN"):
         report.raise_if_nonfinite()
-
-
-def test_a_real_overflow_in_half_precision_names_itself() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    scaler = GradScaler("cpu", init_scale=2.0**24)
-    optimizer = torch.optim.AdamW(model.named_parameters(), fused=True)
-    before = copy.deepcopy(model.state_dict())
-    steps = 0
-    while not steps or scaler.report(optimizer).result().loss_scale is None or not scaler.report(optimizer).result().ok:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(torch.ones(8, 64)).square().sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        steps += 1
-        if not scaler.report(optimizer).result().ok:
-            assert is_as_before(model, before)
-        assert steps < 40
-    status = scaler.status(wait=True)
-    assert status.skipped == steps - 1 > 0
-    assert status.consecutive_skipped == 0
 
 
 @pytest.mark.parametrize(
@@ -412,6 +418,28 @@ def test_sparse_gradients_are_unscaled() -> None:
     expected[3] -= 0.5
     torch.testing.assert_close(embedding.weight.detach(), expected)
     assert scaler.report(optimizer).result().finite_norm == pytest.approx(math.sqrt(4 * 4 + 4))
+
+
+@pytest.mark.parametrize("value", [3e4, 6e4])
+def test_sums_of_sparse_half_values_overflow_as_torchs(value: float) -> None:
+    ends = []
+    for kind in (TorchScaler, GradScaler):
+        parameter = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+        parameter.grad = torch.sparse_coo_tensor(
+            torch.tensor([[1, 1, 3]]),
+            torch.tensor([value, value, 1.0], dtype=torch.float16),
+            (4,),
+            check_invariants=True,
+        )
+        scaler = kind("cpu", init_scale=64.0)
+        scaler.scale(torch.ones(()))
+        flags = scaler._unscale_grads_(
+            torch.optim.SGD([parameter]), torch.tensor(1 / 64), torch.zeros(()), allow_fp16=True
+        )
+        (found,) = flags.values()
+        ends.append((found.item(), parameter.grad.to_dense().tolist()))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == (value > 4e4)
 
 
 def test_an_optimizer_that_takes_the_scaler_itself_still_gets_it() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from gradstat.monitor.findings import SEVERITIES, Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
@@ -193,20 +194,20 @@ class LastingRule(Rule):
         return bool((self._times.of(names) > 1).any())
 
     def lasting(
-        self, rows: Rows, condition: Bools, looks: int, names: tuple[str, ...] | None = None
+        self, rows: Rows, condition: Bools, looks: int | npt.NDArray[np.int64], names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
-        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them, and that begins an episode.
+        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them, one number or ``[m]``, and begins an episode.
 
         Yields the look, the positions of those that are new, and of all tensors for how many looks and since which
         step. ``names`` are those of episodes, if not those of the rows.
         """
         names = rows.names if names is None else names
-        since, times = self._since.of(names), self._times.of(names)
+        since, times, needed = self._since.of(names), self._times.of(names), np.broadcast_to(looks, len(rows))
         for look, lengths in runs(condition, self._lasts_for.of(names)):
             step = int(rows.steps[look])
             since[lengths == 1] = step
             times += lengths == 1
-            due = np.flatnonzero(lengths == looks).tolist()
+            due = np.flatnonzero(lengths == needed[look]).tolist()
             fresh = [i for i in due if self._episodes.begins(names[i], step)]
             if fresh:
                 yield look, fresh, lengths, since

@@ -74,7 +74,7 @@ class NonfiniteGradient(Rule):
         "a learning rate so high that the last updates blew up",
     )
     advice = (
-        "monitor.replay(step_fn) names the operation and its source line",
+        "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation and its source line",
         "guard the operation: add eps inside sqrt and log, clamp before exp, divide by x.norm().clamp_min(eps)",
         "skip such steps: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
     )
@@ -94,6 +94,11 @@ class NonfiniteGradient(Rule):
             evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
             causes: tuple[str, ...] = self.causes
             advice: tuple[str, ...] = self.advice
+            if window.facts.origin_is_unknown:
+                advice = (
+                    'all ranks have it after DDP\'s reduction; watch={"origin": 1} names where it came from',
+                    *advice,
+                )
             lost = window.scalars.get("loss_nonfinite")
             has_lost = lost is not None and lost[np.searchsorted(window.steps, step)] > 0
             if (
@@ -126,7 +131,7 @@ class NonfiniteLoss(Rule):
     )
     advice = (
         "look whether a parameter or the batch was bad first: they come first in diagnose()",
-        "monitor.replay(step_fn) names the operation that made it",
+        "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation that made it",
         "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
     )
 
@@ -219,7 +224,7 @@ class NonfiniteActivation(_NonfiniteTensor):
     what = "output of module"
     causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
     advice = (
-        "look at this module's inputs and weights; monitor.replay(step_fn) names the operation",
+        "look at this module's inputs and weights; on_anomaly='replay', replay=step_fn names the operation",
         "in float16, run it in float32: torch.autocast(..., enabled=False)",
     )
 
@@ -259,7 +264,7 @@ class SporadicNonfinite(Rule):
     )
     advice = (
         "run the same steps from a checkpoint on another device, and memory and GPU diagnostics on this one",
-        "monitor.replay(step_fn): if the replay is clean, the step itself is not at fault",
+        "on_anomaly='replay', replay=step_fn: if the replay is clean, the step itself is not at fault",
         "switch off custom kernels and torch.compile one by one",
     )
 

@@ -105,8 +105,9 @@ class VanishingGradient(Rule):
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for step, norm in series(window, "norm"):  # what is left beside NaN may well be small
-            self._low = self._low + 1 if norm < self.limit else 0
+        # What is left beside NaN may well be small; zero is for `DeadGradient`, and no gradient for `MissingGradient`.
+        for step, norm in series(window, "norm"):
+            self._low = self._low + 1 if 0 < norm < self.limit else 0
             if self._low >= self.in_a_row and self._episodes.begins("norm", step):
                 text = f"the gradient norm is {norm:.3g}, for {self.in_a_row} steps"
                 yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
@@ -144,6 +145,30 @@ def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
+# Steps after which it is told that there are no gradients at all.
+_SOON = 5
+# Whether monitor.step() is called by hand, else by gradstat in front of the optimizer's step: where the call belongs,
+# causes, advice.
+_LOOKED_TOO_EARLY_OR_LATE = {
+    True: (
+        "monitor.step() belongs between backward() and optimizer.step(), with no zero_grad() before it",
+        ("monitor.step() is called before backward(), or behind optimizer.zero_grad()", "backward() is never called"),
+        ("put it in this order: backward(), monitor.step(loss), the clip, optimizer.step(), optimizer.zero_grad()",),
+    ),
+    False: (
+        "there is nothing for the optimizer to step on",
+        (
+            "optimizer.zero_grad() is called between backward() and optimizer.step()",
+            "backward() runs on another copy of the model, so the optimizer has parameters that nobody trains",
+        ),
+        (
+            "put it in this order: backward(), the clip, optimizer.step(), optimizer.zero_grad()",
+            "make the optimizer behind everything that copies, wraps or replaces the model",
+        ),
+    ),
+}
+
+
 class _GoneRule(LastingRule):
     """Gradients that are gone for ``in_a_row`` steps; ``others`` are those that are as the one that is named.
 
@@ -164,6 +189,13 @@ class _GoneRule(LastingRule):
         began = since[rows.names.index(name)]
         severity: Severity = "info" if not is_serious or self.come_and_go(rows.names) else self.severity
         return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=self.in_a_row)
+
+    def _of_all(self, window: Window, began: float, text: str, looks: int) -> Finding:
+        """That all are gone, which is no matter of one parameter but of where the monitor looks."""
+        where, causes, advice = _LOOKED_TOO_EARLY_OR_LATE[window.facts.is_called_by_hand]
+        text = f"{text} for {looks} steps: {where}"
+        all_causes, all_advice = (*causes, *self.causes), (*advice, *self.advice)
+        return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=looks)
 
 
 class DeadGradient(_GoneRule):
@@ -194,6 +226,9 @@ class DeadGradient(_GoneRule):
             return
         dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
         for look, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
+            if (lengths > 0).sum() == rows.present[look].sum() == len(fresh):
+                yield self._of_all(window, since[fresh[0]], "every gradient has been zero throughout", self.in_a_row)
+                continue
             # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
             # weight lives, the weight has a zero for its input, and the cause is what makes that.
             alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
@@ -244,7 +279,11 @@ class MissingGradient(_GoneRule):
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, self._resting)
-        for _, fresh, lengths, since in self.lasting(rows, missing, self.in_a_row):
+        looks = np.where(rows.present.any(1), self.in_a_row, _SOON)
+        for look, fresh, lengths, since in self.lasting(rows, missing, looks):
+            if not rows.present[look].any():
+                yield self._of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)
+                continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: those before it are cut off with it
             text = f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"
             yield self._finding(rows, lengths, since, name, text)

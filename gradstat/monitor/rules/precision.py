@@ -82,7 +82,7 @@ class LossScale(Rule):
         "a learning rate that blew parameters up",
     )
     advice = (
-        "look for NaN: lowering the scale does not cure it. monitor.replay(step_fn) names the operation",
+        "look for NaN: lowering the scale does not cure it. on_anomaly='replay', replay=step_fn names the operation",
         "train in bfloat16, which needs no scale, or keep the part that overflows in float32",
     )
 

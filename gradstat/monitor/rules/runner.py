@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.reporting import warn_of_failure
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules import Rule
 from gradstat.monitor.rules.base import Band
@@ -51,8 +50,7 @@ class RuleRunner:
             except Exception:
                 # Watching must not end what is watched. The rule is not asked again.
                 self._failed.add(id(rule))
-                text = f"gradstat: the rule {rule.name!r} failed and is switched off:\n{traceback.format_exc()}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warn_of_failure(f"the rule {rule.name!r} failed and is switched off")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
         found.sort(key=lambda finding: finding.step)
         return found

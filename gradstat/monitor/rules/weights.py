@@ -45,8 +45,9 @@ class GradientWeightRatio(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
-        if gradients is None or parameters is None or parameters.names != gradients.names:
+        if gradients is None or parameters is None:
             return
+        parameters = parameters.of(gradients.names)
         spread, size = parameters.std[-1], parameters.l2_norm[-1]
         # Weights that were all zero have begun there on purpose, and constants have no spread.
         zero = self._zero.of(gradients.names)
@@ -105,8 +106,9 @@ class UpdateWeightRatio(LastingRule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         updates, parameters = window.rows("update"), window.latest.get("parameter")
-        if updates is None or parameters is None or parameters.names != updates.names:
+        if updates is None or parameters is None:
             return
+        parameters = parameters.of(updates.names)
         judged = parameters.layout.matrices
         ratio = updates.l2_norm / parameters.l2_norm[-1]
         off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
@@ -191,10 +193,10 @@ class UnchangedParameter(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, gradients = window.rows("parameter"), window.latest.get("gradient")
-        if rows is None or gradients is None or gradients.names != rows.names:
+        if rows is None or gradients is None:
             return
-        largest = np.nan_to_num(gradients.max_abs[-1])
-        moved = largest > self.rounding * largest.max()
+        largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
+        moved = largest > self.rounding * largest.max(initial=0.0)
         counts, since = self._same_for.of(rows.names), self._since.of(rows.names)
         for look, step in enumerate(rows.steps.tolist()):
             sums = rows.raw[look, :, _SUMS]

@@ -1,0 +1,180 @@
+"""Where a gradient lies that is not in ``.grad``: engines that cut parameters up keep it in buffers of their own.
+
+What is known of an engine's insides stands here. It is recognised by its methods and never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Piece:
+    """What this rank holds of a tensor that is cut, as a flat one, over the ranks of a group: its memory, from a start.
+
+    Every rank of the group has a piece of it, if an empty one. Like a DTensor it has a ``_local_tensor``.
+    """
+
+    __slots__ = ("_local_tensor", "group", "owner", "shape", "start")
+    is_meta = False
+
+    def __init__(self, owner: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup) -> None:
+        """``owner`` is the parameter, ``shape`` that of the whole."""
+        self.owner, self.shape, self.start, self.group = owner, shape, start, group
+        self._local_tensor = local.detach().reshape(-1)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the memory."""
+        return self._local_tensor.device
+
+
+class DeepSpeed:
+    """DeepSpeed's engine, with ZeRO of any stage or none.
+
+    Between ``engine.backward`` and ``engine.step`` gradients are averaged over the ranks and carry the loss scale.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What the user gave the engine."""
+        inner: torch.nn.Module = self.engine.module
+        return inner
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the gradients carry; None if they carry none. A number on the host, as the engine has it."""
+        optimizer = self.engine.optimizer
+        # An engine that scales losses by itself leaves out those of fp16 without ZeRO (0.19.8, whose step divides all
+        # the same); before, optimizers did it.
+        scales = hasattr(optimizer, "scale_if_loss") or not hasattr(self.engine, "scale")
+        return float(optimizer.loss_scale) if scales and self.engine.fp16_enabled() else None
+
+    @property
+    def optimizer(self) -> Any:
+        """Not one of torch's, but it has its ``param_groups``: learning rates and the like."""
+        return self.engine.optimizer
+
+    def parameters(self, parameters: list[Tensor]) -> list[Any]:
+        """The parameters, or what ZeRO-3 has left of them on this rank, as pieces."""
+        return [
+            _piece_of_stage_3(parameter, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else parameter
+            for parameter in parameters
+        ]
+
+    def gradients(self) -> dict[int, Any] | None:
+        """The gradients there are now, or their pieces, by the ids of parameters; None if they are in ``.grad``.
+
+        What is there is the same on all ranks. With offloading waits for the copies that are on their way to the host.
+        """
+        optimizer = self.engine.optimizer
+        found: Iterator[tuple[Tensor, Any]]
+        # By the attributes that are read: classes have moved and been renamed.
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            found = _of_stage_3(optimizer)
+        elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+            found = _of_stages_1_and_2(optimizer)
+        elif hasattr(optimizer, "fp32_groups_has_gradients"):
+            found = _of_bf16(optimizer)
+        else:
+            return None
+        return {id(parameter): gradient for parameter, gradient in found}
+
+
+def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
+    offloads = bool(optimizer.offload_optimizer)
+    if offloads:
+        if optimizer.swap_optimizer:
+            raise NotImplementedError("gradients that DeepSpeed has swapped out to a disk cannot be measured")
+        if not (optimizer._epilogue_ran_this_backward and optimizer.is_gradient_accumulation_boundary()):
+            return
+        _wait_for_copies()
+    for number, group in enumerate(optimizer.fp16_groups):
+        flat = optimizer.fp32_partitioned_groups_flat[number].grad if offloads else None
+        averaged = optimizer.averaged_gradients.get(number)
+        if not offloads and averaged is None:
+            continue
+        for position, parameter in enumerate(group):
+            if not parameter.requires_grad:
+                continue
+            _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            size = parameter.partition_numel()
+            local = averaged[position] if flat is None else flat.narrow(0, offset, size)
+            yield parameter, _piece_of_stage_3(parameter, local)
+
+
+def _piece_of_stage_3(parameter: Any, local: Tensor) -> Piece:
+    """All pieces are as large as the first; behind the parameter's end there is padding."""
+    start = parameter.partition_numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    start = min(start, parameter.ds_numel)
+    local = local.reshape(-1)[: parameter.ds_numel - start]
+    return Piece(parameter, parameter.ds_shape, local, start, parameter.ds_process_group)
+
+
+def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
+    if not optimizer.is_gradient_accumulation_boundary():
+        return  # some ranks have begun to fill their buffers, and others have not
+    if optimizer.cpu_offload:
+        if optimizer.micro_step_id < 0:
+            return
+        _wait_for_copies()
+    for number, group in enumerate(optimizer.bit16_groups):
+        kept = optimizer.averaged_gradients.get(number)
+        if kept is None and not optimizer.cpu_offload:
+            continue
+        flat = optimizer.single_partition_of_fp32_groups[number].grad if optimizer.cpu_offload else kept[0]
+        for parameter in group:
+            mapping = parameter._hp_mapping  # between the parameter and what this rank's partition has of it
+            if mapping is None:
+                local, start = flat.reshape(-1)[:0], 0
+            else:
+                local = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+                start = mapping.lp_fragment_address.start
+            yield parameter, Piece(parameter, parameter.shape, local, start, parameter._dp_group)
+
+
+def _of_bf16(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """ZeRO-1 in bfloat16 with float32 gradients: only the optimizer's state is cut up, and ``.grad`` is a leftover."""
+    for parameters, gradients, present in zip(
+        optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
+    ):
+        for parameter, gradient, is_there in zip(parameters, gradients, present, strict=True):
+            if is_there:
+                yield parameter, gradient.view(parameter.shape)
+
+
+def _wait_for_copies() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def engine_of(target: object) -> DeepSpeed | None:
+    """The engine that ``target`` is, if it is one."""
+    return DeepSpeed(target) if hasattr(type(target), "zero_optimization_stage") else None
+
+
+_OF_ITSELF = (
+    "DeepSpeed's engine clips, skips and steps by itself: set gradient_clipping in its configuration. "
+    "gradstat.check(engine) and gradstat.Monitor(engine) watch it"
+)
+
+
+def refuse_engine(target: object) -> None:
+    """Raises TypeError if ``target``, with which was to be clipped or stepped, is DeepSpeed's engine or optimizer."""
+    if type(target).__module__.partition(".")[0] == "deepspeed":
+        raise TypeError(_OF_ITSELF)
+
+
+def refuse_in_engine(parameters: list[Tensor]) -> None:
+    """Raises TypeError if ``parameters``, of which none has a ``.grad``, are those of a DeepSpeed engine with ZeRO."""
+    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in parameters):
+        raise TypeError(_OF_ITSELF)

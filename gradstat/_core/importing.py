@@ -1,0 +1,48 @@
+"""Functions of a user's modules, given to a command as ``module:attribute``."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class ImportedError(ValueError):
+    """There is no such function; the message says what was found instead."""
+
+
+def attribute_of(where: str, expected: str) -> Callable[..., Any]:
+    """The function ``"module:attribute"``, of a module in the current folder or the environment.
+
+    Raises ``ImportedError``, which for anything of another form says what was ``expected``.
+    """
+    module_name, colon, attribute = where.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ImportedError(f"expected {expected}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ImportedError(f"no module {error.name!r} in the current folder or the environment") from error
+        raise ImportedError(f"importing {module_name} failed: {error}") from error
+    except Exception as error:
+        raise ImportedError(f"importing {module_name} raised\n{trace_of(error, __file__)}") from error
+    try:
+        found = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise ImportedError(f"{module_name} has no {attribute}") from error
+    if not callable(found):
+        raise ImportedError(f"{attribute} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def trace_of(error: Exception, without: str) -> str:
+    """The traceback without the frames of one file, which tell a user nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != without]
+    return "".join(["".join(traceback.format_list(frames)), *traceback.format_exception_only(error)]).rstrip()

@@ -1,0 +1,165 @@
+"""Several processes that run functions as the ranks of a process group, over gloo on the CPU: started once, used often.
+
+Importing torch takes seconds, so the processes are forked from one that has, and stay. Every call gets a process group
+of its own, with as many ranks as it asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_START, _END = 120.0, 10.0
+_YIELDED = "gradstat: what was yielded"
+# What the ranks would import each for themselves.
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "gradstat.distributed"]
+
+
+class RankError(RuntimeError):
+    """A function raised on a rank, or a rank did not answer or died; the message says which and how."""
+
+
+class LostRankError(RankError):
+    """Some ranks stopped, or died; ``told`` is what all had yielded until then. They have been started again."""
+
+    def __init__(self, how: str, ranks: Sequence[int], told: list[list[Any]]) -> None:
+        super().__init__(f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))} {how}")
+        self.how = how
+        self.ranks = tuple(ranks)
+        self.told = told
+
+
+class Ranks:
+    """A pool of ``most`` processes; a context manager. ``preload`` is imported before they are forked."""
+
+    def __init__(self, most: int, preload: Sequence[str] = ()) -> None:
+        self._most = most
+        self._folder = tempfile.TemporaryDirectory()
+        self._groups = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*_PRELOADED, *preload])
+        self._start()
+
+    def _start(self) -> None:
+        self._pipes: list[connection.Connection] = []
+        self._processes = []
+        for _ in range(self._most):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            if not pipe.poll(_START):
+                raise RankError("a rank did not start")
+            pipe.recv()
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float, limit: float) -> list[Any]:
+        """Calls an importable function on ranks 0 to ``world - 1``; what each returns, or the list of what it yields.
+
+        ``timeout`` in seconds is the process group's; ``limit`` is how long nothing may come from any rank. Raises
+        `RankError` with the tracebacks of the ranks on which the function raised, or `LostRankError`.
+        """
+        self._groups += 1
+        store = Path(self._folder.name) / str(self._groups)
+        for rank in range(world):
+            self._pipes[rank].send((function, arguments, world, rank, str(store), timeout))
+        told: list[list[Any]] = [[] for _ in range(world)]
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(answers) + len(failures) < world:
+            ranks = [rank for rank in range(world) if rank not in answers and rank not in failures]
+            ready = connection.wait([self._pipes[rank] for rank in ranks], limit)
+            if not ready:
+                raise self._lost(f"did not go on for {limit:g} s", ranks, told)
+            for rank in ranks:
+                if self._pipes[rank] not in ready:
+                    continue
+                try:
+                    kind, value = self._pipes[rank].recv()
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(_END)
+                    how = f"died with exit status {self._processes[rank].exitcode}"
+                    raise self._lost(how, [rank], told) from None
+                if kind == "yielded":
+                    told[rank].append(value)
+                elif kind == "returned":
+                    answers[rank] = told[rank] if value == _YIELDED else value
+                else:
+                    failures[rank] = value
+        if failures:
+            raise RankError("\n".join(f"on rank {rank}:\n{failures[rank]}" for rank in sorted(failures)))
+        return [answers[rank] for rank in range(world)]
+
+    def stop(self) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _lost(self, how: str, ranks: list[int], told: list[list[Any]]) -> LostRankError:
+        self._kill()
+        self._start()
+        return LostRankError(how, ranks, told)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.terminate()  # kindly first: what measures coverage writes its data then
+        for process in self._processes:
+            process.join(_END)
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: connection.Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        try:
+            function, arguments, world, rank, store, timeout = pipe.recv()
+        except EOFError:
+            return
+        except Exception:  # the function's module cannot be imported here
+            pipe.send(("raised", traceback.format_exc()))
+            continue
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
+            torch.manual_seed(0)
+            value = function(*arguments)
+            if inspect.isgenerator(value):
+                for item in value:
+                    pipe.send(("yielded", item))
+                value = _YIELDED
+            answer = ("returned", value)
+        except BaseException:  # whatever it is, it is for the caller to show
+            answer = ("raised", traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
+            pipe.send(answer)

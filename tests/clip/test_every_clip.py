@@ -1,0 +1,160 @@
+"""What every call that clips has in common: which parameters it takes, what it refuses, what it leaves as it was."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from gradients import parameter_with
+from torch import Tensor, nn
+
+import gradstat
+from gradstat.adaptive import AdaptiveClip
+
+# Norms of 13 are clipped to 1.3; AGC, which goes by the weights, takes all for too large.
+CLIPS: dict[str, Callable[..., Tensor | None]] = {
+    "clip_grad_norm_": lambda parameters, **options: gradstat.clip_grad_norm_(parameters, 1.3, **options),
+    "clip_grad_norm_ that raises": lambda parameters, **options: gradstat.clip_grad_norm_(
+        parameters, 1.3, error_if_nonfinite=True, **options
+    ),
+    "clip_grads_with_norm_": lambda parameters, **options: gradstat.clip_grads_with_norm_(  # type: ignore[func-returns-value]
+        parameters, 1.3, 13.0, **options
+    ),
+    "FixedClip": lambda parameters, **options: gradstat.FixedClip(1.3).clip_(parameters, **options),
+    "AutoClip": lambda parameters, **options: gradstat.AutoClip().clip_(parameters, **options),
+    "ZClip": lambda parameters, **options: gradstat.ZClip(max_norm=1.3).clip_(parameters, **options),
+    "AdaGC": lambda parameters, **options: gradstat.AdaGC(absolute=1.3).clip_(parameters, **options),
+    "AGC": lambda parameters, **options: gradstat.AGC(0.1, eps=13.0).clip_(parameters, **options),
+    "clip_grad_value_": lambda parameters, **options: gradstat.clip_grad_value_(parameters, 1.2),  # type: ignore[func-returns-value]
+}
+MEASURING = [name for name in CLIPS if name not in ("clip_grads_with_norm_", "clip_grad_value_")]
+BY_NORM = [
+    "clip_grad_norm_",
+    "clip_grad_norm_ that raises",
+    "clip_grads_with_norm_",
+    "FixedClip",
+    "AdaGC",
+    "guarded_step",
+]
+WRITING = {
+    **CLIPS,
+    "guarded_step": lambda parameters, **options: (
+        gradstat.guarded_step(torch.optim.SGD(parameters, lr=0.0), 1.3, **options).total_norm
+    ),
+}
+every_clip = pytest.mark.parametrize("clip", CLIPS)
+
+
+def uncoalesced(device: str) -> Tensor:
+    """Of shape (6, 2) and norm 13."""
+    indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
+    return torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
+
+
+@every_clip
+def test_what_is_no_parameter_is_refused(clip: str) -> None:
+    model = nn.Linear(2, 2)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (model, TypeError, r"expected parameters, got Linear; pass module\.parameters\(\)"),
+        (None, TypeError, "expected parameters, got NoneType"),
+        (model.named_parameters(), AttributeError, r"item 0.*tuple"),
+        ([model.weight, None], AttributeError, r"item 1.*NoneType"),
+    ]
+    for given, error, message in wrong:
+        with pytest.raises(error, match=message):
+            CLIPS[clip](given)
+    with_gradient = [parameter_with(torch.ones(3, 4))]
+    if clip != "clip_grad_value_":
+        with pytest.raises(ValueError, match="unknown backend 'fast'; known: native, triton, reference"):
+            CLIPS[clip](with_gradient, backend="fast")
+
+
+@every_clip
+def test_any_iterable_is_consumed_once_and_what_has_no_gradient_is_passed_over(clip: str) -> None:
+    gradient = torch.full((3, 4), 13 / math.sqrt(12))
+    ways: list[Callable[[nn.Parameter], Iterable[Tensor] | Tensor]] = [
+        lambda parameter: iter([parameter_with(None), parameter, parameter_with(None)]),
+        lambda parameter: (parameter,),
+        lambda parameter: parameter,
+    ]
+    clipped = []
+    for way in ways:
+        parameter = parameter_with(gradient.clone())
+        CLIPS[clip](way(parameter))
+        assert parameter.grad is not None
+        clipped.append(parameter.grad)
+        assert clip == "AutoClip" or parameter.grad.norm() < 12.5
+    assert all(torch.equal(each, clipped[0]) for each in clipped)
+
+
+@every_clip
+def test_without_gradients_the_norm_is_zero_and_an_empty_generator_warns(clip: str) -> None:
+    """As by torch: pointing at the caller, for a generator alone, and not where a norm is given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for parameters in ([], (), [nn.Parameter(torch.zeros(3))]):
+            norm = CLIPS[clip](parameters)
+            assert clip not in MEASURING or (norm.item(), norm.dtype, norm.device.type) == (0.0, torch.float32, "cpu")  # type: ignore[union-attr]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        CLIPS[clip](parameter for parameter in ())
+    expected = "`parameters` is an empty generator, no gradient clipping will occur."
+    assert [(str(w.message), w.filename) for w in caught] == [(expected, __file__)] * (clip in MEASURING)
+
+
+@pytest.mark.parametrize("clip", WRITING)
+def test_gradients_are_clipped_where_they_lie(clip: str, where: tuple[str, str]) -> None:
+    """Whatever lies between their elements; the object, its strides and its version tell that it was changed there."""
+    backend, device = where
+    memory = torch.full((3, 8), 13 / math.sqrt(12), device=device)
+    before = memory.clone()
+    parameter, plain = (parameter_with(g) for g in (memory[:, ::2], before[:, ::2].clone()))
+    for each in (parameter, plain):
+        gradient = each.grad
+        assert gradient is not None
+        version, stride = gradient._version, gradient.stride()
+        norm = WRITING[clip]([each], backend=backend)
+        assert clip not in (*MEASURING, "guarded_step") or norm.item() == pytest.approx(13.0)  # type: ignore[union-attr]
+        assert each.grad is gradient
+        assert gradient.stride() == stride
+        assert clip == "AutoClip" or gradient._version > version
+    torch.testing.assert_close(parameter.grad, plain.grad)
+    assert torch.equal(memory[:, 1::2], before[:, 1::2])
+
+
+@pytest.mark.parametrize("clip", BY_NORM)
+def test_sparse_gradients_are_clipped(clip: str, where: tuple[str, str]) -> None:
+    backend, device = where
+    sparse = uncoalesced(device)
+    parameters = [
+        parameter_with(sparse.clone()),
+        parameter_with(torch.zeros(3, device=device)),
+    ]
+    WRITING[clip](parameters, backend=backend)
+    torch.testing.assert_close(parameters[0].grad.to_dense(), sparse.to_dense() / 10)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("clip", [name for name in WRITING if name != "clip_grad_value_"])
+def test_what_cannot_be_written_is_refused_by_name_before_anything_changes(clip: str, where: tuple[str, str]) -> None:
+    backend, device = where
+    spoiled = [(torch.ones(3, 1, device=device).expand(3, 4), RuntimeError, "expanded.*clone")]
+    if clip == "AGC":
+        spoiled.append((torch.ones(3, 4, device=device).to_sparse(), NotImplementedError, "is sparse"))
+    for gradient, error, message in spoiled:
+        first = torch.ones(3, 4, device=device)
+        parameters = [parameter_with(g) for g in (first, None, gradient)]
+        with pytest.raises(error, match=rf"(parameters\[2\]|group0\.2).*{message}"):
+            WRITING[clip](parameters, backend=backend)
+        assert torch.equal(first, torch.ones_like(first))
+
+
+@pytest.mark.parametrize("make", [gradstat.AutoClip, gradstat.AGC, gradstat.AdaGC])
+def test_a_refused_step_is_no_step(make: Callable[[], AdaptiveClip]) -> None:
+    clip = make()
+    with pytest.raises(RuntimeError, match="expanded"):
+        clip.clip_([parameter_with(torch.ones(3, 1).expand(3, 4))])
+    assert clip.summary().steps == 0

@@ -1,0 +1,269 @@
+"""The kit that tries clips on several ranks: what is right passes, and copies of bugs that shipped are named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+import gradstat
+from gradstat.__main__ import main
+from gradstat.distributed import WrongClipError, norms, verify_clip
+from gradstat.distributed._ranks import Ranks
+from gradstat.distributed.layouts import Layout
+
+Parameters = list[nn.Parameter]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    with Ranks(norms.WORLD) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def _pooled(pool: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "Ranks", lambda *_, **__: contextlib.nullcontext(pool))
+
+
+# Copies of bugs ----------------------------------------------------------------------------------------------
+
+
+def local(parameters: Parameters) -> list[Tensor]:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [g._local_tensor if isinstance(g, DTensor) else g for g in gradients]
+
+
+def scaled(parameters: Parameters, norm: Tensor, max_norm: float) -> Tensor:
+    for gradient in local(parameters):
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def square(parameters: Parameters) -> Tensor:
+    return torch.stack([g.square().sum() for g in local(parameters)]).sum()
+
+
+def of_local_shards(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    """pytorch#170862 as reported."""
+    return scaled(parameters, square(parameters).sqrt(), max_norm)
+
+
+def never_scaling(parameters: Parameters, max_norm: float, norm_type: float, extra_groups: Any) -> Tensor:
+    """transformers#46113: a norm for the log, and gradients as they were."""
+    return gradstat.clip_grad_norm_(parameters, math.inf, norm_type, extra_groups=extra_groups)
+
+
+def without_other_experts(parameters: Parameters, max_norm: float, norm_type: float, layout: Layout) -> Tensor:
+    """Megatron-LM#5916: experts counted on the first rank of a group only."""
+    group = layout.mesh.get_group("ep")
+    total = square(parameters)
+    dist.broadcast(total, dist.get_global_rank(group, 0), group)
+    return scaled(parameters, total.sqrt(), max_norm)
+
+
+def averaged(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    """A norm too small by the root of the number of ranks."""
+    total = square(parameters)
+    dist.all_reduce(total)
+    return scaled(parameters, (total / dist.get_world_size()).sqrt(), max_norm)
+
+
+def logged_partial(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    """The right clip, with a norm that is still to be added up."""
+    norm = square(parameters)
+    gradstat.clip_grad_norm_(parameters, max_norm)
+    made: Tensor = DTensor.from_local(norm.sqrt(), parameters[0].device_mesh, [Partial()])  # type: ignore[attr-defined]
+    return made
+
+
+def of_all_ranks(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    """VeOmni#184: replicas added up with the shards."""
+    total = square(parameters)
+    dist.all_reduce(total)
+    return scaled(parameters, total.sqrt(), max_norm)
+
+
+def of_stages(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    """torchtitan#596: torch's, which knows of no stages."""
+    return gradstat.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def without_experts(parameters: Parameters, max_norm: float, norm_type: float, layout: Layout) -> Tensor:
+    norm = gradstat.clip_grad_norm_(parameters, math.inf, norm_type, extra_groups=layout.extra_groups)
+    dense = [p for name, p in layout.named_parameters().items() if "experts" not in name]
+    return scaled(dense, norm, max_norm)
+
+
+def pending_sums_taken_apart(parameters: Parameters, max_norm: float, norm_type: float, layout: Layout) -> Tensor:
+    """Clips that look at the parameter's placements, not at its gradient's."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    whole = [g.full_tensor() if isinstance(g, DTensor) and not g.placements[0].is_partial() else g for g in gradients]
+    total = [(g._local_tensor if isinstance(g, DTensor) else g).square().sum() for g in whole]
+    return scaled(parameters, torch.stack(total).sum().sqrt(), max_norm)
+
+
+def clipping_values(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    norm = gradstat.clip_grad_norm_(parameters, math.inf)
+    for gradient in local(parameters):
+        gradient.clamp_(-1e-3, 1e-3)
+    return norm
+
+
+def twice(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    norm = gradstat.clip_grad_norm_(parameters, max_norm)
+    return scaled(parameters, norm, max_norm)
+
+
+def each_by_its_rank(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    norm = gradstat.clip_grad_norm_(parameters, math.inf)
+    scaled(parameters, norm * (1 + dist.get_rank()), max_norm)
+    return norm
+
+
+def waiting(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    """A rank that has nothing in its last shard returns before the others meet."""
+    if max_norm < 2 and any(g.numel() == 0 for g in local(parameters)):
+        return torch.zeros(())
+    return averaged(parameters, max_norm, norm_type)
+
+
+def dying(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return averaged(parameters, max_norm, norm_type)
+
+
+def raising(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    if dist.get_rank() == 2:
+        raise ValueError("two\nlines")
+    return gradstat.clip_grad_norm_(parameters, max_norm)
+
+
+def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    return of_all_ranks(parameters, max_norm, norm_type).nan_to_num(1.0)
+
+
+@pytest.mark.parametrize(
+    ("clip", "layout", "cells", "problem"),
+    [
+        (of_local_shards, "fsdp2", ("x0", "x", "x"), "norm of what it holds itself"),
+        (of_local_shards, "zero-3", ("x0", "x", "x"), "the norm is finite on ranks 1, 2, 3, which step as if"),
+        (never_scaling, "pp+fsdp2", ("ok", "x2 (2/4)", "x2 (2/4)"), "computed, but gradients are never scaled"),
+        (
+            without_other_experts,
+            "ep",
+            ("x0", "x1.", "x1."),
+            "norm of what rank 0 holds: shards or experts of the others",
+        ),
+        (averaged, "fsdp2", ("x0.5 (3/4)", "x", "x"), "too small by the root of 4: an average"),
+        (logged_partial, "fsdp2", ("x0", "ok", "ok"), r"norm of what it holds itself.*full_tensor\(\)"),
+        (of_all_ranks, "hsdp", ("x1.414 (3/4)", "x0.7", "x0.7"), "several ranks hold is counted once for each"),
+        (of_stages, "pp+fsdp2", ("x0", "x", "x"), "norm of its own parameters: .*stages"),
+        (without_experts, "ep", ("ok", "ok", "experts.weight (2/4)"), "experts.weight not treated as the others"),
+        (pending_sums_taken_apart, "sp", ("x", "x", "x"), r"pending sums \(Partial placements\)"),
+        (clipping_values, "fsdp2", ("ok", "x", "x"), r"blocks.*gradients not treated as the others"),
+        (twice, "ddp", ("ok", "x0.5 (2/4)", "x0.5 (2/4)"), r"not multiplied by min\(1, max_norm / \(norm \+ 1e-6\)\)"),
+        (each_by_its_rank, "ddp", ("ok", "x0.5 to 1 (3/4)", "x0.5 to 1 (3/4)"), "ranks multiply by different factors"),
+        (waiting, "fsdp2", ("x0.5", "hangs (3/4)", "hangs (3/4)"), "ranks 0, 1, 2: did not go on for 10 s"),
+        (dying, "fsdp2", ("dies", "dies", "dies"), "rank 1: died with exit status 3"),
+        (raising, "ddp", ("raises", "raises", "raises"), "rank 2: ValueError: two "),
+        (hiding_nan, "fsdp2", ("no NaN (1/4)", "ok", "ok"), "the norm is finite on ranks 0, 1, 2, 3"),
+    ],
+)
+@pytest.mark.usefixtures("_pooled")
+def test_copies_of_bugs_are_named(
+    clip: Callable[..., Tensor], layout: str, cells: tuple[str, str, str], problem: str
+) -> None:
+    report = verify_clip(clip, layouts=[layout], orders=[2.0], limit=10.0 if clip is waiting else 60.0)
+    (verdict,) = report.verdicts
+    for cell, expected in zip(verdict.cells[1:], cells, strict=True):
+        assert cell.startswith(expected), verdict
+    assert any(re.search(problem, told) for told in verdict.problems), verdict.problems
+    assert not report.ok
+    with pytest.raises(WrongClipError, match=rf"(?s)layout.*{re.escape(layout)}.*in 0 of 1 layouts"):
+        report.raise_if_wrong()
+
+
+# What is right -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_pooled")
+def test_gradstats_own_clip_is_as_in_one_process() -> None:
+    verdicts: list[norms.ClipVerdict] = []
+    report = verify_clip(gradstat.clip_grad_norm_, orders=[2.0, math.inf], told=verdicts.append)
+    report.raise_if_wrong()
+    assert [verdict.layout for verdict in verdicts] == list(norms.NAMES)
+
+
+@pytest.mark.usefixtures("_pooled")
+def test_torchs_own_clip_is_where_it_should_be() -> None:
+    verify_clip(nn.utils.clip_grad_norm_, layouts=["ddp", "hsdp"], orders=[2.0, 1.0]).raise_if_wrong()
+    report = verify_clip(nn.utils.clip_grad_norm_, layouts=["pp", "fsdp2+tp"], orders=[2.0])
+    pp, mixed = report.verdicts
+    assert pp.norm.startswith("x0.")
+    assert "norm of what it holds itself" in pp.problems[0]
+    assert mixed.norm == "raises"
+
+
+# The command -------------------------------------------------------------------------------------------------
+
+
+def test_the_command(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_trainer.py").write_text(
+        "import gradstat\n"
+        "def clip(parameters, max_norm, norm_type, layout, **others):\n"
+        "    assert layout.name in ('ddp', 'pp') and not others\n"
+        "    groups = None if layout.name == 'pp' else layout.extra_groups\n"
+        "    return gradstat.clip_grad_norm_(layout.model.parameters(), max_norm, norm_type, extra_groups=groups)\n"
+        "number = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["norms", "my_trainer:clip", "--layouts", "ddp", "pp", "--orders", "2"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split() == ["layout", "norm", "scaling", "gradients"]
+    assert lines[1].split() == ["ddp", "ok", "ok", "ok"]
+    assert lines[2].split()[0] == "pp"
+    assert lines[-1] == "my_trainer:clip: as in one process in 1 of 2 layouts"
+    assert main(["norms", "my_trainer:clip", "--layouts", "ddp", "--orders", "inf", "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["ok"] is True
+    assert answer["verdicts"][0]["problems"] == []
+    for wrong, told in {
+        "my_trainer": "expected MODULE:FUNCTION, such as torch.nn.utils:clip_grad_norm_",
+        "my_trainer:none": "my_trainer has no none",
+        "my_trainer:number": "number is a int, not a function",
+        "nowhere:clip": "no module 'nowhere'",
+    }.items():
+        assert main(["norms", wrong]) == 2
+        assert f"gradstat norms: {told}" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["norms", "my_trainer:clip", "--layouts", "fsdp3"])
+
+
+def test_what_cannot_be_tried_is_refused_before_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "Ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(TypeError, match=r"the ranks cannot import clip, which is test_norms:.*<lambda>;"):
+        verify_clip(lambda *_: 1.0)
+    with pytest.raises(ValueError, match="there is no layout 'fsdp3'; expected one of ddp, fsdp2"):
+        verify_clip(averaged, layouts=["fsdp3"])
+    with pytest.raises(ValueError, match="orders"):
+        verify_clip(averaged, orders=[0.0])
+
+
+def test_the_names_are_those_of_the_layouts() -> None:
+    from gradstat.distributed.layouts import LAYOUTS
+
+    assert tuple(LAYOUTS) == norms.NAMES

@@ -1,0 +1,99 @@
+"""Tensors that are cut, as flat ones, over ranks at any place: their rows are those of the whole."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradstat
+from gradstat._core.engines import Piece
+from gradstat._core.measure import measure
+from gradstat._core.measurement import HostRows
+from gradstat.report import Report
+
+if TYPE_CHECKING:
+    from ranks import Ranks
+
+
+def _wholes(seed: int) -> dict[str, Tensor]:
+    made, chance = torch.Generator().manual_seed(seed), random.Random(seed)
+    wholes = {}
+    for i in range(12):
+        shape = [chance.randint(0 if i == 0 else 1, 9) for _ in range(chance.randint(0, 3))]
+        dtype = chance.choice([torch.float32, torch.bfloat16, torch.float64])
+        whole = torch.randn(shape, generator=made).to(dtype)
+        for value in chance.choices((math.nan, math.inf, 0.0), k=chance.randint(0, 2)):
+            if whole.numel():
+                whole.view(-1)[chance.randrange(whole.numel())] = value
+        wholes[f"p{i}"] = whole
+    return wholes
+
+
+def _pieces(wholes: dict[str, Tensor], partition: int, group: Any) -> list[Any]:
+    """What a rank has of tensors that lie one behind the other in partitions of one size, the last of them longer."""
+    begin, last = partition * dist.get_rank(group), dist.get_rank(group) == dist.get_world_size(group) - 1
+    pieces, at = [], 0
+    for whole in wholes.values():
+        end = math.inf if last else begin + partition
+        low, high = (min(max(edge - at, 0), whole.numel()) for edge in (begin, end))
+        pieces.append(Piece(whole, whole.shape, whole.reshape(-1)[int(low) : int(high)], int(low), group))
+        at += whole.numel()
+    return pieces
+
+
+def _reports(seed: int, split: bool) -> list[dict[str, Any]]:
+    wholes = _wholes(seed)
+    group = dist.group.WORLD
+    if split:  # of groups of two ranks, each with tensors of its own
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = groups[dist.get_rank() // 2]
+        wholes = {name: whole * (1 + dist.get_rank() // 2) for name, whole in wholes.items()}
+    expected = gradstat.check_tensors(wholes)
+    total = sum(whole.numel() for whole in wholes.values())
+    for partition in (1, total // 3, total // 2 + 1, total, 2 * total):
+        pieces = _pieces(wholes, partition, group)
+        measured = measure(pieces, lambda i: str(i), None, owners=list(wholes.values()))
+        rows = HostRows(measured)
+        rows.raise_if_others_failed()
+        found = Report(lambda: list(wholes), rows.table(), rows.infos, total=rows.total())
+        for ours, theirs in zip(found, expected, strict=True):
+            for value in ("shape", "dtype", "nan_count", "inf_count", "zero_count", "first_nonfinite"):
+                assert getattr(ours, value) == getattr(theirs, value), (partition, value, ours, theirs)
+            for value in ("l2_norm", "min", "max", "mean"):
+                close = pytest.approx(getattr(theirs, value), rel=1e-7, abs=1e-6, nan_ok=True)
+                assert getattr(ours, value) == close, (partition, value, ours, theirs)
+        if not split:
+            assert found.finite_norm == pytest.approx(expected.finite_norm, rel=1e-7)
+        assert found.nan_count == expected.nan_count
+    return [expected.to_dict()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("world", "split"), [(3, False), (4, True)])
+def test_pieces_have_the_rows_of_the_whole(ranks: Ranks, world: int, split: bool, seed: int) -> None:
+    results = ranks.run(world, _reports, seed, split)
+    assert (results[0] == results[-1]) is not split
+
+
+def _a_rank_that_cannot() -> str:
+    whole = torch.arange(10.0)
+    half = whole[5 * dist.get_rank() :][:5]
+    local = half.to(torch.int64) if dist.get_rank() == 1 else half
+    piece: Any = Piece(whole, whole.shape, local, 5 * dist.get_rank(), dist.group.WORLD)  # type: ignore[arg-type]
+    try:
+        HostRows(measure([piece], lambda i: "p", None)).raise_if_others_failed()
+    except (TypeError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_cannot_measure_its_piece_is_told_of(ranks: Ranks) -> None:
+    healthy, broken = ranks.run(2, _a_rank_that_cannot)
+    assert "1 other rank could not measure" in healthy
+    assert "'p' (dtype torch.int64" in broken

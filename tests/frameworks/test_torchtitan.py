@@ -1,0 +1,75 @@
+"""torchtitan, for real: its clip on several ranks, and its debug model, sharded by itself, trained under a monitor.
+
+Its own trainer needs a GPU: it sets a CUDA device, and none of the attentions it chooses from trains on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import llama3_configs
+
+import gradstat
+from gradstat.distributed import verify_clip
+
+
+def test_its_clip_is_as_in_one_process() -> None:
+    layouts = ["ddp", "fsdp2", "hsdp", "pp", "pp+fsdp2", "ep+fsdp2"]
+    verify_clip(clip_grad_norm_, layouts=layouts, orders=[2.0, 1.0]).raise_if_wrong()
+
+
+def patched(parameters: list[Tensor], max_norm: float, norm_type: float, pp_mesh: object, ep_enabled: bool) -> Tensor:
+    with gradstat.patch_torch():
+        return clip_grad_norm_(parameters, max_norm, norm_type, pp_mesh=pp_mesh, ep_enabled=ep_enabled)  # type: ignore[no-any-return]
+
+
+def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard() -> None:
+    # Of some parameters one rank has nothing, of which torch takes no maximum: it raises, and the others wait.
+    verify_clip(patched, layouts=["fsdp2", "fsdp2+tp", "ep+fsdp2", "pp+fsdp2"], orders=[2.0, math.inf]).raise_if_wrong()
+
+
+def debug_model() -> list[float]:
+    torch.manual_seed(0)
+    config = llama3_configs["debugmodel"](attn_backend="flex")
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = config.build()
+    model.init_states()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    apply_fsdp_to_decoder(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32, pp_enabled=False)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4)
+    tokens = torch.randint(0, 2000, (2, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    with gradstat.patch_torch(), gradstat.Monitor(model, optimizer) as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            logits = model(tokens[:, :-1], positions=torch.arange(32).expand(2, 32).contiguous())
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss.backward()
+            monitor.step(loss)
+            whole = gradstat.check(model).total_norm
+            norm = clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            assert norm.item() == pytest.approx(whole, rel=1e-6)
+            assert gradstat.check(model).total_norm == pytest.approx(min(1.0, whole), rel=1e-5)
+            optimizer.step()
+            losses.append(loss.item())
+    assert not monitor.diagnose().findings
+    return losses
+
+
+def test_its_debug_model_trains_watched_and_clipped(ranks: Ranks) -> None:
+    for losses in ranks.run(2, debug_model, timeout=120.0):
+        assert losses[-1] < losses[0]
