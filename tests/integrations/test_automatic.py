@@ -329,6 +329,37 @@ def test_what_made_every_gradient_nan_is_named_first(fault: str, clips: bool, kn
         assert gradient.causes[0].startswith("a loss")
 
 
+@pytest.mark.parametrize("memory", [0.0, math.nan])
+def test_layers_that_to_empty_left_as_they_were_are_told(memory: float) -> None:
+    """As of PyTorch's FSDP2 example, whose blocks nobody resets; fresh GPU memory is often zero."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.second(nn.functional.gelu(self.first(self.norm(x))))  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 2))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for block in (model[1], model[2]):
+            for parameter in block.parameters():
+                parameter.fill_(memory)
+    for layer in (model[0], model[3]):
+        layer.reset_parameters()  # type: ignore[operator]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
+        list(program(optimizer, model, 8))
+        found = handle.monitor.diagnose().findings[0]
+    expected = ("nonfinite-parameter", 0, "1.norm.weight") if memory else ("dead-gradient", 0, "2.second.weight")
+    assert (found.rule, found.step, found.name) == expected
+    assert "memory that was never initialised" in found.causes[0]
+
+
 @pytest.mark.usefixtures("_nothing_else_is_watched")
 @pytest.mark.parametrize("given", [False, True])
 def test_a_scaler_that_is_off_excuses_nothing(given: bool) -> None:
