@@ -150,6 +150,11 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
     if torch.compiler.is_compiling():
         return None
     functorch = torch._C._functorch
+    if functorch.is_functionaltensor(tensor) and functorch.peek_interpreter_stack() is None:
+        return ValueError, (
+            "has left the torch.func.functionalize in which it was made, and holds no data itself; measure what "
+            "functionalize returns"
+        )
     inner = tensor
     while functorch.is_functorch_wrapped_tensor(inner):
         if functorch.is_batchedtensor(inner):

@@ -187,6 +187,25 @@ def test_a_lazy_negation_is_measured_with_its_sign_and_a_batch_not_directly() ->
     assert torch.vmap(lambda x: x * float(HELPERS.check([x]) is None))(torch.ones(2, 3)).sum() == 6
 
 
+def test_what_has_left_functionalize_is_refused() -> None:
+    """Its kernels make tables of its own kind, without numbers in their memory."""
+    left: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        left.append(x + 1)
+        return left[-1].sum()
+
+    assert torch.func.functionalize(keep)(torch.ones(3)) == 6.0
+    for wrapped in (left[0], torch._to_functional_tensor(torch.ones(3))):
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = wrapped
+        with pytest.raises(ValueError, match=r"has left the [a-z.]*functionalize"):
+            gradstat.check_tensors([wrapped, torch.ones(1)])
+        with pytest.raises(ValueError, match=r"has left the [a-z.]*functionalize"):
+            gradstat.clip_grad_norm_([parameter], 0.1)
+    assert gradstat.check_tensors([torch.func.functionalize(lambda x: x + 1)(torch.ones(3))])[0].sum == 6.0
+
+
 @pytest.mark.parametrize("error_if_nonfinite", [False, True])
 @pytest.mark.parametrize("max_norm", [0.1, 1e9, float("inf")])
 def test_ordinary_gradients_are_not_read_another_way(

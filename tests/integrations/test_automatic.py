@@ -267,17 +267,97 @@ def test_gradients_are_measured_before_the_programs_own_clip(subset: bool) -> No
     assert (found.step, found.name, found.evidence["parameters_bad"]) == (3, "0.bias", 1)
 
 
-def test_behind_a_clip_that_was_not_noticed_it_is_said_that_there_may_be_one() -> None:
-    clip = getattr(torch.nn.utils.clip_grad_norm_, "__wrapped__", torch.nn.utils.clip_grad_norm_)  # bound before
+def unnoticed_clip(parameters: Any) -> Tensor:
+    """torch's own, as if it had been imported by its name before."""
+    clip: Any = torch.nn.utils.clip_grad_norm_
+    return getattr(clip, "__wrapped__", clip)(parameters, 1.0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("knows_loss", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("fault", ["batch", "weight", "gradient"])
+def test_what_made_every_gradient_nan_is_named_first(fault: str, clips: bool, knows_loss: bool, by_hand: bool) -> None:
+    """A clip is, only where the loss is known to be finite and nothing tells that gradstat stands before it."""
     model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if knows_loss and not by_hand else None
+    if by_hand:
+        monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    else:
+        monitor = gradstat.auto(optimizer, model, scaler=scaler, on_anomaly="record").monitor
+    for step in range(4):
+        batch = torch.randn(8, 4)
+        if step == 2 and fault == "batch":
+            batch[3, 1] = math.nan
+        if step == 2 and fault == "weight":
+            model[0].weight.data[1, 2] = math.nan  # type: ignore[index]
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if step == 2 and fault == "gradient":
+            model[0].bias.grad[2] = math.nan  # type: ignore[index]
+        if clips:
+            unnoticed_clip(model.parameters())
+        if by_hand:
+            monitor.step(loss if knows_loss else None)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    monitor.flush()
+    found = [finding for finding in monitor.diagnose().findings if finding.step == 2]
+    rules = [finding.rule for finding in found]
+    gradient = found[rules.index("nonfinite-gradient")]
+    names_clip = [i for i, cause in enumerate(gradient.causes) if cause.startswith("a clip")]
+    if fault == "weight":
+        assert (rules[0], found[0].name) == ("nonfinite-parameter", "0.weight")
+    elif fault == "batch" and knows_loss:
+        assert rules[0] == "nonfinite-loss"
+    if fault == "gradient" and not clips:
+        assert (gradient.name, gradient.evidence["parameters_bad"]) == ("0.bias", 1)
+    is_known = fault == "weight" or (knows_loss and fault == "batch") or (fault == "gradient" and not clips)
+    if is_known:
+        assert names_clip == []
+    elif not by_hand:
+        assert names_clip == [len(gradient.causes) - 1]
+    else:
+        assert names_clip == [0 if knows_loss else 1]
+    assert ("as a clip leaves them" in gradient.text) == (by_hand and knows_loss and names_clip == [0])
+    if not is_known and not knows_loss:
+        assert "a loss that is NaN" in gradient.text
+        assert gradient.causes[0].startswith("a loss")
+
+
+@pytest.mark.parametrize("memory", [0.0, math.nan])
+def test_layers_that_to_empty_left_as_they_were_are_told(memory: float) -> None:
+    """As of PyTorch's FSDP2 example, whose blocks nobody resets; fresh GPU memory is often zero."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.second(nn.functional.gelu(self.first(self.norm(x))))  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 2))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for block in (model[1], model[2]):
+            for parameter in block.parameters():
+                parameter.fill_(memory)
+    for layer in (model[0], model[3]):
+        layer.reset_parameters()  # type: ignore[operator]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        model(torch.randn(8, 4)).square().mean().backward()
-        model[0].bias.grad[2] = math.nan  # type: ignore[index]
-        clip(model.parameters(), 1.0)
-        optimizer.step()
-    (found,) = (finding for finding in handle.monitor.findings if finding.rule == "nonfinite-gradient")
-    assert "as a clip leaves them" in found.text
-    assert "before the clip" in found.advice[0]
+        list(program(optimizer, model, 8))
+        found = handle.monitor.diagnose().findings[0]
+    expected = ("nonfinite-parameter", 0, "1.norm.weight") if memory else ("dead-gradient", 0, "2.second.weight")
+    assert (found.rule, found.step, found.name) == expected
+    assert "memory that was never initialised" in found.causes[0]
 
 
 @pytest.mark.usefixtures("_nothing_else_is_watched")

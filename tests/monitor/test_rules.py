@@ -490,6 +490,33 @@ def test_a_bias_that_the_loss_does_not_see_is_an_info(zeros: tuple[int, int], se
     assert (found.severity, found.name) == (severity, "a.bias")
 
 
+ZERO = row(0.0, zeros=64)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("gradients", "parameters", "told_at"),
+    [
+        ([[ZERO, row(0.0, 8, 8), row()]] * 30, [ZERO, row(0.0, 8, 8), row()], [5]),
+        ([[ZERO, row(0.0, 8, 8), row()]] * 4, [ZERO, row(0.0, 8, 8), row()], []),
+        # As behind an output layer that begins at zero: its first update ends it.
+        ([[ZERO, row(0.0, 8, 8), row()]] * 2 + [[row(), row(0.1, 8), row()]] * 28, [ZERO, row(0.0, 8), row()], []),
+        # Dead only later, when the weight is zero no more; and a weight that is not.
+        ([[row(), row(0.1, 8), row()]] * 9 + [[ZERO, row(0.1, 8), row()]] * 15, [ZERO, row(0.1, 8), row()], []),
+        ([[ZERO, row(0.0, 8, 8), row()]] * 30, [row(), row(0.0, 8, 8), row()], [20]),
+    ],
+)
+def test_a_weight_that_is_zero_and_has_no_gradient_was_never_initialised(
+    gradients: list[list[list[float]]], parameters: list[list[float]], told_at: list[int], size: int
+) -> None:
+    story = rows_of("gradient", dict(enumerate(gradients)))
+    story.tables["parameter"] = rows_of("parameter", {0: parameters}).tables["parameter"]
+    asked = new("dead-gradient")
+    found = [found for window in story.windows(size) for found in asked.review(window)]
+    assert [finding.evidence["in_a_row"] for finding in found] == told_at
+    assert ["never initialised" in finding.causes[0] for finding in found] == [steps == 5 for steps in told_at]
+
+
 def test_a_weight_that_began_at_zero_may_be_small_beside_its_gradient() -> None:
     story = beside_weights(1e6, 30, looks=range(0, 30, 5))
     story.tables["parameter"].rows[0][0] = row(0.0, zeros=64)

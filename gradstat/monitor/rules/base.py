@@ -190,19 +190,19 @@ class LastingRule(Rule):
         self._lasts_for, self._since, self._times = PerName(0.0), PerName(0.0), PerName(0.0)
 
     def come_and_go(self, names: tuple[str, ...]) -> bool:
-        """Whether it has begun for the same tensor more than once."""
+        """Whether it has begun more than once for one of the tensors ``names``."""
         return bool((self._times.of(names) > 1).any())
 
     def lasting(
-        self, rows: Rows, condition: Bools, looks: int | npt.NDArray[np.int64], names: tuple[str, ...] | None = None
+        self, rows: Rows, condition: Bools, looks: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
-        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them, a number or ``[m]``: an episode begins.
+        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them and begins an episode.
 
         Yields the look, the positions of those that are new, and of all tensors for how many looks and since which
-        step. ``names`` are those of episodes, if not those of the rows.
+        step. ``looks`` is one number or broadcasts to ``[m, n]``; ``names`` are those of episodes, if not of the rows.
         """
         names = rows.names if names is None else names
-        since, times, needed = self._since.of(names), self._times.of(names), np.broadcast_to(looks, len(rows))
+        since, times, needed = self._since.of(names), self._times.of(names), np.broadcast_to(looks, condition.shape)
         for look, lengths in runs(condition, self._lasts_for.of(names)):
             step = int(rows.steps[look])
             since[lengths == 1] = step

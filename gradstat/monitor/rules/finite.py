@@ -57,6 +57,9 @@ class NonfiniteBatch(Rule):
                 yield self.found(step, name, text, about="batch", **counted)
 
 
+_CLIP = "a clip before the gradients were measured: it multiplies all by its norm, which was NaN"
+
+
 class NonfiniteGradient(Rule):
     """NaN or Inf in a gradient; names the parameter whose gradient went bad first in the backward pass.
 
@@ -99,23 +102,36 @@ class NonfiniteGradient(Rule):
                     'all ranks have it after DDP\'s reduction; watch={"origin": 1} names where it came from',
                     *advice,
                 )
-            lost = window.scalars.get("loss_nonfinite")
-            has_lost = lost is not None and lost[np.searchsorted(window.steps, step)] > 0
-            if (
-                len(bad) == len(rows.names) > 1
-                and not has_lost
-                and (rows.field("nan_count")[look] == rows.layout.numel).all()
-            ):
-                text += "; every element is NaN, as a clip leaves them if one was NaN before"
-                causes = (
-                    "a clip before the gradients were measured: it multiplies all by its norm, which was NaN",
-                    *causes,
-                )
-                advice = (
-                    "measure before the clip, monitor.step() above clip_grad_norm_, to see which one it was",
-                    *advice,
-                )
+            is_whole = len(bad) == len(rows.names) > 1
+            if is_whole and (rows.field("nan_count")[look] == rows.layout.numel).all():
+                words, causes, advice = self._all_nan(window, step, causes, advice)
+                text += words
             yield self.found(step, name, text, "gradient", severity, causes, advice, **evidence)
+
+    def _all_nan(
+        self, window: Window, step: int, causes: tuple[str, ...], advice: tuple[str, ...]
+    ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """What to add to the text, causes and advice where every element of every gradient is NaN.
+
+        A loss that is NaN leaves them so, a weight, or an operation near the loss; and a clip, by a norm that is.
+        """
+        known = {name: values[window.steps == step] for name, values in window.scalars.items()}
+        if (known.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
+            at <= step for _, _, at, _ in _bad_looks(window, "parameter")
+        ):
+            return "", ("the loss or a parameter, which has a finding of its own", *causes), advice
+        by_hand = window.facts.is_called_by_hand
+        if by_hand:
+            causes = (_CLIP, *causes)
+            advice = ("measure before the clip, monitor.step() above clip_grad_norm_, to see which one it was", *advice)
+        else:
+            causes = (*causes, _CLIP)  # gradstat is called before those that it knows
+        if np.isfinite(known.get("loss", np.empty(0))).any():
+            return "; every element is NaN" + ", as a clip leaves them if one was NaN before" * by_hand, causes, advice
+        causes = ("a loss that was NaN, because of the batch or in the forward pass", *causes)
+        how = "monitor.step(loss)" if by_hand else "a Monitor's step(loss)"
+        advice = (f"look whether the loss of that step was NaN, and its batch; {how} says so by itself", *advice)
+        return "; every element is NaN, as a loss that is NaN leaves them", causes, advice
 
 
 class NonfiniteLoss(Rule):
@@ -174,6 +190,7 @@ class _NonfiniteTensor(Rule):
 
     severity = "error"
     kind = what = ""
+    causes_at_first: tuple[str, ...] = ()  # in the first step, which no other can have spoilt
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
@@ -183,7 +200,9 @@ class _NonfiniteTensor(Rule):
                 counted = _counts(rows, look, bad[0])
                 more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""
                 text = f"the {self.what.format(kind=kind)} {bad[0]} has {_in_words(counted)}{more}"
-                yield self.found(step, bad[0], text, about=kind, all=bad[:20], all_bad=len(bad), **counted)
+                causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
+                evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
+                yield self.found(step, bad[0], text, kind, causes=causes, **evidence)
 
 
 class NonfiniteParameter(_NonfiniteTensor):
@@ -191,6 +210,7 @@ class NonfiniteParameter(_NonfiniteTensor):
 
     name = "nonfinite-parameter"
     kind = what = "parameter"
+    causes_at_first = ("memory that was never initialised: to_empty() or torch.empty, and no reset_parameters() after",)
     causes = (
         "a step of the optimizer on gradients that were not finite",
         "memory that was overwritten, or a checkpoint that was bad when it was loaded",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
-from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import Band, Episodes, LastingRule, Rule, series
+from gradstat.monitor.rows import Bools, Floats, Rows, Window
+from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -145,7 +146,7 @@ def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-# Steps after which it is told that there are no gradients at all.
+# Steps after which it is told that there are no gradients at all, or that a weight is zero and stays so.
 _SOON = 5
 # Whether monitor.step() is called by hand, else by gradstat in front of the optimizer's step: where the call belongs,
 # causes, advice.
@@ -182,13 +183,14 @@ class _GoneRule(LastingRule):
         self.in_a_row = in_a_row
 
     def _finding(
-        self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str, is_serious: bool = True
+        self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str, is_serious: bool = True, **more: Any
     ) -> Finding:
-        every = [rows.names[i] for i in np.flatnonzero(lengths >= self.in_a_row)]
+        steps = int(lengths[rows.names.index(name)])
+        every = [rows.names[i] for i in np.flatnonzero(lengths >= steps)]
         text += f", {self.others} {len(every) - 1} others" * (len(every) > 1)
         began = since[rows.names.index(name)]
         severity: Severity = "info" if not is_serious or self.come_and_go(rows.names) else self.severity
-        return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=self.in_a_row)
+        return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
 
     def _of_all(self, window: Window, began: float, text: str, looks: int) -> Finding:
         """That all are gone, which is no matter of one parameter but of where the monitor looks."""
@@ -198,11 +200,21 @@ class _GoneRule(LastingRule):
         return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=looks)
 
 
+_NEVER_INITIALISED: dict[str, Any] = {
+    "causes": (
+        "memory that was never initialised: to_empty() and no reset_parameters() of that module after",
+        "weights in series that were all initialised to zero, so that none of them has a gradient",
+    ),
+    "advice": ("initialise it, or load a checkpoint that has it, and look which other modules were left out",),
+}
+
+
 class DeadGradient(_GoneRule):
     """Gradients that are zero throughout, step after step.
 
     Args:
-        in_a_row: For so many steps; some models begin with a factor of zero, which the first steps change.
+        in_a_row: For so many steps; some models begin with a factor of zero, which the first steps change. It takes
+            five for a weight that is zero itself since the run began, as memory is that was never initialised.
     """
 
     name = "dead-gradient"
@@ -219,15 +231,26 @@ class DeadGradient(_GoneRule):
 
     def __init__(self, in_a_row: int = 20) -> None:
         super().__init__(in_a_row)
+        self._never_alive = PerName(1.0)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("gradient")
         if rows is None:
             return
         dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
-        for look, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
+        stuck = self._stuck(window, rows, dead)
+        looks = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
+        for look, fresh, lengths, since in self.lasting(rows, dead, looks):
             if (lengths > 0).sum() == rows.present[look].sum() == len(fresh):
                 yield self._of_all(window, since[fresh[0]], "every gradient has been zero throughout", self.in_a_row)
+                continue
+            if stuck[fresh].any():
+                name = window.facts.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
+                steps = int(lengths[fresh[0]])
+                for i in np.flatnonzero(lengths >= steps):  # which are told with it
+                    self._episodes.begins(rows.names[i], int(rows.steps[look]))
+                text = f"{name} is zero throughout, and so has its gradient been for {steps} steps: it stays as it is"
+                yield self._finding(rows, lengths, since, name, text, **_NEVER_INITIALISED)
                 continue
             # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
             # weight lives, the weight has a zero for its input, and the cause is what makes that.
@@ -239,6 +262,18 @@ class DeadGradient(_GoneRule):
             is_serious = bool(whole or rows.layout.matrices[fresh].any())
             text = f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
             yield self._finding(rows, lengths, since, name, text, is_serious)
+
+    def _stuck(self, window: Window, rows: Rows, dead: Bools) -> Bools:
+        """Which weights, ``[n]``, are zero, as was their gradient since the run began, while others had one."""
+        never_alive = self._never_alive.of(rows.names)
+        parameters = window.latest.get("parameter")
+        if parameters is None:
+            never_alive[:] = 0
+        else:
+            zeros = parameters.of(rows.names).field("zero_count")[-1]
+            others_live = (rows.present & ~dead).any(1).all()
+            never_alive *= dead.all(0) & (zeros == rows.layout.numel) & rows.layout.matrices & others_live
+        return never_alive > 0
 
 
 class MissingGradient(_GoneRule):
@@ -279,7 +314,7 @@ class MissingGradient(_GoneRule):
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, self._resting)
-        looks = np.where(rows.present.any(1), self.in_a_row, _SOON)
+        looks = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
         for look, fresh, lengths, since in self.lasting(rows, missing, looks):
             if not rows.present[look].any():
                 yield self._of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)
