@@ -128,11 +128,7 @@ class AccelerateHandle(AcceleratorBase):
 
 
 def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options) -> Any:
-    """The prepared optimizer of a model; None if it has none.
-
-    Raises:
-        ValueError: It has several, and steps have to be skipped.
-    """
+    """The prepared optimizer of a model, if any; raises ValueError if there are several, and steps to be skipped."""
     ids = {id(parameter) for parameter in model.parameters()}
     those = [
         wrapper

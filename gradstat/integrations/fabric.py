@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._clipping import OptimizerClip
+from gradstat.clip import clip_grad_norm_
+from gradstat.integrations._clipping import OptimizerClip, clip_known
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._handle import Handle
@@ -114,10 +116,25 @@ class FabricHandle(Handle):
                 self._measure(self.watches)
                 return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
             limit = self._limit(max_norm, "clip_gradients")
-            if not self._clip.leaves_scaled(inner):
-                self._fabric.strategy.precision.unscale_gradients(inner)
+            if self._clip.leaves_scaled(inner):
+                self._measure(self.watches)
+                return self._clip.clip(inner, limit)
             is_error = error_if_nonfinite and "skip" not in self._options.policies
-            return self._clip.measure_and_clip(inner, limit, lambda: self._measure(self.watches), is_error)
+            self._fabric.strategy.precision.unscale_gradients(inner)
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            norm: Any = None
+            with self._gaps.contained(0, "gradstat could not clip; Fabric does"):
+                norm = clip_grad_norm_(parameters, math.inf)  # only measures
+            self._measure(self.watches)
+            if norm is None:
+                limit = limit if isinstance(limit, float) else max_norm
+                return below(module, optimizer, None, limit, norm_type, is_error)
+            if is_error and not norm.isfinite():
+                raise RuntimeError(
+                    f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
+                    "error_if_nonfinite=False, or on_anomaly='skip' to install()"
+                )
+            return clip_known(parameters, limit, norm)
 
         return clip_gradients
 

@@ -226,14 +226,16 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
         if self._again is not None:
-            self._again.note(batch, batch_idx)
+            with self._gaps.contained(0, "a batch could not be kept for a replay"):
+                self._again.note(batch, batch_idx)
         for watch in self.watches[:1]:
             watch.saw_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Takes note of the loss, which comes divided by the micro-batches, and scaled."""
         scaler = _scaler_of(trainer)
-        with torch.no_grad():
+        self._loss = None
+        with torch.no_grad(), self._gaps.contained(0, "a loss could not be noted"):
             several = trainer.accumulate_grad_batches
             self._loss = loss.detach() * several if several > 1 else loss.detach()
             if scaler is not None and scaler.is_enabled():
@@ -255,7 +257,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._measure([watch], trainer.accumulate_grad_batches)
         if watch.should_stop:
             trainer.should_stop = True
-        self._log(trainer, watch)
+        with self._gaps.contained(0, "numbers could not be logged"):
+            self._log(trainer, watch)
         if self._again is not None:
             self._again.forget()
         if not pl_module.automatic_optimization and self._clip is not None and self._clips_to is not None:

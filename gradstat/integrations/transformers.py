@@ -17,7 +17,6 @@ from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
-from gradstat.monitor.reporting import warn
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
@@ -255,10 +254,12 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def _made_log(self, below: Any) -> Callable[..., Any]:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self._log and self.watches and "loss" in logs:
-                values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
-                logs = {**logs, **values}
-                if "grad/total_norm" in values and not self._engine_clips:
-                    logs.setdefault("grad_norm", values["grad/total_norm"])
+                self._only.flush()  # which may raise, as policies say
+                with self._gaps.contained(0, "numbers could not be logged"):
+                    values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
+                    logs = {**logs, **values}
+                    if "grad/total_norm" in values and not self._engine_clips:
+                        logs.setdefault("grad_norm", values["grad/total_norm"])
             return below(logs, *args, **kwargs)
 
         return log
@@ -268,11 +269,10 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if not args.should_save or not folder.is_dir():
             return
-        try:
-            with replacing(folder / STATE_FILE) as file:
-                torch.save(self.state_dict(), file)
-        except OSError as error:  # a full disk must not end what is watched
-            warn(f"{folder / STATE_FILE} could not be saved: {error}", RuntimeWarning)
+        saved = folder / STATE_FILE
+        self._only.flush()
+        with self._gaps.contained(0, f"{saved} could not be saved"), replacing(saved) as file:
+            torch.save(self.state_dict(), file)
 
     def remove(self) -> None:
         """Ends the watch: gives the Trainer and its accelerator their methods back. The monitor stays readable."""

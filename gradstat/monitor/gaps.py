@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn, warn_of_failure
 
@@ -38,3 +41,11 @@ class Gaps:
             self._told.add(what)
             self._findings.append(Finding(RULE, "warning", step, "monitor", {}, text=f"{what}: gradstat failed"))
             warn_of_failure(what)
+
+    @contextmanager
+    def contained(self, step: int, what: str) -> Iterator[None]:
+        """Errors of what is inside are told as by `tell_failure`, and end nothing."""
+        try:
+            yield
+        except Exception:
+            self.tell_failure(step, what)

@@ -9,7 +9,7 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,9 @@ _UNARMED = (
     "nothing of the step was kept, so it was run with parameters, buffers and random state as they are now, which may "
     "hide what happened; gradstat.Monitor(..., replay=True) keeps what it takes to run it as it was"
 )
+
+# What advice names to be given besides the policy "replay".
+_FUNCTION = ", replay=step_fn"
 
 # Every other error of a step is gradstat's own, and must not end what is watched.
 _NOT_OURS = (BackendUnavailableError, UnreachableRankError)
@@ -151,6 +154,9 @@ class Monitor:
         self.culprit: Culprit | None = None
         self._replayed = ""
         self._is_called_by_hand = True
+        self._replays_with: str | None = (
+            _FUNCTION if engine is None else None
+        )  # what `"replay"` needs; None if there is none
         self._pending: deque[Pending] = deque()
         self._looked_closer = [-_QUIET, -_QUIET]  # when, with a finite loss and without
         self._saved = self._last_replay = -_QUIET
@@ -360,12 +366,14 @@ class Monitor:
         )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
-        found = [self._with_shapes(finding) for finding in self._rules.review(window)]
+        found = [self._as_it_is_here(finding) for finding in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found
 
-    def _with_shapes(self, finding: Finding) -> Finding:
-        """A finding whose text gives the shapes of parameters that are named by their position in an optimizer."""
+    def _as_it_is_here(self, finding: Finding) -> Finding:
+        """With advice that can be followed, and shapes of parameters named by their position in an optimizer."""
+        if self._replays_with != _FUNCTION:
+            finding = replace(finding, advice=tuple(_possible(finding.advice, self._replays_with is not None)))
         if not _POSITIONAL.search(finding.text):
             return finding
         source = source_of(self._model)
@@ -605,6 +613,20 @@ def _refuse_under_engine(optimizer: object, policies: PolicyTable, replay: objec
         raise TypeError(
             "optimizer: expected None beside DeepSpeed's engine, which has its own: gradstat.Monitor(engine)"
         )
+
+
+def _possible(advice: Iterable[str], replays: bool) -> Iterator[str]:
+    """``advice`` where a replay needs no function, or cannot be done."""
+    for one in advice:
+        before, policy, after = one.partition("on_anomaly='replay'")
+        if not policy:
+            yield one
+        elif replays:
+            yield before + policy + after.removeprefix(_FUNCTION).removeprefix(" (arguments of the monitor)")
+        elif before:
+            yield before.rstrip(".; ")
+        elif "names" in after:
+            yield "watch={'activations': 1} names the first module whose output is not finite"
 
 
 def _in_words(finding: Finding) -> str:

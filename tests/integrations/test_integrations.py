@@ -421,6 +421,55 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
         second.load_state_dict({**state, "version": 2})
 
 
+OWN_ERRORS = [
+    *((name, "_watch.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
+    *((name, "_watch._in_words", "micro-batches could not be told apart") for name in UNDER),
+    *((name, "_watch.Watch.on_findings", "what was found could not be shown") for name in ("lightning", "trainer")),
+    ("accelerate", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
+    ("trainer", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
+    ("fabric", "fabric.clip_grad_norm_", "gradstat could not clip; Fabric does"),
+    ("trainer", "_handle.scalars_of", "numbers could not be logged"),
+    ("lightning", "lightning.StepAgain.note", "a batch could not be kept for a replay"),
+]
+
+
+@pytest.mark.parametrize(("name", "broken", "words"), OWN_ERRORS)
+def test_errors_of_its_own_are_told_once_and_end_no_training(
+    name: str, broken: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise ZeroDivisionError
+
+    def break_it(handle: Handle) -> None:
+        if broken.endswith("on_findings"):
+            monkeypatch.setattr("gradstat.integrations.lightning._show", fail)
+            monkeypatch.setattr("gradstat.integrations.transformers.GradstatCallback._look_at", fail)
+        else:
+            monkeypatch.setattr(f"gradstat.integrations.{broken}", fail)
+
+    watch = {"on_anomaly": ["skip", "replay"] if "Again" in broken else "skip"}
+    case = Case(tmp_path, clip=0.5, accumulate=2, bad_at=frozenset({2}), watch=watch, before=break_it)
+    expected = plain(case, skip=1)
+    if broken.endswith("on_findings"):
+        case.before(None)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = UNDER[name](case)
+    forget_accelerators()
+    torch.testing.assert_close(weights(run), weights(expected), rtol=1e-4, atol=1e-6)
+    (told,) = (str(one.message) for one in caught if "training goes on" in str(one.message))
+    assert told.startswith(f"gradstat: {words}; training goes on:\nTraceback")
+
+
+def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
+    run = under(Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": "skip"}))
+    advice = [one for finding in run.handle.monitor.findings for one in finding.advice if "replay" in one]
+    assert len(advice) == 2
+    has_step = under in (under_lightning, under_trainer)  # which can be called again
+    assert ["replay=step_fn" in one for one in advice] == [not has_step] * 2
+    assert all(one.startswith("on_anomaly='replay'" + " names" * has_step) for one in advice)
+
+
 def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
