@@ -173,49 +173,35 @@ def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callab
             handle._note_gradients()
 
 
-def _clip(layer: Layer) -> Callable[..., Any]:
-    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return layer.below(parameters, *args, **kwargs)
-        given = listed_parameters(parameters)
-        concerned = [handle for handle in list(_handles) if handle._holds(given)]
-        return _changing(concerned, None, lambda: layer.below(given, *args, **kwargs))
-
-    return replacement
+def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return layer.below(parameters, *args, **kwargs)
+    given = listed_parameters(parameters)
+    concerned = [handle for handle in list(_handles) if handle._holds(given)]
+    return _changing(concerned, None, lambda: layer.below(given, *args, **kwargs))
 
 
-def _unscale(layer: Layer) -> Callable[..., Any]:
-    def replacement(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        handle = getattr(optimizer, _MARK, None)
-        concerned = [] if handle is None or not scaler.is_enabled() else [handle]
-        return _changing(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
-
-    return replacement
+def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    handle = getattr(optimizer, _MARK, None)
+    concerned = [] if handle is None or not scaler.is_enabled() else [handle]
+    return _changing(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
 
 
-def _step(layer: Layer) -> Callable[..., Any]:
-    unscale = _unscale(layer)
-
-    def replacement(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = unscale(scaler, optimizer, *args, **kwargs)
-        handle = getattr(optimizer, _MARK, None)
-        if handle is not None:  # also if the scaler has left the optimizer's step out
-            handle._after()
-        return result
-
-    return replacement
+def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    result = _unscale(layer, scaler, optimizer, *args, **kwargs)
+    handle = getattr(optimizer, _MARK, None)
+    if handle is not None:  # also if the scaler has left the optimizer's step out
+        handle._after()
+    return result
 
 
-def _scale(layer: Layer) -> Callable[..., Any]:
-    def replacement(scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        is_loss = isinstance(outputs, Tensor) and outputs.numel() == 1
-        if is_loss and not torch.compiler.is_compiling() and scaler.is_enabled():
-            for handle in list(_handles)[:1]:
-                with handle._contained():
-                    _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
-        return layer.below(scaler, outputs, *args, **kwargs)
-
-    return replacement
+def _scale(layer: Layer, scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    is_loss = isinstance(outputs, Tensor) and outputs.numel() == 1
+    if is_loss and not torch.compiler.is_compiling() and scaler.is_enabled():
+        for handle in list(_handles)[:1]:
+            with handle._contained():
+                _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
+    return layer.below(scaler, outputs, *args, **kwargs)
 
 
 def _scalers(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
@@ -233,7 +219,7 @@ def _lay_on() -> None:
             _layers.extend(Layer(module, name, _clip) for name in ("clip_grad_norm_", "clip_grad_value_"))
         for kind in _scalers(GradScaler):
             methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
-            _layers.extend(Layer(kind, name, make) for name, make in methods.items() if name in kind.__dict__)
+            _layers.extend(Layer(kind, name, instead) for name, instead in methods.items() if name in kind.__dict__)
 
 
 def _take_off() -> None:

@@ -159,8 +159,8 @@ class Handle:
         self._owner = owner
         setattr(owner, _MARK, self)
 
-    def _patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-        self._patches.append(PatchedMethod(owner, name, make))
+    def _patch(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        self._patches.append(PatchedMethod(owner, name, instead))
 
     def _detach(self) -> None:
         """Gives the framework its methods back. May be called twice."""
