@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core.backends import known_name
-from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.compiling import never_traced
 from gradstat._core.engines import engine_of
-from gradstat._core.native import BackendUnavailableError
 from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
@@ -31,7 +29,7 @@ from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.gaps import Gaps
+from gradstat.monitor.gaps import NOT_OURS, Gaps
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
@@ -60,9 +58,6 @@ _UNARMED = (
 
 # What advice names to be given besides the policy "replay".
 _FUNCTION = ", replay=step_fn"
-
-# Every other error of a step is gradstat's own, and must not end what is watched.
-_NOT_OURS = (BackendUnavailableError, UnreachableRankError)
 
 
 class Monitor:
@@ -225,7 +220,7 @@ class Monitor:
             pending = self._collector.collect(self.steps, *scalars)
             if self._replayer is not None:
                 self._replayer.note(list(self._model.parameters()))
-        except _NOT_OURS:
+        except NOT_OURS:
             raise
         except Exception:
             self._gaps.tell_failure(self.steps, "a step could not be measured and is not watched")
@@ -264,12 +259,8 @@ class Monitor:
         known = len(self.findings)
         if self._replayer is not None:
             self._replayer.see_batch(batch)
-        try:
+        with self._gaps.contained(self.steps, "a batch could not be looked at"):
             self._buffer.observations += self._collector.see_batch(self.steps, batch)
-        except _NOT_OURS:
-            raise
-        except Exception:
-            self._gaps.tell_failure(self.steps, "a batch could not be looked at")
         self._review()
         return self.findings[known:]
 
@@ -341,10 +332,8 @@ class Monitor:
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
-        try:
+        with self._gaps.contained(self.steps, "the last steps could not be judged and are not watched"):
             self._judge()
-        except Exception:
-            self._gaps.tell_failure(self.steps, "the last steps could not be judged and are not watched")
         found, self._to_act_on = self._to_act_on, []
         raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
         if raising:

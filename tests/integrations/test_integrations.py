@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from ranked import accelerate_on_ranks, forget_accelerators, lightning_on_ranks
-from ranks import Ranks
+from ranked import accelerate_on_ranks, assert_alike, forget_accelerators, lightning_on_ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -145,7 +145,7 @@ def under_lightning(case: Case) -> Run:
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        **on_ranks(),
+        **settings_of_ranks(),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -233,7 +233,7 @@ def under_accelerate(case: Case) -> Run:
 
 
 def under_fabric(case: Case) -> Run:
-    made = Fabric(accelerator="cpu", **on_ranks())
+    made = Fabric(accelerator="cpu", **settings_of_ranks())
     made.launch()
     net = case.net()
     inner = case.optimizer(net.parameters())
@@ -267,7 +267,7 @@ def under_fabric(case: Case) -> Run:
     return Run(handle, net, inner, norms)
 
 
-def on_ranks() -> dict[str, Any]:
+def settings_of_ranks() -> dict[str, Any]:
     """What Lightning has to be told of processes that are there already."""
     if not dist.is_initialized():
         return {}
@@ -482,30 +482,26 @@ def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path) -> None:
 # Several ranks ----------------------------------------------------------------------------------------------
 
 
-def _train_on_ranks(name: str, folder: str) -> tuple[list[Any], list[Tensor], list[float], bool, str | None]:
+@pytest.mark.parametrize("name", UNDER)
+@on_ranks(2, timeout=60.0)
+def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     policies = ["skip", "stop", "replay"] if name == "trainer" else ["skip", "stop"]
     bad = frozenset({1, 2} if dist.get_rank() == 1 else ())  # on one rank a pass of step 1, and that of its replay
     with accelerate_on_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = UNDER[name](Case(Path(folder), clip=0.05, bad_at=bad, watch={"on_anomaly": policies}))
+        run = UNDER[name](Case(tmp_path, clip=0.05, bad_at=bad, watch={"on_anomaly": policies}))
     monitor = run.handle.monitor
-    assert run.norms in ([], [pytest.approx(n, nan_ok=True) for n in monitor.recording().scalars["norm"].tolist()])
-    found = [(f.rule, f.step, f.name.removeprefix("net.")) for f in monitor.findings if f.severity == "error"]
     norms = monitor.recording().scalars["norm"].tolist()
-    return found, weights(run), norms, run.handle.should_stop, monitor.culprit and monitor.culprit.op
-
-
-@pytest.mark.parametrize("name", UNDER)
-def test_ranks_decide_alike(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(2, _train_on_ranks, name, str(tmp_path), timeout=60.0)
-    assert str(first[:4]) == str(second[:4])
-    found, trained, norms, stops, _ = first
+    assert run.norms in ([], [pytest.approx(n, nan_ok=True) for n in norms])
+    found = [(f.rule, f.step, f.name.removeprefix("net.")) for f in monitor.findings if f.severity == "error"]
+    assert_alike([found, weights(run), norms])
     assert ("nonfinite-loss", 1, "loss") in found
     assert {name for _, _, name in found} <= {"loss", *NAMES}  # without DDP's "module."
-    assert all(value.isfinite().all() for value in trained)
+    assert all(value.isfinite().all() for value in weights(run))
     assert [math.isfinite(norm) for norm in norms] == [True, False]  # both stopped, at the same step
-    assert stops
-    assert (first[4], second[4]) == (None, "log" if name == "trainer" else None)  # a replay is each rank's own
+    assert run.handle.should_stop
+    replays = name == "trainer" and dist.get_rank() == 1  # a replay is each rank's own
+    assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
 
 
 # What is refused --------------------------------------------------------------------------------------------
