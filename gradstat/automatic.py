@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,10 @@ class AutoHandle:
         setattr(optimizer, _MARK, self)
         _handles.add(self)
 
+    def _contained(self) -> AbstractContextManager[None]:
+        """Errors of what stands inside, gradstat's own, do not end the training; those of the monitor's policies do."""
+        return self.monitor._gaps.contained(self.monitor.steps, "what clips and loss scalers do could not be followed")
+
     def _after(self, *_: object) -> None:
         self._measured, self._is_over = None, False
 
@@ -76,7 +81,8 @@ class AutoHandle:
             loss = closure()
             if not self._is_over:
                 if self._measured is None:  # the closure does not clip
-                    self.monitor.step(loss)
+                    is_number = isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+                    self.monitor.step(loss if is_number else None)
                 self._clip()
                 self._is_over = True
             return loss
@@ -91,41 +97,43 @@ class AutoHandle:
 
     def _holds(self, parameters: Iterable[object]) -> bool:
         """Whether one of them is the optimizer's."""
-        return not {id(parameter) for parameter in parameters}.isdisjoint(
-            map(id, source_of(self._optimizer).parameters)
-        )
+        own: set[int] = set()
+        with self._contained():
+            own = {id(parameter) for parameter in source_of(self._optimizer).parameters}
+        return not own.isdisjoint(map(id, parameters))
 
-    def _before_change(self, scaler: GradScaler | None) -> None:
+    def _measure(self, scaler: GradScaler | None) -> None:
         """Measures complete gradients, unless this was done since they were made, for a ``scaler`` or else a clip."""
-        if self._is_over:
-            return
-        if scaler is None and len(_handles) == len(_losses) == 1:
-            scaler = next(iter(_losses))  # no other can have scaled what is there
-        if self.monitor.scaler is None and scaler is not None:
-            self.monitor.scaler = scaler
-        if self._measured is not None:
-            known, version = self._measured
-            gradient = known()
-            if gradient is not None and gradient._version == version:
-                return
-        losses = () if self.monitor.scaler is None else _losses.pop(self.monitor.scaler, ())
-        # On the device of the last one: parts of a model may have losses of their own.
-        self.monitor.step(
-            torch.stack([loss.to(losses[-1].device).float() for loss in losses]).sum() if losses else None
-        )
-        self._note_gradients()
+        is_measured, loss = False, None
+        with self._contained():
+            if scaler is None and len(_handles) == len(_losses) == 1:
+                scaler = next(iter(_losses))  # no other can have scaled what is there
+            if self.monitor.scaler is None and scaler is not None:
+                self.monitor.scaler = scaler
+            if self._measured is not None:
+                known, version = self._measured
+                gradient = known()
+                is_measured = gradient is not None and gradient._version == version
+            if not is_measured and self.monitor.scaler is not None:
+                losses = _losses.pop(self.monitor.scaler, ())
+                # On the device of the last one: parts of a model may have losses of their own.
+                loss = torch.stack([one.to(losses[-1].device).float() for one in losses]).sum() if losses else None
+        if not is_measured:
+            self.monitor.step(loss)
+            self._note_gradients()
 
     def _note_gradients(self) -> None:
         """Remembers the gradients as they are now: measured, or changed since by what told of it."""
-        gradients = (parameter.grad for parameter in source_of(self._optimizer).parameters)
-        gradient = next((gradient for gradient in gradients if gradient is not None), None)
-        self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
+        with self._contained():
+            gradients = (parameter.grad for parameter in source_of(self._optimizer).parameters)
+            gradient = next((gradient for gradient in gradients if gradient is not None), None)
+            self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
-    def _before_clip(self) -> None:
-        """Measures, and warns of a clip that meets the loss scale."""
-        self._before_change(None)
-        scaler = self.monitor.scaler
-        is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
+    def _warn_if_scaled(self) -> None:
+        """Warns once of a clip that meets the loss scale."""
+        scaler, is_scaled = self.monitor.scaler, False
+        with self._contained():
+            is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
         if is_scaled and not self._has_warned:
             self._has_warned = True
             text = "gradients are clipped that still carry the loss scale, so to a norm that is the scale "
@@ -151,58 +159,49 @@ class AutoHandle:
 _layers: list[Layer] = []
 
 
-def _clip(layer: Layer) -> Callable[..., Any]:
-    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return layer.below(parameters, *args, **kwargs)
-        given = listed_parameters(parameters)
-        concerned = [handle for handle in list(_handles) if handle._holds(given)]
-        for handle in concerned:
-            handle._before_clip()
-        try:
-            return layer.below(given, *args, **kwargs)
-        finally:
-            for handle in concerned:
-                handle._note_gradients()
-
-    return replacement
-
-
-def _unscale(layer: Layer) -> Callable[..., Any]:
-    def replacement(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        handle = getattr(optimizer, _MARK, None)
-        if handle is None or not scaler.is_enabled():
-            return layer.below(scaler, optimizer, *args, **kwargs)
-        handle._before_change(scaler)
-        try:
-            return layer.below(scaler, optimizer, *args, **kwargs)
-        finally:
+def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callable[[], Any]) -> Any:
+    """The result of ``call``, which changes gradients: a clip, or the ``scaler``."""
+    for handle in handles:
+        if not handle._is_over:
+            handle._measure(scaler)
+        if scaler is None:
+            handle._warn_if_scaled()
+    try:
+        return call()
+    finally:
+        for handle in handles:
             handle._note_gradients()
 
-    return replacement
+
+def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return layer.below(parameters, *args, **kwargs)
+    given = listed_parameters(parameters)
+    concerned = [handle for handle in list(_handles) if handle._holds(given)]
+    return _changing(concerned, None, lambda: layer.below(given, *args, **kwargs))
 
 
-def _step(layer: Layer) -> Callable[..., Any]:
-    unscale = _unscale(layer)
-
-    def replacement(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = unscale(scaler, optimizer, *args, **kwargs)
-        handle = getattr(optimizer, _MARK, None)
-        if handle is not None:  # also if the scaler has left the optimizer's step out
-            handle._after()
-        return result
-
-    return replacement
+def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    handle = getattr(optimizer, _MARK, None)
+    concerned = [] if handle is None or not scaler.is_enabled() else [handle]
+    return _changing(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
 
 
-def _scale(layer: Layer) -> Callable[..., Any]:
-    def replacement(scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        is_loss = isinstance(outputs, Tensor) and outputs.numel() == 1
-        if is_loss and not torch.compiler.is_compiling() and scaler.is_enabled():
-            _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
-        return layer.below(scaler, outputs, *args, **kwargs)
+def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    result = _unscale(layer, scaler, optimizer, *args, **kwargs)
+    handle = getattr(optimizer, _MARK, None)
+    if handle is not None:  # also if the scaler has left the optimizer's step out
+        handle._after()
+    return result
 
-    return replacement
+
+def _scale(layer: Layer, scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    is_loss = isinstance(outputs, Tensor) and outputs.numel() == 1
+    if is_loss and not torch.compiler.is_compiling() and scaler.is_enabled():
+        for handle in list(_handles)[:1]:
+            with handle._contained():
+                _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
+    return layer.below(scaler, outputs, *args, **kwargs)
 
 
 def _scalers(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
@@ -220,7 +219,7 @@ def _lay_on() -> None:
             _layers.extend(Layer(module, name, _clip) for name in ("clip_grad_norm_", "clip_grad_value_"))
         for kind in _scalers(GradScaler):
             methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
-            _layers.extend(Layer(kind, name, make) for name, make in methods.items() if name in kind.__dict__)
+            _layers.extend(Layer(kind, name, instead) for name, instead in methods.items() if name in kind.__dict__)
 
 
 def _take_off() -> None:

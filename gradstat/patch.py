@@ -81,17 +81,23 @@ def patch_torch() -> TorchPatch:
     first one found. What a thread is in the middle of is not interrupted.
     """
     with lock:
-        return TorchPatch([Layer(module, name, make) for module, name, make in _PLACES if hasattr(module, name)])
+        return TorchPatch([Layer(module, name, instead) for module, name, instead in _PLACES if hasattr(module, name)])
 
 
 class Layer:
     """One function in the place of another, which may be a layer of an earlier patch."""
 
-    def __init__(self, owner: ModuleType | type, name: str, make: Callable[[Layer], _Function]) -> None:
+    def __init__(self, owner: ModuleType | type, name: str, instead: _Function) -> None:
+        """``instead`` gets the layer as its first argument."""
         self._owner, self._name = owner, name
         self.below: _Function = getattr(owner, name)
         self._removed = False
-        self._function = functools.wraps(self.below)(make(self))
+
+        @functools.wraps(self.below)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return instead(self, *args, **kwargs)
+
+        self._function = function
         setattr(owner, name, self._function)
         _layers.append(self)
 
@@ -134,52 +140,52 @@ def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
 # The replacements list what they are given, since a generator can be gone through only once.
 
 
-def _norm_clip(layer: Layer) -> _Function:
-    def replacement(
-        parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
-    ) -> Any:
-        given = listed_parameters(parameters)
-        gradients = gradients_to_clip(given).tensors
-        # Without any, ours may refuse what torch's passes over: parameters of an engine that clips by itself.
-        function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
-        return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
-
-    return replacement
-
-
-def _value_clip(layer: Layer) -> _Function:
-    def replacement(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-        given = listed(parameters)
-        gradients = gradients_to_clip(given).tensors
-        function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
-        return function(given, *args, **kwargs)
-
-    return replacement
+def _norm_clip(
+    layer: Layer,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = listed_parameters(parameters)
+    gradients = gradients_to_clip(given).tensors
+    # Without any, ours may refuse what torch's passes over: parameters of an engine that clips by itself.
+    function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
+    return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
 
-def _total_norm(layer: Layer) -> _Function:
-    def replacement(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        given = listed(tensors, "tensors")
-        function = layer.choose(get_total_norm, given, norm_type)
-        return _as_torchs(function(given, norm_type, *args, **kwargs), given)
-
-    return replacement
+def _value_clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    given = listed(parameters)
+    gradients = gradients_to_clip(given).tensors
+    function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
+    return function(given, *args, **kwargs)
 
 
-def _clip_with_norm(layer: Layer) -> _Function:
-    def replacement(
-        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
-    ) -> Any:
-        given = listed(parameters)
-        tensors = [*gradients_to_clip(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
-        return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
+def _total_norm(
+    layer: Layer, tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
+    given = listed(tensors, "tensors")
+    function = layer.choose(get_total_norm, given, norm_type)
+    return _as_torchs(function(given, norm_type, *args, **kwargs), given)
 
-    return replacement
+
+def _clip_with_norm(
+    layer: Layer,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor | float,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = listed(parameters)
+    tensors = [*gradients_to_clip(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
+    return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
 
 
 # torch looks the functions up by their names in both modules, private ones in the second. Those may be called
 # otherwise in other versions.
-_PLACES: tuple[tuple[ModuleType, str, Callable[[Layer], _Function]], ...] = (
+_PLACES: tuple[tuple[ModuleType, str, _Function], ...] = (
     (torch.nn.utils, "clip_grad_norm_", _norm_clip),
     (torch.nn.utils, "clip_grad_value_", _value_clip),
     (torch.nn.utils, "get_total_norm", _total_norm),

@@ -60,6 +60,13 @@ def lightning_on_ranks() -> Any:
     return Here()
 
 
+def assert_alike(values: object) -> None:
+    """That all ranks have them."""
+    first = [str(values)]
+    dist.broadcast_object_list(first)
+    assert str(values) == first[0]
+
+
 def run_example(name: str, *arguments: str) -> str:
     """What an example of ``examples/`` shows and warns of. It runs here, where its framework is imported already."""
     path = str(Path(__file__).resolve().parent.parent / "examples" / name)

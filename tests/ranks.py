@@ -29,7 +29,7 @@ class Ranks(_Ranks):
             pytest.fail(str(error))
 
 
-def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(world: int, timeout: float = 20.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a function: it is called on so many ranks, with the parameters of the test."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -37,7 +37,7 @@ def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]
 
         @functools.wraps(function)
         def test(ranks: Ranks, **arguments: Any) -> None:
-            ranks.run(world, _called, test, *(arguments[name] for name in own.parameters))
+            ranks.run(world, _called, test, *(arguments[name] for name in own.parameters), timeout=timeout)
 
         fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = own.replace(parameters=[fixture, *own.parameters.values()])  # type: ignore[attr-defined]

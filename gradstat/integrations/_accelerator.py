@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradstat._step import loss_scale
-from gradstat.adaptive import AdaptiveClip
-from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
+from gradstat.clip import clip_grad_norm_
+from gradstat.integrations._clipping import clip_known
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
@@ -45,60 +45,50 @@ class AcceleratorBase(Handle):
         self._accelerator, self._engine = accelerator, None
         self._take(accelerator)
         self._device = accelerator.device if accelerator.num_processes > 1 else None
-        self._patch(accelerator, "clip_grad_norm_", self._made_clip)
-        self._patch(accelerator, "backward", self._made_backward)
+        self._patch(accelerator, "clip_grad_norm_", self._in_clip)
+        self._patch(accelerator, "backward", self._in_backward)
 
-    def _made_backward(self, below: Any) -> Callable[..., Any]:
-        def backward(loss: Any, **options: Any) -> Any:
-            engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
-            if engine is not None:  # its step is a part of its backward pass
-                if engine is not self._engine:
-                    self._engine = engine
-                    self._patch(engine, "step", self._made_engine_step)
-                is_divided = (
-                    options.get("scale_wrt_gas") is False
-                )  # by the Trainer, by how many micro-batches there are
-                steps = self._accelerator.gradient_accumulation_steps
-                self._saw_backward(loss.detach() * steps if is_divided else loss, False)
-                return below(loss, **options)
-            result = below(loss, **options)
-            self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
-            return result
+    def _in_backward(self, below: Any, loss: Any, **options: Any) -> Any:
+        engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        if engine is not None:  # its step is a part of its backward pass
+            if engine is not self._engine:
+                self._engine = engine
+                self._patch(engine, "step", self._in_engine_step)
+            # The Trainer has divided it by how many micro-batches there are.
+            is_divided = isinstance(loss, Tensor) and options.get("scale_wrt_gas") is False
+            steps = self._accelerator.gradient_accumulation_steps
+            self._saw_backward(loss.detach() * steps if is_divided else loss, False)
+            return below(loss, **options)
+        result = below(loss, **options)
+        self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
+        return result
 
-        return backward
+    def _in_engine_step(self, below: Any, *args: Any, **kwargs: Any) -> Any:
+        self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
+        return below(*args, **kwargs)
 
-    def _made_engine_step(self, below: Any) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
-            return below(*args, **kwargs)
-
-        return step
-
-    def _made_clip(self, below: Any) -> Callable[..., Any]:
-        def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
-            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            limit = self._limit(max_norm, "clip_grad_norm_")
-            if self._engine_clips:
-                self._measure(self._those_with(listed), self._accelerator.gradient_accumulation_steps)
-                return below(listed, max_norm, norm_type)
-            self._unscale(listed)
-            norm = clip_grad_norm_(listed, math.inf, norm_type)  # only measures
-            if self._accelerator.sync_gradients:
-                self._measure(self._those_with(listed), self._accelerator.gradient_accumulation_steps)
-            else:
-                self._tell_once(
-                    "unfinished",
-                    "clip_grad_norm_ was called while gradients are still being accumulated: an unfinished gradient is "
-                    "clipped, and not measured. Call it under `if accelerator.sync_gradients:`",
-                )
-            if isinstance(limit, AdaptiveClip):
-                if self._accelerator.sync_gradients:
-                    limit.clip_(listed)
-            elif limit != math.inf:
-                clip_grads_with_norm_(listed, limit, norm)
-            return norm
-
-        return clip
+    def _in_clip(self, below: Any, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        limit = self._limit(max_norm, "clip_grad_norm_")
+        norm = None
+        if not self._engine_clips:
+            with self._gaps.contained(0, "gradstat could not clip; accelerate does"):
+                self._unscale(listed)
+                norm = clip_grad_norm_(listed, math.inf, norm_type)  # only measures
+        is_complete = self._engine_clips or self._accelerator.sync_gradients
+        if is_complete:
+            self._measure(self._those_with(listed), self._accelerator.gradient_accumulation_steps)
+        else:
+            self._tell_once(
+                "unfinished",
+                "clip_grad_norm_ was called while gradients are still being accumulated: an unfinished gradient is "
+                "clipped, and not measured. Call it under `if accelerator.sync_gradients:`",
+            )
+        if norm is None:
+            return below(listed, limit if isinstance(limit, float) else max_norm, norm_type)
+        if is_complete or isinstance(limit, float):
+            clip_known(listed, limit, norm)
+        return norm
 
     def _those_with(self, parameters: Sequence[Tensor]) -> list[Watch]:
         ids = [id(parameter) for parameter in parameters]

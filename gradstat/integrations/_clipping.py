@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +28,15 @@ def checked_limit(max_norm: Any) -> Limit | None:
     return number
 
 
+def clip_known(parameters: list[Tensor], limit: Limit, norm: Tensor) -> Tensor:
+    """Clips gradients of which a look, by which a step that is skipped may lose them, came behind their ``norm``."""
+    if isinstance(limit, AdaptiveClip):
+        limit.clip_(parameters)
+    elif limit != math.inf:
+        clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
 class OptimizerClip:
     """Clips the gradients of an optimizer, before it steps.
 
@@ -43,27 +51,6 @@ class OptimizerClip:
     def leaves_scaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer unscales by itself, as it steps."""
         return self._scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-    def measure_and_clip(
-        self, optimizer: Optimizer, limit: Limit, measure: Callable[[], object], error_if_nonfinite: bool
-    ) -> Tensor:
-        """As `clip`, with a look at the gradients before, by which a step that is skipped may lose them.
-
-        Raises RuntimeError, with nothing clipped, if the norm is not finite and that is an error.
-        """
-        if isinstance(limit, AdaptiveClip) or self.leaves_scaled(optimizer):
-            measure()
-            return self.clip(optimizer, limit)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = clip_grad_norm_(parameters, math.inf)  # only measures
-        measure()
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
-                "error_if_nonfinite=False, or on_anomaly='skip' to install()"
-            )
-        clip_grads_with_norm_(parameters, limit, norm)
-        return norm
 
     def clip(self, optimizer: Optimizer, limit: Limit) -> Tensor:
         """Clips to ``limit``; returns the norm before, without loss scale."""

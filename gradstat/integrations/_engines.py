@@ -45,10 +45,9 @@ def engine_of(strategy: object) -> str | None:
 
 
 def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size: int, setting: str) -> bool:
-    """Whether an engine, as told by `engine_of`, clips gradients itself; says what cannot be seen then.
+    """Whether an engine clips gradients itself, by the ``setting``; says what cannot be seen then.
 
-    Then ``max_norm``, what gradstat is to clip to, has to be None; ``setting`` says where the engine's own is set.
-    Raises NotImplementedError if nothing would be visible, or a policy or the clip cannot be carried out.
+    Raises NotImplementedError if nothing would be visible, or a policy or ``max_norm`` cannot be carried out.
     """
     if engine in _REFUSED:
         raise NotImplementedError(_REFUSED[engine])

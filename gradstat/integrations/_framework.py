@@ -48,21 +48,20 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 class PatchedMethod:
-    """A method replaced on an instance by what ``make`` makes of it; class and other instances stay as they are.
+    """A method replaced on an instance by ``instead``, which gets it as its first argument; the class stays as it is.
 
     While a step is being run again under watch the method is what it was, so that nothing it does counts.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         self._owner, self._name = owner, name
         self._had = vars(owner).get(name)
         self._below = getattr(owner, name)
-        made = make(self._below)
         self._active = True
 
         def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
             is_used = self._active and not is_replaying()
-            return made(*args, **kwargs) if is_used else self._below(*args, **kwargs)
+            return instead(self._below, *args, **kwargs) if is_used else self._below(*args, **kwargs)
 
         # A bound method, as torch's schedulers expect `step` of an optimizer to be.
         self._method = MethodType(method, owner)

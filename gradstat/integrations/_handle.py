@@ -13,6 +13,7 @@ from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import Monitor
+from gradstat.monitor.gaps import Gaps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,6 +32,7 @@ class Handle:
         self._options = options
         self._patches: list[PatchedMethod] = []
         self._owner: Any = None
+        self._gaps = Gaps([])  # which tells what of the handle's own has failed
         self._is_measured = False  # something was, since the last backward pass
         self.watches: Sequence[Watch] = ()
 
@@ -157,8 +159,8 @@ class Handle:
         self._owner = owner
         setattr(owner, _MARK, self)
 
-    def _patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-        self._patches.append(PatchedMethod(owner, name, make))
+    def _patch(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        self._patches.append(PatchedMethod(owner, name, instead))
 
     def _detach(self) -> None:
         """Gives the framework its methods back. May be called twice."""

@@ -15,9 +15,8 @@ from gradstat.monitor.replay import RngState
 class StepAgain:
     """Runs ``training_step`` and the backward pass of the newest step again, accumulated micro-batches included.
 
-    The module runs on this rank alone, outside of DDP: the gradients are this rank's, so a NaN that came from another
-    rank is found by the replay there. Nothing is logged meanwhile. Metrics that ``training_step`` updates are updated
-    once more.
+    On this rank alone, outside of DDP: a NaN of another rank is found by the replay there. Nothing is logged meanwhile;
+    metrics that ``training_step`` updates are updated once more.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:

@@ -21,9 +21,8 @@ NOTED = ("replay", "checkpoint")
 class Options:
     """Arguments of `gradstat.Monitor`, without model, optimizer and scaler, which the ``source`` gives.
 
-    ``runs_steps`` says that the framework's own step can be run again, so that a replay needs no function; ``saves``
-    that there is a policy ``"checkpoint"``. Raises TypeError or ValueError as `gradstat.Monitor` does, or if ``given``
-    has what is not the user's to give.
+    ``runs_steps``: the framework's own step can be run again, so a replay needs no function; ``saves``: there is a
+    policy ``"checkpoint"``. Raises TypeError or ValueError as `gradstat.Monitor` does.
     """
 
     def __init__(
@@ -34,38 +33,34 @@ class Options:
                 raise TypeError(f"{name} is taken from the {source}; leave it out")
         if runs_steps and MonitorOptions.of(given.get("options")).keep_batch:
             raise TypeError(f"keep_batch is for loops; inputs of a step are kept by the {source}; leave it out")
-        self.max_norm = checked_limit(max_norm)
+        self.max_norm, self.runs_steps = checked_limit(max_norm), runs_steps
         self.given = dict(given)
         self.given["rules"] = default_rules() if given.get("rules") is None else list(given["rules"])
-        self._known = (*POLICIES, "checkpoint") if saves else POLICIES
-        self.policies: set[str] = set()  # names of those in use
-        on_anomaly = self.on_anomaly(set(), self.policies)
+        known = (*POLICIES, "checkpoint") if saves else POLICIES
+        self.table = PolicyTable(
+            given.get("on_anomaly"), [getattr(rule, "name", "") for rule in self.given["rules"]], known
+        )
+        self.policies = {name for name in known if self.table.uses(name)}
         watch = given.get("watch")
         watch = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
         self.watches_origin = bool(watch.get("origin"))
         # All that a monitor has to say about its arguments it says now, about a model with nothing random in it.
         model = Parameters([("weight", nn.Parameter(torch.zeros(1, device="cpu")))])
-        tried = {**self.given, "on_anomaly": on_anomaly, "watch": {**watch, "origin": 0}, "save_to": None}
+        tried = {**self.given, "on_anomaly": self.on_anomaly(set()), "watch": {**watch, "origin": 0}, "save_to": None}
         tried.pop("replay", None)  # the function comes with what is trained
         tried.setdefault("max_norm", self.max_norm)
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.0), **tried).detach()
-        self.table = PolicyTable(on_anomaly, [rule.name for rule in self.given["rules"]])
         if "replay" in self.policies and not runs_steps and not callable(given.get("replay")):
             raise TypeError("on_anomaly='replay' needs the function that does a step: install(..., replay=step_fn)")
         self.replays = bool(given.get("replay")) or "replay" in self.policies
 
-    def on_anomaly(self, noted: set[str], names: set[str] | None = None) -> Any:
+    def on_anomaly(self, noted: set[str]) -> Any:
         """``on_anomaly`` for a monitor that takes note of what ranks do together, in ``noted``."""
 
         def each(policies: Any) -> Any:
             if policies is None or policies == "record":  # alone, it has a meaning of its own
                 return policies
             listed = [policies] if isinstance(policies, str) or callable(policies) else list(policies)
-            for name in listed:
-                if isinstance(name, str) and name not in self._known:
-                    raise ValueError(f"unknown policy {name!r}; known: {', '.join(self._known)}, or a callable")
-            if names is not None:
-                names.update(name for name in listed if isinstance(name, str))
             return [functools.partial(_note, noted, one) if one in NOTED else one for one in listed]
 
         given = self.given.get("on_anomaly")

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.observers import measurable
-from gradstat.monitor.reporting import warn, warn_of_failure
+from gradstat.monitor.reporting import warn
 
 # Rules whose findings some micro-batch is to blame for.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
@@ -91,16 +92,8 @@ def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> s
 class Watch:
     """A monitor on a model with its optimizer, and what it needs to be told by whatever drives the training steps.
 
-    Args:
-        model: As it is called; DDP is looked through, unless the origin of NaN is watched.
-        limit: What gradients are clipped to; None if they are not, or that is not known.
-        step_fn: Does a step again, if replays are wanted and the user has given no function.
-        device: Where this rank trains, if others train along; else None.
-        number: Of this watch in its training.
-
-    Attributes:
-        measured: Whether the gradients of the coming step of the optimizer have been measured.
-        should_stop: The same on all ranks.
+    ``device`` is where this rank trains, if others train along; ``step_fn`` does a step again where no user has said
+    how. ``measured`` is about the coming step of the optimizer; ``should_stop`` is the same on all ranks.
     """
 
     def __init__(
@@ -133,6 +126,8 @@ class Watch:
         # An engine has an optimizer of its own.
         self.monitor = Monitor(watched, None if engine_of(watched) else optimizer, scaler=scaler, **given)
         self.monitor._is_called_by_hand = False
+        if options.runs_steps and self.monitor._replays_with is not None:
+            self.monitor._replays_with = ""
         # Checks of micro-batches, read only if something was found: of the step that is on, and with their losses of
         # the newest steps.
         self._checked: MicroBatches | None = None
@@ -147,6 +142,10 @@ class Watch:
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
         self.on_findings: Callable[[list[Finding]], object] = lambda findings: None
         self.save_checkpoint: Callable[[], object] = lambda: None
+
+    def contained(self, what: str) -> AbstractContextManager[None]:
+        """Errors of gradstat's own inside are told once as ``what``, and do not end the training."""
+        return self.monitor._gaps.contained(self.monitor.steps, what)
 
     def holds(self, ids: Iterable[int]) -> bool:
         """Whether a parameter with one of these ids is the model's."""
@@ -166,16 +165,15 @@ class Watch:
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         """Takes note of a backward pass from ``loss``, without loss scale, and checks a micro-batch; without a sync."""
         self.measured = False
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-            self._losses.append(loss.detach().reshape(()))
-        if is_micro_batch:
-            if self._checked is None:
-                self._checked = MicroBatches(without_ddp(self.model), backend=self.monitor.options.backend)
-            try:
-                self._checked.check()
-            except Exception:  # watching must not end what is watched
-                self._checked = None
-                warn_of_failure("a micro-batch could not be checked")
+        with self.contained("a loss could not be noted"):
+            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+                self._losses.append(loss.detach().reshape(()))
+        checked, self._checked = self._checked, None
+        with self.contained("a micro-batch could not be checked"):
+            if is_micro_batch:
+                checked = checked or MicroBatches(without_ddp(self.model), backend=self.monitor.options.backend)
+                checked.check()
+            self._checked = checked
 
     def step(self, divisor: int = 1) -> None:
         """Lets the monitor measure the step, and does what policies say, on every rank alike.
@@ -185,9 +183,10 @@ class Watch:
         """
         losses, self._losses = self._losses, []
         loss = None
-        if losses:
-            loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
-            loss = loss / divisor if divisor != 1 else loss
+        with self.contained("the losses of a step could not be added"):
+            if losses:
+                loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
+                loss = loss / divisor if divisor != 1 else loss
         if self._checked is not None:
             self._history.append((self.monitor.steps, self._checked, losses))
             self._checked = None
@@ -216,8 +215,10 @@ class Watch:
         self.end()
         if not self.should_stop:
             return False
-        shards = [shard_of(parameter.detach()) for parameter in self.model.parameters()]
-        is_lost = not check_tensors([shard for shard in shards if measurable(shard)]).ok
+        is_lost = False
+        with self.contained("parameters could not be checked before they are saved"):
+            shards = [shard_of(parameter.detach()) for parameter in self.model.parameters()]
+            is_lost = not check_tensors([shard for shard in shards if measurable(shard)]).ok
         return is_lost if self._ranks is None else self._ranks.any_of([is_lost], wait=True)[0]
 
     def _look(self, call: Callable[[], object]) -> None:
@@ -229,22 +230,30 @@ class Watch:
             error = raised
         found = self.monitor.findings[self._known :]
         self._known = len(self.monitor.findings)
-        blamed = []
-        for finding in found:
-            known = next((step for step in self._history if step[0] == finding.step), None)
-            if known is None or finding.rule not in _OF_MICRO_BATCHES:
-                continue
-            self._history.remove(known)
-            number, checked, losses = known
-            report = self.micro_batch_reports[number] = checked.result()
-            text = _in_words(number, report, [float(loss) for loss in losses])
-            blamed.append(text if self._ranks is None else f"{text} (on this rank)")
-            if error is None and self._options.table.of(finding) != ("record",):
-                warn(blamed[-1])
-        if error is not None and self._error is None:
-            self._error = AnomalyError("\n".join([str(error), *blamed]), error.finding)
+        blamed = [(finding, self._blame(finding)) for finding in found if finding.rule in _OF_MICRO_BATCHES]
+        told = [text for _, text in blamed if text]
+        if error is None:
+            for finding, text in blamed:
+                if text and self._options.table.of(finding) != ("record",):
+                    warn(text)
+        elif self._error is None:
+            self._error = AnomalyError("\n".join([str(error), *told]), error.finding)
         if found:
-            self.on_findings(found)
+            with self.contained("what was found could not be shown"):
+                self.on_findings(found)
+
+    def _blame(self, finding: Finding) -> str:
+        """Which micro-batch brought it; empty if that is not known, or has been told."""
+        text = ""
+        with self.contained("micro-batches could not be told apart"):
+            known = next((step for step in self._history if step[0] == finding.step), None)
+            if known is not None:
+                self._history.remove(known)
+                number, checked, losses = known
+                report = self.micro_batch_reports[number] = checked.result()
+                text = _in_words(number, report, [float(loss) for loss in losses])
+                text = text if self._ranks is None else f"{text} (on this rank)"
+        return text
 
     def _act(self, in_step: bool = False, wait: bool = False) -> None:
         """Does what any rank wants; an error comes last."""
@@ -255,7 +264,8 @@ class Watch:
         replays, saves, raises, stops = wants
         said = self._replay() if replays and in_step else ""
         if saves:
-            self.save_checkpoint()
+            with self.contained("a checkpoint could not be saved"):
+                self.save_checkpoint()
         self.should_stop = self.should_stop or stops
         if raises:
             error, self._error = self._error, None

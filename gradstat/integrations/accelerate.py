@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -111,28 +111,21 @@ class AccelerateHandle(AcceleratorBase):
         ]
         for watch, (_, wrapper) in zip(self.watches, pairs, strict=True):
             if wrapper is not None:
-                self._patch(wrapper, "step", functools.partial(self._made_step, watch))
+                self._patch(wrapper, "step", functools.partial(self._in_step, watch))
 
-    def _made_step(self, watch: Watch, below: Any) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self._accelerator.sync_gradients:
-                if not watch.measured:  # the loop does not clip
-                    if self._options.max_norm is not None:
-                        self._accelerator.clip_grad_norm_(watch.model.parameters(), math.inf)
-                    else:
-                        self._measure([watch], self._accelerator.gradient_accumulation_steps)
-                watch.measured = False
-            return below(*args, **kwargs)
-
-        return step
+    def _in_step(self, watch: Watch, below: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._accelerator.sync_gradients:
+            if not watch.measured:  # the loop does not clip
+                if self._options.max_norm is not None:
+                    self._accelerator.clip_grad_norm_(watch.model.parameters(), math.inf)
+                else:
+                    self._measure([watch], self._accelerator.gradient_accumulation_steps)
+            watch.measured = False
+        return below(*args, **kwargs)
 
 
 def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options) -> Any:
-    """The prepared optimizer of a model; None if it has none.
-
-    Raises:
-        ValueError: It has several, and steps have to be skipped.
-    """
+    """The prepared optimizer of a model, if any; raises ValueError if there are several, and steps to be skipped."""
     ids = {id(parameter) for parameter in model.parameters()}
     those = [
         wrapper

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._clipping import OptimizerClip
+from gradstat.clip import clip_grad_norm_
+from gradstat.integrations._clipping import OptimizerClip, clip_known
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._handle import Handle
@@ -87,57 +89,65 @@ class FabricHandle(Handle):
         device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
         self.watches = [Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)]
         self._take(optimizer)
-        self._patch(fabric, "backward", self._made_backward)
-        self._patch(fabric, "clip_gradients", self._made_clip)
-        self._patch(optimizer, "step", self._made_step)
+        self._patch(fabric, "backward", self._in_backward)
+        self._patch(fabric, "clip_gradients", self._in_clip)
+        self._patch(optimizer, "step", self._in_step)
 
-    def _made_backward(self, below: Any) -> Callable[..., Any]:
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            below(tensor, *args, **kwargs)
-            self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
+    def _in_backward(self, below: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        below(tensor, *args, **kwargs)
+        self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
 
-        return backward
+    def _in_clip(
+        self,
+        below: Any,
+        module: Any,
+        optimizer: Any,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        inner = unwrapped(optimizer)
+        if inner is not self.watches[0].optimizer:
+            return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+        if self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
+            self._measure(self.watches)
+            return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+        limit = self._limit(max_norm, "clip_gradients")
+        if self._clip.leaves_scaled(inner):
+            self._measure(self.watches)
+            return self._clip.clip(inner, limit)
+        is_error = error_if_nonfinite and "skip" not in self._options.policies
+        self._fabric.strategy.precision.unscale_gradients(inner)
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        norm: Any = None
+        with self._gaps.contained(0, "gradstat could not clip; Fabric does"):
+            norm = clip_grad_norm_(parameters, math.inf)  # only measures
+        self._measure(self.watches)
+        if norm is None:
+            limit = limit if isinstance(limit, float) else max_norm
+            return below(module, optimizer, None, limit, norm_type, is_error)
+        if is_error and not norm.isfinite():
+            raise RuntimeError(
+                f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
+                "error_if_nonfinite=False, or on_anomaly='skip' to install()"
+            )
+        return clip_known(parameters, limit, norm)
 
-    def _made_clip(self, below: Any) -> Callable[..., Any]:
-        def clip_gradients(
-            module: Any,
-            optimizer: Any,
-            clip_val: float | None = None,
-            max_norm: float | None = None,
-            norm_type: float = 2.0,
-            error_if_nonfinite: bool = True,
-        ) -> Any:
-            inner = unwrapped(optimizer)
-            if inner is not self.watches[0].optimizer:
-                return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
-            if self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
-                self._measure(self.watches)
-                return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
-            limit = self._limit(max_norm, "clip_gradients")
-            if not self._clip.leaves_scaled(inner):
-                self._fabric.strategy.precision.unscale_gradients(inner)
-            is_error = error_if_nonfinite and "skip" not in self._options.policies
-            return self._clip.measure_and_clip(inner, limit, lambda: self._measure(self.watches), is_error)
+    def _in_step(self, below: Any, closure: Callable[[], Any] | None = None) -> Any:
+        def evaluated() -> Any:  # gradients are made in the closure
+            loss = closure() if closure is not None else None
+            self._before_step()
+            return loss
 
-        return clip_gradients
-
-    def _made_step(self, below: Any) -> Callable[..., Any]:
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            def evaluated() -> Any:  # gradients are made in the closure
-                loss = closure() if closure is not None else None
-                self._before_step()
-                return loss
-
-            try:
-                if closure is not None:
-                    return below(evaluated)
-                evaluated()
-                return below()
-            finally:
-                self.watches[0].measured = False
-                self._clip.forget()
-
-        return step
+        try:
+            if closure is not None:
+                return below(evaluated)
+            evaluated()
+            return below()
+        finally:
+            self.watches[0].measured = False
+            self._clip.forget()
 
     def _before_step(self) -> None:
         """Measures, and clips, what the loop has not clipped."""

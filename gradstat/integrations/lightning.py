@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         remedy = "let Lightning hand Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
         if not engine_clips(engine, self._options, asked, trainer.world_size, remedy):
             self._clip = OptimizerClip(_scaler_of(trainer))
-            self._patch(trainer.precision_plugin, "clip_gradients", self._made_clip)
+            self._patch(trainer.precision_plugin, "clip_gradients", self._in_clip)
             self._settings = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             if own is not None:
                 trainer.gradient_clip_val = math.inf if isinstance(own, AdaptiveClip) else own
@@ -130,17 +130,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         for callback in trainer.checkpoint_callbacks:
             for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # behind them files are rotated away
                 if hasattr(callback, name):
-                    self._patch(callback, name, self._made_save)
+                    self._patch(callback, name, self._in_save)
         self._again = StepAgain(trainer, pl_module) if self._runs_steps else None
 
-    def _made_save(self, below: Any) -> Callable[..., Any]:
+    def _in_save(self, below: Any, *args: Any, **kwargs: Any) -> None:
         """In the place of what `ModelCheckpoint` saves by: not after the policy ``"stop"``, if it is of no use."""
-
-        def save(*args: Any, **kwargs: Any) -> None:
-            if not any(watch.is_lost() for watch in self.watches):
-                below(*args, **kwargs)
-
-        return save
+        if not any(watch.is_lost() for watch in self.watches):
+            below(*args, **kwargs)
 
     @property
     def _runs_steps(self) -> bool:
@@ -226,14 +222,16 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
         if self._again is not None:
-            self._again.note(batch, batch_idx)
+            with self._gaps.contained(0, "a batch could not be kept for a replay"):
+                self._again.note(batch, batch_idx)
         for watch in self.watches[:1]:
             watch.saw_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Takes note of the loss, which comes divided by the micro-batches, and scaled."""
         scaler = _scaler_of(trainer)
-        with torch.no_grad():
+        self._loss = None
+        with torch.no_grad(), self._gaps.contained(0, "a loss could not be noted"):
             several = trainer.accumulate_grad_batches
             self._loss = loss.detach() * several if several > 1 else loss.detach()
             if scaler is not None and scaler.is_enabled():
@@ -255,7 +253,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._measure([watch], trainer.accumulate_grad_batches)
         if watch.should_stop:
             trainer.should_stop = True
-        self._log(trainer, watch)
+        with self._gaps.contained(0, "numbers could not be logged"):
+            self._log(trainer, watch)
         if self._again is not None:
             self._again.forget()
         if not pl_module.automatic_optimization and self._clip is not None and self._clips_to is not None:
@@ -266,21 +265,17 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if self._clip is not None:
             self._clip.forget()
 
-    def _made_clip(self, below: Any) -> Callable[..., Any]:
+    def _in_clip(
+        self, below: Any, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
         """In the place of the plugin's ``clip_gradients``, so that ``configure_gradient_clipping`` is honoured."""
-
-        def clip_gradients(
-            optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
-        ) -> None:
-            if not clip_val or clip_val <= 0:
-                return
-            if not _is_norm(gradient_clip_algorithm):
-                below(optimizer, clip_val, gradient_clip_algorithm)
-            elif self._clip is not None:
-                own = self._options.max_norm
-                self._clip.clip(optimizer, own if isinstance(own, AdaptiveClip) else float(clip_val))
-
-        return clip_gradients
+        if not clip_val or clip_val <= 0:
+            return
+        if not _is_norm(gradient_clip_algorithm):
+            below(optimizer, clip_val, gradient_clip_algorithm)
+        elif self._clip is not None:
+            own = self._options.max_norm
+            self._clip.clip(optimizer, own if isinstance(own, AdaptiveClip) else float(clip_val))
 
     def _log(self, trainer: Any, watch: Watch) -> None:
         every = trainer.log_every_n_steps if self._log_every is None else self._log_every

@@ -18,12 +18,6 @@ AGGREGATES: tuple[str, ...] = ("total_norm", "max_abs", "nan_count", "inf_count"
 """Of all gradients together; what is logged unless something else is asked for."""
 
 _COLUMNS = ("l2_norm", "max_abs", "mean", "std", "min", "max", "nan_count", "inf_count", "zero_count")
-# Of a monitor's step besides its gradients.
-_SCALARS = ("loss", "lr", "loss_scale")
-
-
-# What takes floats and a step, and TensorBoard's writer, if it is one.
-_Target = tuple[Callable[[dict[str, float], int], object], Any]
 
 
 class Choice(NamedTuple):
@@ -201,7 +195,8 @@ def _told(source: object, choice: Choice) -> tuple[int | None, Report, dict[str,
     if newest is None:
         return None
     values = choice.of(newest.report)
-    values.update({choice.prefix + name: newest.scalars[name] for name in _SCALARS if name in newest.scalars})
+    told = [name for name in ("loss", "lr", "loss_scale") if name in newest.scalars]
+    values.update({choice.prefix + name: newest.scalars[name] for name in told})
     values[f"{choice.prefix}missing"] = float(len(newest.report.missing))
     values[f"{choice.prefix}findings"] = float(len(source.findings))
     values[f"{choice.prefix}nonfinite_steps"] = float(source.nonfinite_steps)
@@ -214,8 +209,8 @@ def _worst(table: Any, top: int) -> Any:
     return np.lexsort((-table["l2_norm"], -bad))[:top]
 
 
-def _targets_of(target: Any) -> list[_Target]:
-    """A logger, or several, each written to in its cheapest way; raises TypeError if it is nothing known."""
+def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:
+    """Of loggers, what takes floats and a step in the cheapest way, and TensorBoard's writer; TypeError if unknown."""
     if isinstance(target, list | tuple):
         return [one for several in target for one in _targets_of(several)]
     module = getattr(target, "__module__", None) or type(target).__module__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
-from gradstat.monitor.reporting import warn
 
 require("transformers", (4, 57))
 require("accelerate", (1, 0))
@@ -118,9 +117,9 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def _attach(self, accelerator: Any) -> None:
         super()._attach(accelerator)
-        self._patch(self.trainer, "train", self._made_train)
-        self._patch(self.trainer, "log", self._made_log)
-        self._patch(self.trainer, "training_step", self._made_training_step)
+        self._patch(self.trainer, "train", self._in_train)
+        self._patch(self.trainer, "log", self._in_log)
+        self._patch(self.trainer, "training_step", self._in_training_step)
 
     def _model(self) -> Any:
         trainer = self.trainer
@@ -235,44 +234,36 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         step = self.trainer.training_step
         return [step(without_ddp(args[0]), *args[1:], **kwargs) for args, kwargs in self._inputs]
 
-    def _made_training_step(self, below: Any) -> Callable[..., Any]:
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            if self._options.replays:
-                self._inputs.append((args, kwargs))
-            for watch in self.watches:
-                watch.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
-            return below(*args, **kwargs)
+    def _in_training_step(self, below: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._options.replays:
+            self._inputs.append((args, kwargs))
+        for watch in self.watches:
+            watch.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        return below(*args, **kwargs)
 
-        return training_step
+    def _in_train(self, below: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._resume = resume_from_checkpoint
+        return below(resume_from_checkpoint, *args, **kwargs)
 
-    def _made_train(self, below: Any) -> Callable[..., Any]:
-        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._resume = resume_from_checkpoint
-            return below(resume_from_checkpoint, *args, **kwargs)
-
-        return train
-
-    def _made_log(self, below: Any) -> Callable[..., Any]:
-        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            if self._log and self.watches and "loss" in logs:
+    def _in_log(self, below: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if self._log and self.watches and "loss" in logs:
+            self._only.flush()  # which may raise, as policies say
+            with self._gaps.contained(0, "numbers could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
                 logs = {**logs, **values}
                 if "grad/total_norm" in values and not self._engine_clips:
                     logs.setdefault("grad_norm", values["grad/total_norm"])
-            return below(logs, *args, **kwargs)
-
-        return log
+        return below(logs, *args, **kwargs)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Writes the monitor's state into the newest checkpoint, on the rank that writes checkpoints."""
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if not args.should_save or not folder.is_dir():
             return
-        try:
-            with replacing(folder / STATE_FILE) as file:
-                torch.save(self.state_dict(), file)
-        except OSError as error:  # a full disk must not end what is watched
-            warn(f"{folder / STATE_FILE} could not be saved: {error}", RuntimeWarning)
+        saved = folder / STATE_FILE
+        self._only.flush()
+        with self._gaps.contained(0, f"{saved} could not be saved"), replacing(saved) as file:
+            torch.save(self.state_dict(), file)
 
     def remove(self) -> None:
         """Ends the watch: gives the Trainer and its accelerator their methods back. The monitor stays readable."""

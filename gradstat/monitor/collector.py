@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import Source, gradients_of, source_of
 from gradstat._core.tensors import is_distributed
@@ -120,14 +119,11 @@ class Collector:
         self._notice_change(step, source.parameters, segments[0].names, observations)
         if self._batch or self._before is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
-            try:
+            # Gradients are measured whatever comes of these, over ranks in particular.
+            with self._gaps.contained(step, "parameters, buffers, optimizer and what else was due are not watched"):
                 for segment, more in self._due(step, self._held(source), segments[0].names, observations):
                     segments.append(segment)
                     tensors += more
-            except UnreachableRankError:
-                raise
-            except Exception:  # gradients are measured all the same, over ranks in particular
-                self._gaps.tell_failure(step, "parameters, buffers, optimizer and what else was due are not watched")
             if self._activations is not None:
                 segment, measured = self._activations.take()
                 others = [PendingRows([segment], measured)] if measured.tables else []

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gradstat._core.collectives import UnreachableRankError
+from gradstat._core.native import BackendUnavailableError
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn, warn_of_failure
 
+# Every other error of a step is gradstat's own, and must not end what is watched.
+NOT_OURS = (BackendUnavailableError, UnreachableRankError)
 RULE = "not-watched"
 """What findings about the watch itself are called; no policy applies to them."""
 
@@ -38,3 +45,13 @@ class Gaps:
             self._told.add(what)
             self._findings.append(Finding(RULE, "warning", step, "monitor", {}, text=f"{what}: gradstat failed"))
             warn_of_failure(what)
+
+    @contextmanager
+    def contained(self, step: int, what: str) -> Iterator[None]:
+        """Errors of what is inside are told as by `tell_failure`, and end nothing."""
+        try:
+            yield
+        except NOT_OURS:
+            raise
+        except Exception:
+            self.tell_failure(step, what)

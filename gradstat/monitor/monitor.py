@@ -9,7 +9,7 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core.backends import known_name
-from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.compiling import never_traced
 from gradstat._core.engines import engine_of
-from gradstat._core.native import BackendUnavailableError
 from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
@@ -31,7 +29,7 @@ from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.gaps import Gaps
+from gradstat.monitor.gaps import NOT_OURS, Gaps
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
@@ -58,8 +56,8 @@ _UNARMED = (
     "hide what happened; gradstat.Monitor(..., replay=True) keeps what it takes to run it as it was"
 )
 
-# Every other error of a step is gradstat's own, and must not end what is watched.
-_NOT_OURS = (BackendUnavailableError, UnreachableRankError)
+# What advice names to be given besides the policy "replay".
+_FUNCTION = ", replay=step_fn"
 
 
 class Monitor:
@@ -151,6 +149,9 @@ class Monitor:
         self.culprit: Culprit | None = None
         self._replayed = ""
         self._is_called_by_hand = True
+        self._replays_with: str | None = (
+            _FUNCTION if engine is None else None
+        )  # what `"replay"` needs; None if there is none
         self._pending: deque[Pending] = deque()
         self._looked_closer = [-_QUIET, -_QUIET]  # when, with a finite loss and without
         self._saved = self._last_replay = -_QUIET
@@ -219,7 +220,7 @@ class Monitor:
             pending = self._collector.collect(self.steps, *scalars)
             if self._replayer is not None:
                 self._replayer.note(list(self._model.parameters()))
-        except _NOT_OURS:
+        except NOT_OURS:
             raise
         except Exception:
             self._gaps.tell_failure(self.steps, "a step could not be measured and is not watched")
@@ -258,12 +259,8 @@ class Monitor:
         known = len(self.findings)
         if self._replayer is not None:
             self._replayer.see_batch(batch)
-        try:
+        with self._gaps.contained(self.steps, "a batch could not be looked at"):
             self._buffer.observations += self._collector.see_batch(self.steps, batch)
-        except _NOT_OURS:
-            raise
-        except Exception:
-            self._gaps.tell_failure(self.steps, "a batch could not be looked at")
         self._review()
         return self.findings[known:]
 
@@ -335,10 +332,8 @@ class Monitor:
 
     def _review(self) -> None:
         """Lets all rules look at the steps since the last review, and acts on what they find."""
-        try:
+        with self._gaps.contained(self.steps, "the last steps could not be judged and are not watched"):
             self._judge()
-        except Exception:
-            self._gaps.tell_failure(self.steps, "the last steps could not be judged and are not watched")
         found, self._to_act_on = self._to_act_on, []
         raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
         if raising:
@@ -360,12 +355,14 @@ class Monitor:
         )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
-        found = [self._with_shapes(finding) for finding in self._rules.review(window)]
+        found = [self._as_it_is_here(finding) for finding in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found
 
-    def _with_shapes(self, finding: Finding) -> Finding:
-        """A finding whose text gives the shapes of parameters that are named by their position in an optimizer."""
+    def _as_it_is_here(self, finding: Finding) -> Finding:
+        """With advice that can be followed, and shapes of parameters named by their position in an optimizer."""
+        if self._replays_with != _FUNCTION:
+            finding = replace(finding, advice=tuple(_possible(finding.advice, self._replays_with is not None)))
         if not _POSITIONAL.search(finding.text):
             return finding
         source = source_of(self._model)
@@ -605,6 +602,20 @@ def _refuse_under_engine(optimizer: object, policies: PolicyTable, replay: objec
         raise TypeError(
             "optimizer: expected None beside DeepSpeed's engine, which has its own: gradstat.Monitor(engine)"
         )
+
+
+def _possible(advice: Iterable[str], replays: bool) -> Iterator[str]:
+    """``advice`` where a replay needs no function, or cannot be done."""
+    for one in advice:
+        before, policy, after = one.partition("on_anomaly='replay'")
+        if not policy:
+            yield one
+        elif replays:
+            yield before + policy + after.removeprefix(_FUNCTION).removeprefix(" (arguments of the monitor)")
+        elif before:
+            yield before.rstrip(".; ")
+        elif "names" in after:
+            yield "watch={'activations': 1} names the first module whose output is not finite"
 
 
 def _in_words(finding: Finding) -> str:

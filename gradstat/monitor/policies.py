@@ -41,7 +41,7 @@ class PolicyTable:
     given itself.
     """
 
-    def __init__(self, given: Policies, rules: Sequence[str]) -> None:
+    def __init__(self, given: Policies, rules: Sequence[str], known: Sequence[str] = POLICIES) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}
         if isinstance(given, Mapping):
             for key, policies in given.items():
@@ -50,9 +50,9 @@ class PolicyTable:
                         f"on_anomaly[{key!r}]: expected a severity ({', '.join(SEVERITIES)}) or the name of a rule "
                         f"({', '.join(rules)})"
                     )
-                self._by[key] = _listed(policies)
+                self._by[key] = _listed(policies, known)
         elif given is not None:
-            self._by["error"] = _listed(given)
+            self._by["error"] = _listed(given, known)
             if given == "record":
                 self._by["warning"] = ("record",)
         if "lost-loss" in rules:
@@ -67,12 +67,12 @@ class PolicyTable:
         return any(policy in policies for policies in self._by.values())
 
 
-def _listed(given: Any) -> tuple[Policy, ...]:
+def _listed(given: Any, known: Sequence[str]) -> tuple[Policy, ...]:
     listed = (given,) if isinstance(given, str) or callable(given) else tuple(given)
     for policy in listed:
         if isinstance(policy, str):
-            if policy not in POLICIES:
-                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}, or a callable")
+            if policy not in known:
+                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(known)}, or a callable")
         elif not callable(policy):
             raise TypeError(f"a policy is one of {', '.join(POLICIES)} or a callable, got {type(policy).__name__}")
     return listed

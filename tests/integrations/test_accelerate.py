@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranked import accelerate_on_ranks, forget_accelerators, run_example
-from ranks import Ranks
+from ranked import accelerate_on_ranks, assert_alike, forget_accelerators, run_example
+from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -276,7 +276,8 @@ def test_the_example_runs_and_names_the_fault() -> None:
 # Several ranks ----------------------------------------------------------------------------------------------
 
 
-def _sharded_on_ranks() -> tuple[list[float], list[Any], list[float], list[bool]]:
+@on_ranks(2, timeout=60.0)
+def test_sharded_parameters_are_whole() -> None:
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import fully_shard
 
@@ -301,18 +302,10 @@ def _sharded_on_ranks() -> tuple[list[float], list[Any], list[float], list[bool]
                 optimizer.step()
                 optimizer.zero_grad()
         recording = handle.monitor.recording()
-        found = [(f.rule, f.step, f.name) for f in handle.monitor.findings]
-        whole = [bool(p.full_tensor().isfinite().all()) for p in model.parameters()]  # type: ignore[attr-defined]
-        assert "scalars" not in recording.tables, set(recording.tables)
-        assert recording.scalars["norm"].tolist() == pytest.approx(norms, rel=1e-5, nan_ok=True)
-        return norms, found, recording.scalars["loss"].tolist(), whole
-
-
-def test_sharded_parameters_are_whole(ranks: Ranks) -> None:
-    first, second = ranks.run(2, _sharded_on_ranks, timeout=60.0)
-    assert str(first) == str(second)
-    norms, found, losses, whole = first
-    assert [math.isnan(norm) for norm in norms] == [False, False, True, False, False, False]
-    assert [math.isnan(loss) for loss in losses] == [False, False, True, False, False, False]
-    assert ("nonfinite-loss", 2, "loss") in found
-    assert all(whole)
+        assert all(p.full_tensor().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
+    assert "scalars" not in recording.tables, set(recording.tables)
+    assert recording.scalars["norm"].tolist() == pytest.approx(norms, rel=1e-5, nan_ok=True)
+    assert_alike([norms, handle.monitor.findings, recording.scalars["loss"].tolist()])
+    for numbers in (norms, recording.scalars["loss"]):
+        assert [math.isnan(number) for number in numbers] == [False, False, True, False, False, False]
+    assert ("nonfinite-loss", 2, "loss") in [(f.rule, f.step, f.name) for f in handle.monitor.findings]

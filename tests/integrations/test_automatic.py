@@ -469,6 +469,38 @@ def test_torchs_own_functions_come_back_with_the_last() -> None:
     assert functions() == before
 
 
+def broken(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError
+
+
+@pytest.mark.usefixtures("_nothing_else_is_watched")
+@pytest.mark.parametrize("way", ["source_of", "is_still_scaled", "_losses"])
+def test_errors_of_its_own_are_told_once_and_end_no_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    for watched in (False, True):
+        torch.manual_seed(1)
+        model, optimizer = made()
+        if not watched:
+            scaled_program("clipped", optimizer, model, -1, "")
+        else:
+            handle = gradstat.auto(optimizer, model)
+            monkeypatch.setattr(automatic, way, broken)
+            with pytest.warns(RuntimeWarning) as caught:
+                scaled_program("clipped", optimizer, model, -1, "")
+            (told,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
+            assert "what clips and loss scalers do could not be followed; training goes on:\nTraceback" in told
+            assert [finding.rule for finding in handle.monitor.findings][:1] == ["not-watched"]
+        trained.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
+
+
+def test_a_closure_may_give_what_is_no_loss() -> None:
+    model, optimizer = made()
+    with gradstat.auto(optimizer, model) as handle:
+        optimizer.step(lambda: ("not", "a loss"))  # type: ignore[arg-type,return-value]
+    assert handle.monitor.steps == 1
+
+
 def test_what_is_no_scaler_or_optimizer() -> None:
     model, optimizer = made()
     native = NativeScaler()

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from ranked import accelerate_on_ranks, forget_accelerators, lightning_on_ranks
-from ranks import Ranks
+from ranked import accelerate_on_ranks, assert_alike, forget_accelerators, lightning_on_ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -145,7 +145,7 @@ def under_lightning(case: Case) -> Run:
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        **on_ranks(),
+        **settings_of_ranks(),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -233,7 +233,7 @@ def under_accelerate(case: Case) -> Run:
 
 
 def under_fabric(case: Case) -> Run:
-    made = Fabric(accelerator="cpu", **on_ranks())
+    made = Fabric(accelerator="cpu", **settings_of_ranks())
     made.launch()
     net = case.net()
     inner = case.optimizer(net.parameters())
@@ -267,7 +267,7 @@ def under_fabric(case: Case) -> Run:
     return Run(handle, net, inner, norms)
 
 
-def on_ranks() -> dict[str, Any]:
+def settings_of_ranks() -> dict[str, Any]:
     """What Lightning has to be told of processes that are there already."""
     if not dist.is_initialized():
         return {}
@@ -421,6 +421,55 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
         second.load_state_dict({**state, "version": 2})
 
 
+OWN_ERRORS = [
+    *((name, "_watch.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
+    *((name, "_watch._in_words", "micro-batches could not be told apart") for name in UNDER),
+    *((name, "_watch.Watch.on_findings", "what was found could not be shown") for name in ("lightning", "trainer")),
+    ("accelerate", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
+    ("trainer", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
+    ("fabric", "fabric.clip_grad_norm_", "gradstat could not clip; Fabric does"),
+    ("trainer", "_handle.scalars_of", "numbers could not be logged"),
+    ("lightning", "lightning.StepAgain.note", "a batch could not be kept for a replay"),
+]
+
+
+@pytest.mark.parametrize(("name", "broken", "words"), OWN_ERRORS)
+def test_errors_of_its_own_are_told_once_and_end_no_training(
+    name: str, broken: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise ZeroDivisionError
+
+    def break_it(handle: Handle) -> None:
+        if broken.endswith("on_findings"):
+            monkeypatch.setattr("gradstat.integrations.lightning._show", fail)
+            monkeypatch.setattr("gradstat.integrations.transformers.GradstatCallback._look_at", fail)
+        else:
+            monkeypatch.setattr(f"gradstat.integrations.{broken}", fail)
+
+    watch = {"on_anomaly": ["skip", "replay"] if "Again" in broken else "skip"}
+    case = Case(tmp_path, clip=0.5, accumulate=2, bad_at=frozenset({2}), watch=watch, before=break_it)
+    expected = plain(case, skip=1)
+    if broken.endswith("on_findings"):
+        case.before(None)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = UNDER[name](case)
+    forget_accelerators()
+    torch.testing.assert_close(weights(run), weights(expected), rtol=1e-4, atol=1e-6)
+    (told,) = (str(one.message) for one in caught if "training goes on" in str(one.message))
+    assert told.startswith(f"gradstat: {words}; training goes on:\nTraceback")
+
+
+def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
+    run = under(Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": "skip"}))
+    advice = [one for finding in run.handle.monitor.findings for one in finding.advice if "replay" in one]
+    assert len(advice) == 2
+    has_step = under in (under_lightning, under_trainer)  # which can be called again
+    assert ["replay=step_fn" in one for one in advice] == [not has_step] * 2
+    assert all(one.startswith("on_anomaly='replay'" + " names" * has_step) for one in advice)
+
+
 def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -433,30 +482,26 @@ def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path) -> None:
 # Several ranks ----------------------------------------------------------------------------------------------
 
 
-def _train_on_ranks(name: str, folder: str) -> tuple[list[Any], list[Tensor], list[float], bool, str | None]:
+@pytest.mark.parametrize("name", UNDER)
+@on_ranks(2, timeout=60.0)
+def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     policies = ["skip", "stop", "replay"] if name == "trainer" else ["skip", "stop"]
     bad = frozenset({1, 2} if dist.get_rank() == 1 else ())  # on one rank a pass of step 1, and that of its replay
     with accelerate_on_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = UNDER[name](Case(Path(folder), clip=0.05, bad_at=bad, watch={"on_anomaly": policies}))
+        run = UNDER[name](Case(tmp_path, clip=0.05, bad_at=bad, watch={"on_anomaly": policies}))
     monitor = run.handle.monitor
-    assert run.norms in ([], [pytest.approx(n, nan_ok=True) for n in monitor.recording().scalars["norm"].tolist()])
-    found = [(f.rule, f.step, f.name.removeprefix("net.")) for f in monitor.findings if f.severity == "error"]
     norms = monitor.recording().scalars["norm"].tolist()
-    return found, weights(run), norms, run.handle.should_stop, monitor.culprit and monitor.culprit.op
-
-
-@pytest.mark.parametrize("name", UNDER)
-def test_ranks_decide_alike(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(2, _train_on_ranks, name, str(tmp_path), timeout=60.0)
-    assert str(first[:4]) == str(second[:4])
-    found, trained, norms, stops, _ = first
+    assert run.norms in ([], [pytest.approx(n, nan_ok=True) for n in norms])
+    found = [(f.rule, f.step, f.name.removeprefix("net.")) for f in monitor.findings if f.severity == "error"]
+    assert_alike([found, weights(run), norms])
     assert ("nonfinite-loss", 1, "loss") in found
     assert {name for _, _, name in found} <= {"loss", *NAMES}  # without DDP's "module."
-    assert all(value.isfinite().all() for value in trained)
+    assert all(value.isfinite().all() for value in weights(run))
     assert [math.isfinite(norm) for norm in norms] == [True, False]  # both stopped, at the same step
-    assert stops
-    assert (first[4], second[4]) == (None, "log" if name == "trainer" else None)  # a replay is each rank's own
+    assert run.handle.should_stop
+    replays = name == "trainer" and dist.get_rank() == 1  # a replay is each rank's own
+    assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
 
 
 # What is refused --------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from programs import output_of
-from ranked import lightning_on_ranks, run_example
-from ranks import Ranks
+from ranked import assert_alike, lightning_on_ranks, run_example
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -562,27 +562,22 @@ def _bad_at(step: int, rank: int = 1) -> dict[int, str]:
     return {step: "sqrt"} if dist.get_rank() == rank else {}
 
 
-def _skipping(fused: bool) -> tuple[list[float], list[float], list[Tensor], list[int], int]:
+def assert_measured(found: list[float], seen: list[float]) -> None:
+    """All steps as they were seen, of which only step 3 was not finite."""
+    assert [math.isfinite(norm) for norm in found] == [i != 3 for i in range(8)]
+    assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_statistics_and_skips_are_of_the_reduced_gradients(fused: bool) -> None:
     model = Model(torch.optim.AdamW, _bad_at(3), fused=fused)
     callback = GradstatCallback(max_norm=0.1, on_anomaly=["skip", "record"])
-    made = fit_on_ranks([callback], model)
-    errors = [finding.step for finding in callback.monitor.findings if finding.severity == "error"]
-    seen = [norm_of(gradients) for gradients in model.gradients]
-    return norms(callback), seen, [p.detach() for p in model.parameters()], errors, made.global_step
-
-
-def test_statistics_and_skips_are_of_the_reduced_gradients(ranks: Ranks) -> None:
-    for fused in (False, True):
-        first, second = ranks.run(2, _skipping, fused)
-        assert str(first) == str(second)
-        found, seen, parameters, errors, steps = first
-        assert steps == 8
-        assert errors == [3]
-        assert all(p.isfinite().all() for p in parameters)
-        assert [math.isfinite(norm) for norm in found] == [i != 3 for i in range(8)]
-        assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
-        for one, other in zip(parameters, second[2], strict=True):
-            assert torch.equal(one, other)
+    assert fit_on_ranks([callback], model).global_step == 8
+    assert [finding.step for finding in callback.monitor.findings if finding.severity == "error"] == [3]
+    assert_measured(norms(callback), [norm_of(gradients) for gradients in model.gradients])
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert_alike([norms(callback), [p.tolist() for p in model.parameters()]])
 
 
 class _OneWants(pl.Callback):
@@ -602,52 +597,38 @@ class _OneWants(pl.Callback):
                 watch._noted.add(self.policy)
 
 
-def _agreeing(policy: str, folder: str) -> tuple[int, list[str], str]:
-    callback = GradstatCallback(on_anomaly="record", save_dir=folder)
-    message = ""
-    try:
-        made = fit_on_ranks([_OneWants(callback, policy), callback], Model())
-        steps = made.global_step
-    except AnomalyError as error:
-        message, steps = str(error), -1
-    return steps, [path.name for path in callback.checkpoints], message
+@pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
+@on_ranks(2)
+def test_what_one_rank_wants_all_do(policy: str, tmp_path: Path) -> None:
+    callback = GradstatCallback(on_anomaly="record", save_dir=tmp_path)
+    callbacks = [_OneWants(callback, policy), callback]
+    if policy == "raise":
+        words = ("another rank found an anomaly", "it is on this rank")[dist.get_rank()]
+        with pytest.raises(AnomalyError, match=words):
+            fit_on_ranks(callbacks, Model())
+        return
+    assert fit_on_ranks(callbacks, Model()).global_step == (4 if policy == "stop" else 8)
+    assert callback.checkpoints == [tmp_path / "gradstat-step3.ckpt"] * (policy == "checkpoint")
+    assert all(path.exists() for path in callback.checkpoints)
 
 
-def test_what_one_rank_wants_all_do(ranks: Ranks, tmp_path: Any) -> None:
-    assert ranks.run(2, _agreeing, "stop", str(tmp_path)) == [(4, [], ""), (4, [], "")]
-    saved = ["gradstat-step3.ckpt"]
-    assert ranks.run(2, _agreeing, "checkpoint", str(tmp_path)) == [(8, saved, ""), (8, saved, "")]
-    assert (tmp_path / saved[0]).exists()
-    first, second = ranks.run(2, _agreeing, "raise", str(tmp_path))
-    assert "another rank found an anomaly" in first[2]
-    assert "it is on this rank" in second[2]
-
-
-def _replaying(accumulate: int) -> tuple[str, int]:
+@pytest.mark.parametrize("accumulate", [1, 2])
+@on_ranks(2)
+def test_a_replay_finds_the_line_on_the_rank_that_made_it(accumulate: int) -> None:
     callback = GradstatCallback(on_anomaly=["replay", "skip"])
     made = fit_on_ranks([callback], Model(spoil=_bad_at(5)), accumulate_grad_batches=accumulate)
-    return str(callback.monitor.culprit), made.global_step
+    assert made.global_step == 8 // accumulate
+    culprit = str(callback.monitor.culprit)
+    assert ("derivative of sqrt" in culprit) == ("torch.sqrt(outputs - outputs)" in culprit) == (dist.get_rank() == 1)
+    assert (culprit == "None") == (dist.get_rank() == 0)
 
 
-def test_a_replay_finds_the_line_on_the_rank_that_made_it(ranks: Ranks) -> None:
-    for accumulate in (1, 2):
-        (clean, steps), (culprit, others_steps) = ranks.run(2, _replaying, accumulate)
-        assert clean == "None"
-        assert "derivative of sqrt" in culprit
-        assert "torch.sqrt(outputs - outputs)" in culprit
-        assert steps == others_steps == 8 // accumulate
-
-
-def _blaming() -> dict[int, dict[str, int]]:
+@on_ranks(2)
+def test_the_micro_batch_is_told_on_the_rank_that_made_it() -> None:
     callback = GradstatCallback(on_anomaly="skip")
     fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
-    return {step: dict(report.first_bad) for step, report in callback.micro_batch_reports.items()}
-
-
-def test_the_micro_batch_is_told_on_the_rank_that_made_it(ranks: Ranks) -> None:
-    first, second = ranks.run(2, _blaming)
-    assert set(second[1].values()) == {0}
-    assert set(first[1].values()) == {3}  # it came with the reduction of the last one
+    # Where it was not made, it came with the reduction of the last one.
+    assert set(callback.micro_batch_reports[1].first_bad.values()) == {(3, 0)[dist.get_rank()]}
 
 
 class _Sharded(Model):
@@ -668,52 +649,38 @@ class _Sharded(Model):
     optimizer_step = pl.LightningModule.optimizer_step
 
 
-def _sharding() -> tuple[list[float], list[float], bool, list[float], int]:
+@on_ranks(2)
+def test_sharded_gradients_are_measured_and_clipped_as_a_whole() -> None:
     model = _Sharded(torch.optim.AdamW, _bad_at(3))
     callback = GradstatCallback(max_norm=0.01, on_anomaly=["skip", "record"])
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    made = fit_on_ranks([callback], model, strategy)
-    finite = all(p.to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
-    return norms(callback), [norm_of(g) for g in model.gradients], finite, model.clipped, made.global_step
+    assert fit_on_ranks([callback], model, strategy).global_step == 8
+    assert all(p.to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
+    assert_measured(norms(callback), [norm_of(g) for g in model.gradients])
+    assert model.clipped[:3] + model.clipped[4:] == pytest.approx([0.01] * 7, abs=1e-5)
 
 
-def test_sharded_gradients_are_measured_and_clipped_as_a_whole(ranks: Ranks) -> None:
-    for found, seen, finite, clipped, steps in ranks.run(2, _sharding):
-        assert steps == 8
-        assert finite
-        assert math.isnan(found[3])
-        assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
-        assert clipped[:3] + clipped[4:] == pytest.approx([0.01] * 7, abs=1e-5)
-
-
-def _watching_origins() -> tuple[list[int], list[str]]:
+@on_ranks(2)
+def test_the_rank_that_brought_it_is_named_on_all() -> None:
     callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
     fit_on_ranks([callback], Model(spoil=_bad_at(3)))
-    found = [finding for finding in callback.monitor.findings if finding.rule == "bad-rank"]
-    return [finding.step for finding in found], [finding.text for finding in found]
+    (found,) = (finding for finding in callback.monitor.findings if finding.rule == "bad-rank")
+    assert found.step == 3
+    assert "rank 1" in found.text
+    assert_alike(found)
 
 
-def test_the_rank_that_brought_it_is_named_on_all(ranks: Ranks) -> None:
-    first, second = ranks.run(2, _watching_origins)
-    assert first == second
-    assert first[0] == [3]
-    assert "rank 1" in first[1][0]
-
-
-def _votes_that_travel() -> list[list[bool]]:
+@on_ranks(2)
+def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks() -> None:
+    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
     first = dist.get_rank() == 0
+    said = [([first, False], False), ([False, False], False), ([False, first], False)]
+    said += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostCopy, "travels", True)
         votes = Votes(torch.device("cpu"))
-        heard = [votes.any_of([first, False], wait=False), votes.any_of([False, False], wait=False)]
-        heard.append(votes.any_of([False, first], wait=False))
-        return [*heard, votes.any_of([False, False], wait=True), votes.any_of([False, False], wait=True)]
-
-
-def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks(ranks: Ranks) -> None:
-    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
-    expected = [[False, False], [True, False], [False, False], [False, True], [False, False]]
-    assert ranks.run(2, _votes_that_travel) == [expected, expected]
+        heard = [votes.any_of(wants, wait) for wants, wait in said]
+    assert heard == [[False, False], [True, False], [False, False], [False, True], [False, False]]
 
 
 # The example ------------------------------------------------------------------------------------------------

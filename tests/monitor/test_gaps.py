@@ -400,3 +400,29 @@ def test_a_replay_that_was_not_armed_runs_the_step_as_things_are_now() -> None:
         assert monitor.replay(lambda: model(x).sum().backward()) is None
     with pytest.raises(TypeError, match="no function to run"):
         monitor.replay()
+
+
+class Engine(nn.Module):
+    """What a monitor reads of DeepSpeed's without ZeRO, which cannot run a step again."""
+
+    zero_optimization_stage = 0
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.optimizer = module, torch.optim.SGD(module.parameters())
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+
+def test_advice_under_an_engine_is_what_can_be_done_there() -> None:
+    engine = Engine(nn.Sequential(nn.Linear(6, 2)))
+    monitor = gradstat.Monitor(engine, on_anomaly="record", watch=["activations"])
+    loss = engine.module(torch.full((4, 6), math.nan)).sum()
+    loss.backward()
+    found = {finding.rule: finding.advice for finding in monitor.step(loss)}
+    assert not [advice for every in found.values() for advice in every if "replay" in advice]
+    instead = "watch={'activations': 1} names the first module whose output is not finite"
+    assert instead in found["nonfinite-gradient"]
+    assert instead in found["nonfinite-loss"]
+    assert found["nonfinite-activation"][0] == "look at this module's inputs and weights"
