@@ -568,8 +568,7 @@ def _by_epochs(optimizer: Optimizer, first: float, epochs: int) -> Callable[[int
     """A warm-up over 5 epochs from a share of the learning rate, and a cosine; an epoch has 40 steps."""
 
     def share(epoch: int) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs)))
-        return first + (1 - first) * (epoch / 5 if epoch < 5 else cosine)
+        return first + (epoch / 5 if epoch < 5 else 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs))))
 
     return every(40, LambdaLR(optimizer, share).step)
 
