@@ -45,11 +45,7 @@ class Pending(NamedTuple):
 
 
 class Collector:
-    """Knows the model and what is to be looked at when. Arguments as for `gradstat.Monitor`.
-
-    ``flagged`` is whether the device has to tell if gradients are finite (see `PendingRows`). ``backward_order`` has
-    the parameters in the order in which their gradients were complete in the first step.
-    """
+    """Knows the model and what is to be looked at when; ``flagged`` is for `PendingRows`, the rest as for a monitor."""
 
     def __init__(
         self,

@@ -66,10 +66,7 @@ class LatestStep(NamedTuple):
 
 
 class StepBuffer:
-    """Holds steps that have arrived, and what else was seen, until they are reviewed; and the newest.
-
-    A healthy step costs a look at its totals; everything else is worked out for all steps together in `close`.
-    """
+    """Holds steps until they are reviewed, and the newest; of a healthy one only the totals are read until `close`."""
 
     def __init__(self, judge_label: JudgeLabel) -> None:
         self._judge_label = judge_label

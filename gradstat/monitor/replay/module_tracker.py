@@ -15,11 +15,7 @@ _NO_NUMBER = 1 << 63  # leaves and the engine's own nodes lie above
 
 
 class ModuleTracker:
-    """Follows a model's forward passes, on every thread, until `detach`.
-
-    A node is known by its number: each call of a module has a range of them, and the innermost range that holds a
-    node's number belongs to the module that made it.
-    """
+    """Follows a model's forward passes, on every thread: whose innermost range of numbers a node has, has made it."""
 
     def __init__(self, model: Module) -> None:
         self.names = {module: name for name, module in model.named_modules()}

@@ -196,7 +196,7 @@ class LastingRule(Rule):
     def lasting(
         self, rows: Rows, condition: Bools, looks: int | npt.NDArray[np.int64], names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
-        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them, one number or ``[m]``, and begins an episode.
+        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them, a number or ``[m]``, and begins an episode.
 
         Yields the look, the positions of those that are new, and of all tensors for how many looks and since which
         step. ``names`` are those of episodes, if not those of the rows.
