@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from small_training import GPT, TOKENS, Sentences
+from small_training import GPT, RECORD, TOKENS, Sentences
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.optim import Optimizer
@@ -25,8 +25,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 import gradstat
 from gradstat.monitor import Finding, Monitor
-
-RECORD = {"error": "record", "warning": "record", "lost-loss": "record"}
 
 
 @dataclass(frozen=True)

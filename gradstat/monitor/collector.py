@@ -65,9 +65,7 @@ class Collector:
             observers.optimizers.add(optimizer)
         self._watch, self._backend = watch, backend
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
-        given: list[Any] = (
-            [] if classes is None else [classes] if self._classes_by is None else list(self._classes_by.values())
-        )
+        given: list[Any] = list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in given):
             raise ValueError(f"classes is {classes!r}; expected a number of at least 1, or several by place")
         self.classes: int | None = max(given, default=None)
