@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from ranks import Ranks
 from small_training import (
     CLASSES,
+    RECORD,
     TOKENS,
     Training,
     by,
@@ -31,10 +32,9 @@ from small_training import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradstat.monitor import Finding, Monitor
+from gradstat.monitor import Finding
 
 Batch = tuple[Tensor, Tensor]
-RECORD = {"error": "record", "warning": "record", "lost-loss": "record"}
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,7 @@ def _inject(number: int) -> Outcome:
 def _injected(fault: Fault, training: Training) -> Outcome:
     if fault.step == 0:
         fault.breaks(training)
-    monitor = Monitor(
-        training.model,
-        training.optimizer,
-        training.scaler,
-        on_anomaly=fault.policy,
-        watch=fault.watch,
-        classes=fault.classes,
-    )
+    monitor = training.monitor(on_anomaly=fault.policy, watch=fault.watch, classes=fault.classes)
     noticed: list[int] = []
     for step, begins in training.steps(monitor, 0, fault.step + fault.further):
         if begins and step == fault.step > 0:

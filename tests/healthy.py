@@ -54,20 +54,13 @@ def by_steps(step: int) -> float:
 
 def low_rank() -> nn.Module:
     model = mlp()
-    for i in (0, 2):
-        model[i] = LowRank(model[i])  # type: ignore[arg-type]
+    model[0], model[2] = LowRank(model[0]), LowRank(model[2])
     return model
 
 
 def head_of_zeros() -> nn.Module:
     model = mlp()
     nn.init.zeros_(model[4].weight)  # type: ignore[arg-type]
-    return model
-
-
-def one_hot_inputs() -> nn.Module:
-    model = mlp()
-    model[0] = nn.Linear(200, 32)
     return model
 
 
@@ -91,11 +84,16 @@ def _regression(seed: int, steps: int) -> Training:
 def _one_hot(seed: int, steps: int) -> Training:
     random = torch.Generator().manual_seed(seed)
 
+    def model() -> nn.Module:
+        made = mlp()
+        made[0] = nn.Linear(200, 32)
+        return made
+
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         word = torch.randint(200, (16,), generator=random)
         return nn.functional.one_hot(word, 200).float(), word % CLASSES
 
-    return train_mlp(seed, model=one_hot_inputs, batch=batch)
+    return train_mlp(seed, model=model, batch=batch)
 
 
 def _half_precision(seed: int, steps: int) -> Training:
@@ -153,15 +151,7 @@ HEALTHY: tuple[Healthy, ...] = (
 def silence(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
     """Trains; what was found that is no mere info, and the monitor."""
     training = healthy.training(seed, steps)
-    monitor = Monitor(
-        training.model,
-        training.optimizer,
-        training.scaler,
-        on_anomaly={"error": "record", "warning": "record", "lost-loss": "record"},
-        watch=healthy.watch,
-        classes=TOKENS,
-        max_norm=training.max_norm,
-    )
+    monitor = training.monitor(watch=healthy.watch, classes=TOKENS, max_norm=training.max_norm)
     for _ in training.steps(monitor, 0, steps):
         pass
     monitor.detach()

@@ -19,6 +19,8 @@ from gradstat.monitor import Monitor
 
 CLASSES = 4
 TOKENS = 32
+# What is found is looked at afterwards.
+RECORD = {"error": "record", "warning": "record", "lost-loss": "record"}
 
 
 @dataclass
@@ -43,6 +45,10 @@ class Training:
     max_norm: float | None = None
     shown: bool = True
     show: Callable[[tuple[Tensor, Tensor]], Any] = tuple
+
+    def monitor(self, **options: Any) -> Monitor:
+        """What watches it, and only records what it finds unless told otherwise."""
+        return Monitor(self.model, self.optimizer, self.scaler, **{"on_anomaly": RECORD, **options})
 
     def steps(self, monitor: Monitor, first: int, end: int) -> Iterator[tuple[int, bool]]:
         """Trains from step ``first`` to ``end``, and yields each twice: as it begins, with true, and at its end.

@@ -31,10 +31,7 @@ class Skipping:
         self.remove.atexit = False
 
     def arm(self, flag: Tensor | None, scaler: Any) -> None:
-        """Prepares the coming step. A ``scaler`` that is on skips by itself.
-
-        ``flag`` is 1 if a gradient is not finite, else 0: 0-d float32 on the device; None if there are no gradients.
-        """
+        """Prepares the coming step by a ``flag``, as `PendingRows` has it. A ``scaler`` that is on skips by itself."""
         self.disarm()
         if flag is None or (scaler is not None and scaler.is_enabled()):
             return

@@ -44,11 +44,7 @@ class Pending(NamedTuple):
 
 
 class Collector:
-    """Knows the model and what is to be looked at when. Arguments as for `gradstat.Monitor`.
-
-    ``flagged`` is whether the device has to tell if gradients are finite (see `PendingRows`). ``backward_order`` has
-    the parameters in the order in which their gradients were complete in the first step.
-    """
+    """Knows the model and what is to be looked at when; ``flagged`` is for `PendingRows`, the rest as for a monitor."""
 
     def __init__(
         self,
@@ -68,9 +64,7 @@ class Collector:
             observers.optimizers.add(optimizer)
         self._watch, self._backend = watch, backend
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
-        given: list[Any] = (
-            [] if classes is None else [classes] if self._classes_by is None else list(self._classes_by.values())
-        )
+        given: list[Any] = list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in given):
             raise ValueError(f"classes is {classes!r}; expected a number of at least 1, or several by place")
         self.classes: int | None = max(given, default=None)

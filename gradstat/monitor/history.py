@@ -17,10 +17,7 @@ from gradstat.monitor.rows import Floats, Rows, Window
 
 
 class History:
-    """The last steps of a run, and the newest rows of each kind, of one step.
-
-    No more than ``length`` steps are kept, and fewer if tables would take more than ``max_bytes``, roughly.
-    """
+    """The last steps of a run, no more than ``length`` and roughly ``max_bytes``, and the newest row of each kind."""
 
     def __init__(self, length: int, max_bytes: int) -> None:
         self._length = length

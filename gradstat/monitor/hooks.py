@@ -14,10 +14,7 @@ from gradstat.monitor.reporting import warn_of_failure
 
 
 class Hook:
-    """Calls a method with ``first`` before the hook's own arguments, as long as the method's object lives.
-
-    Nothing in a graph that is being made. A copy or a pickle of it calls nothing.
-    """
+    """Calls a method with ``first`` and the hook's arguments while its object lives; in no graph and no copy of it."""
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)

@@ -75,10 +75,7 @@ optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
-    """Which parameters no optimizer has, this one has though they are frozen, or has from somewhere else.
-
-    What none has and has no gradient is resting, and what is not the model's but has one is trained beside it.
-    """
+    """Parameters that no optimizer has (those without gradients rest), that are frozen in it, or not the model's."""
     held = {
         id(parameter): (f"param_groups[{g}]['params'][{i}]", parameter)
         for g, group in enumerate(optimizer.param_groups)

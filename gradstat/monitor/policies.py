@@ -34,12 +34,7 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """Which policies apply to a finding; ``rules`` are the names there are.
-
-    What is not ``given`` is ``"warn"`` for errors and warnings, and ``"record"`` for infos; ``"record"`` alone is for
-    warnings, too. A loss that is lost (``lost-loss``) is treated as other errors are, and stops besides, unless it is
-    given itself.
-    """
+    """Which policies apply to a finding: those ``given`` for the names of ``rules`` and severities, or the default."""
 
     def __init__(self, given: Policies, rules: Sequence[str], known: Sequence[str] = POLICIES) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}

@@ -17,10 +17,7 @@ class AnomalyWarning(UserWarning):
 
 
 def warn(text: str, category: type[Warning] = AnomalyWarning, *, insist: bool = False) -> None:
-    """Warns at the user's line that led to gradstat; to ``insist`` is to log an error if a filter hides the warning.
-
-    Not if that filter is for `AnomalyWarning` itself: then gradstat is meant.
-    """
+    """Warns at the user's line; to ``insist`` is to log an error where a filter, not of `AnomalyWarning`, hides it."""
     text = f"gradstat: {text}"
     if insist:
         filters: list[Any] = list(warnings.filters)

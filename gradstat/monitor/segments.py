@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from gradstat import _fields
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.tensors import TensorInfo, is_distributed, moved, why_not_measured
+from gradstat._core.tensors import is_distributed, moved, why_not_measured
 from gradstat.monitor.kinds import STATE, kind_of
 from gradstat.monitor.rows import Floats
 
@@ -31,20 +31,6 @@ class Segment(NamedTuple):
     def measured(self) -> int:
         """How many were measured."""
         return len(self.names if self.positions is None else self.positions)
-
-
-class SegmentRows(NamedTuple):
-    """Rows of one segment on the host, ``[measured, len(FIELDS)]``, and of which tensors they are."""
-
-    segment: Segment
-    rows: Floats
-    every: Sequence[TensorInfo]  # measured together: the same object as long as they stay alike
-    start: int  # where those of the segment begin
-
-    @property
-    def infos(self) -> Sequence[TensorInfo]:
-        """Of each tensor measured."""
-        return self.every[self.start : self.start + self.segment.measured]
 
 
 class PendingRows:
@@ -70,13 +56,12 @@ class PendingRows:
             self._table = self.rows.table()[:, :_WIDTH]  # distributed tensors have a column more
         return self._table
 
-    def split(self) -> Iterator[SegmentRows]:
-        """The rows of each segment."""
+    def split(self) -> Iterator[tuple[Segment, int]]:
+        """Each segment, and where its rows begin in the table."""
         start = 0
         for segment in self.segments:
-            end = start + segment.measured
-            yield SegmentRows(segment, self.table()[start:end], self.rows.infos, start)
-            start = end
+            yield segment, start
+            start += segment.measured
 
 
 def _nonfinite_flag(count: int, measured: Measurement) -> Tensor:

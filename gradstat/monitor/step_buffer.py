@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from gradstat import _fields
 from gradstat._core.measurement import without_scale
+from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
 from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Rows, Window
-from gradstat.monitor.segments import SegmentRows
+from gradstat.monitor.segments import Segment
 from gradstat.report import Report
 from gradstat.tensor_stats import l2_norm_of
 
@@ -66,10 +67,7 @@ class LatestStep(NamedTuple):
 
 
 class StepBuffer:
-    """Holds steps that have arrived, and what else was seen, until they are reviewed; and the newest.
-
-    A healthy step costs a look at its totals; everything else is worked out for all steps together in `close`.
-    """
+    """Holds steps until they are reviewed, and the newest; of a healthy one only the totals are read until `close`."""
 
     def __init__(self, judge_label: JudgeLabel) -> None:
         self._judge_label = judge_label
@@ -122,14 +120,14 @@ class StepBuffer:
         """Takes in a step that was read; if its tensors are others than those held, ``judge`` has to `close` them."""
         names = pending.numbers[0].segments[0].names
         is_other = names is not self._names and names != self._names
-        others: list[tuple[SegmentRows, Layout]] = []
+        others: list[tuple[Segment, Floats, Layout]] = []
         if len(pending.numbers[0].segments) + len(pending.numbers) > 2 + bool(pending.on_device):
-            for arrived in (arrived for numbers in pending.numbers for arrived in numbers.split()):
-                kind = arrived.segment.kind
-                if kind not in ("gradient", "scalars"):
-                    others.append((arrived, self._layout_of(arrived)))
-                    held = self._others.get(kind)
-                    is_other = is_other or (held is not None and held[-1][1].names != arrived.segment.names)
+            for numbers, (segment, start) in ((n, split) for n in pending.numbers for split in n.split()):
+                if segment.kind not in ("gradient", "scalars"):
+                    rows = numbers.table()[start : start + segment.measured]
+                    others.append((segment, rows, self._layout_of(segment, numbers.rows.infos, start)))
+                    held = self._others.get(segment.kind)
+                    is_other = is_other or (held is not None and held[-1][1].names != segment.names)
         if is_other:
             judge()
         self._names = names
@@ -137,15 +135,15 @@ class StepBuffer:
         self._steps.append(pending)
         if pending.seen_at_once:
             self.observations += pending.seen_at_once
-        for arrived, layout in others:
-            kind = arrived.segment.kind
+        for segment, rows, layout in others:
+            kind = segment.kind
             if kind == "label":
-                for name, row in zip(arrived.segment.names, arrived.rows, strict=True):
+                for name, row in zip(segment.names, rows, strict=True):
                     self.observations += self._judge_label(pending.step, name, float(row[_MIN]), float(row[_MAX]))
             elif kind in self._others:
-                self._others[kind].append((pending.step, layout, arrived.rows))
+                self._others[kind].append((pending.step, layout, rows))
             else:  # in one piece: an interrupt leaves no list that is empty
-                self._others[kind] = [(pending.step, layout, arrived.rows)]
+                self._others[kind] = [(pending.step, layout, rows)]
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
@@ -187,7 +185,7 @@ class StepBuffer:
             segment, table, infos = numbers.segments[0], numbers.table(), numbers.rows.infos
             if segment is not known[0] or infos is not known[1]:
                 known, count = (segment, infos), segment.measured
-                layout = self._layout_of(SegmentRows(segment, table, infos, 0))
+                layout = self._layout_of(segment, infos, 0)
             if segment.positions is None:
                 rows[:] = table[:count]
             else:
@@ -197,22 +195,23 @@ class StepBuffer:
                 rows[:] = without_scale(rows, one.scalars["loss_scale"])
         return Rows(layout, steps, raw)
 
-    def _layout_of(self, arrived: SegmentRows) -> Layout:
-        """The layout of the tensors of a segment, remembered from step to step."""
-        segment = arrived.segment
-        every, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
+    def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
+        """The layout of a segment, whose tensors begin at ``start`` of ``every`` one measured; remembered."""
+        known, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
         if layout is not None and layout.names is not segment.names and layout.names != segment.names:
             layout = None
-        if layout is not None and every is arrived.every and positions == segment.positions:
+        # The same object as long as the tensors stay alike.
+        if layout is not None and known is every and positions == segment.positions:
             return layout
-        infos: list[Any] = list(arrived.infos)
+        measured = every[start : start + segment.measured]
+        infos: list[Any] = list(measured)
         if segment.positions is not None:
             # What was there before has its shape still.
             infos = list(layout.infos) if layout is not None else [None] * len(segment.names)
-            for position, info in zip(segment.positions, arrived.infos, strict=True):
+            for position, info in zip(segment.positions, measured, strict=True):
                 infos[position] = info
         layout = Layout.of(segment.names, infos)
-        self._layouts[segment.kind] = (arrived.every, segment.positions, layout)
+        self._layouts[segment.kind] = (every, segment.positions, layout)
         return layout
 
 

@@ -67,11 +67,13 @@ def saved(tmp_path: Path) -> Path:
 # Damage ---------------------------------------------------------------------------------------------------
 
 
-def test_a_recording_that_is_cut_at_any_byte_is_refused(saved: Path) -> None:
+def test_a_recording_that_is_cut_at_any_byte_or_of_which_a_block_never_reached_the_disk_is_refused(saved: Path) -> None:
     data = saved.read_bytes()
     assert 500 < len(data) < 5000
-    for length in range(len(data)):
-        saved.write_bytes(data[:length])
+    cut = [data[:length] for length in range(len(data))]
+    holed = [(data[:at] + bytes(64) + data[at + 64 :])[: len(data)] for at in range(0, len(data), 32)]
+    for damaged in cut + holed:
+        saved.write_bytes(damaged)
         with pytest.raises(RecordingFileError, match=r"run\.gradstat is not a gradstat recording, or is damaged"):
             load(saved)
 
@@ -89,14 +91,6 @@ def test_a_bit_that_is_flipped_anywhere_is_noticed_or_without_effect(saved: Path
         except RecordingFileError:
             pass
     assert harmless < len(data) / 2  # dates, versions of tools and attributes, which nobody reads
-
-
-def test_blocks_that_never_reached_the_disk_are_noticed(saved: Path) -> None:
-    data, block = saved.read_bytes(), 64
-    for begin in range(0, len(data), block // 2):
-        saved.write_bytes(data[:begin] + bytes(min(block, len(data) - begin)) + data[begin + block :])
-        with pytest.raises(RecordingFileError):
-            load(saved)
 
 
 def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,11 +424,13 @@ def test_loading_never_unpickles(saved: Path, tmp_path: Path) -> None:
 
 def test_the_package_has_no_way_to_unpickle_a_file() -> None:
     ways = re.compile(
-        r"^\s*(?:import|from)\s+(?:pickle|cPickle|dill|joblib|cloudpickle|shelve|marshal|yaml)\b"
+        r"^\s*(?:import|from)\s+(?:cPickle|dill|joblib|cloudpickle|shelve|marshal|yaml)\b"
+        r"|^\s*(?:from\s+pickle|import\s+pickle\s+as)\b|\bpickle\.(?:loads?|Unpickler)\b"  # what writes harms nobody
         r"|\b(?:np|numpy)\.load\(|\btorch\.(?:jit\.load|package)\b|allow_pickle=(?!False)"
         r"|\btorch\.load\((?![^)]*weights_only=True)",
         re.MULTILINE,
     )
-    assert all(map(ways.search, ("import pickle", "x = np.load(file)", "torch.load(file)", "f(a, allow_pickle=True)")))
+    written = "pickle.loads(data)", "from pickle import loads", "x = np.load(file)", "torch.load(file)"
+    assert all(map(ways.search, (*written, "import dill", "f(a, allow_pickle=True)")))
     for path in (ROOT / "gradstat").rglob("*.py"):
         assert not ways.search(path.read_text()), path

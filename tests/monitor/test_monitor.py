@@ -317,12 +317,16 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Excep
         gradstat.Monitor(**{"model": Net(), **options})
 
 
-@pytest.mark.parametrize("loss", [torch.zeros(3), torch.zeros((), dtype=torch.long), "low"])
-def test_a_loss_that_is_no_number(loss: Any) -> None:
+def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> None:
     model, _, monitor = made()
     model(torch.randn(4, 8)).sum().backward()
-    with pytest.raises((TypeError, ValueError), match="loss is a"):
-        monitor.step(loss)
+    for loss, error in (
+        (torch.zeros(3), "loss is a tensor of shape"),
+        (torch.zeros((), dtype=torch.long), "loss is a tensor of shape"),
+        ("low", "loss is a str"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            monitor.step(loss)  # type: ignore[arg-type]
     monitor.step(1.5)
     assert monitor.steps == 1
 
@@ -542,14 +546,6 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
     assert monitor.recording().steps.tolist() == list(range(9))
 
 
-def test_a_state_of_the_future_is_refused() -> None:
-    _, _, monitor = made()
-    state = monitor.state_dict()
-    state["version"] = 2
-    with pytest.raises(ValueError, match="newer gradstat"):
-        monitor.load_state_dict(state)
-
-
 def test_detaching_takes_everything_away() -> None:
     model = Net()
     before = [len(module._forward_hooks) for module in model.modules()]
@@ -730,14 +726,6 @@ def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
         assert "second.weight" in recording.meta["why"]
     monitor.detach()
     assert load(path).meta["why"] == "the run ended"
-
-
-def test_a_disk_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    model, optimizer, monitor = made(save_to=tmp_path / "file" / "run.gradstat")
-    with pytest.warns(RuntimeWarning, match="could not be saved"):
-        trained(model, optimizer, monitor, 3, bad=1)
-    assert monitor.steps == 3
 
 
 def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:

@@ -6,9 +6,10 @@ import math
 import warnings
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,8 @@ def _gathered(value: object) -> list[object]:
     return found
 
 
-def sharded_training_is_told_of_whole_tensors() -> None:
+@on_ranks(2)
+def test_sharded_training_is_told_of_whole_tensors() -> None:
     whole, model = _model(), _model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (model[0], model[2]):  # type: ignore[index]
@@ -50,21 +52,12 @@ def sharded_training_is_told_of_whole_tensors() -> None:
         last = dist.get_rank() == dist.get_world_size() - 1
         if step == 4 and last:
             gradient._local_tensor[-1, 2] = math.nan  # the last row of the whole weight
-        if step == 4:
-            expected.append(math.nan)
-        else:
-            expected.append(gradstat.check(whole).total_norm)
+        expected.append(math.nan if step == 4 else gradstat.check(whole).total_norm)
         found = monitor.step(loss)
         assert bool(found) == (step == 4)
         if step < 4:
             optimizer.step()
-    torch.testing.assert_close(
-        torch.tensor(monitor.recording().scalars["norm"]),
-        torch.tensor(expected, dtype=torch.float64),
-        rtol=1e-6,
-        atol=0,
-        equal_nan=True,
-    )
+    np.testing.assert_allclose(monitor.recording().scalars["norm"], expected, rtol=1e-6)
     finding = monitor.findings[0]
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 4, "2.weight")
     assert finding.evidence["first"] == [2, 2]
@@ -73,11 +66,8 @@ def sharded_training_is_told_of_whole_tensors() -> None:
     assert table.numel.tolist() == [60, 10, 30, 3]
 
 
-def test_sharded_training_is_told_of_whole_tensors(ranks: Ranks) -> None:
-    ranks.run(2, sharded_training_is_told_of_whole_tensors)
-
-
-def the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
+@on_ranks(2)
+def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
     model = DistributedDataParallel(_model())
     optimizer = torch.optim.AdamW(model.parameters())
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", watch={"origin": 1})
@@ -99,11 +89,8 @@ def the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
     gradstat.Monitor(model, watch={"origin": 1}).detach()  # the model may be watched again
 
 
-def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive(ranks: Ranks) -> None:
-    ranks.run(2, the_rank_that_brought_it_is_named_whenever_numbers_arrive)
-
-
-def an_error_on_one_rank_leaves_no_other_waiting() -> None:
+@on_ranks(2)
+def test_an_error_on_one_rank_leaves_no_other_waiting() -> None:
     model = _model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh)
@@ -139,20 +126,12 @@ def an_error_on_one_rank_leaves_no_other_waiting() -> None:
     assert sum("a step could not be" in text for text in texts) == 1, texts
 
 
-def test_an_error_on_one_rank_leaves_no_other_waiting(ranks: Ranks) -> None:
-    ranks.run(2, an_error_on_one_rank_leaves_no_other_waiting)
-
-
-def advice_about_one_bad_rank(watched: bool) -> list[tuple[str, ...]]:
+@on_ranks(2)
+@pytest.mark.parametrize("watched", [False, True])
+def test_several_ranks_are_told_how_to_find_the_one(watched: bool) -> None:
     model = DistributedDataParallel(_model())
-    options = {"watch": {"origin": 1}} if watched else {}
-    monitor = gradstat.Monitor(model, on_anomaly="record", **options)
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch={"origin": int(watched)})
     model(torch.full((4, 6), math.nan if dist.get_rank() else 1.0)).sum().backward()
     monitor.step()
-    return [finding.advice for finding in monitor.findings if finding.rule == "nonfinite-gradient"]
-
-
-def test_several_ranks_are_told_how_to_find_the_one(ranks: Ranks) -> None:
-    for watched in (False, True):
-        for (advice,) in ranks.run(2, advice_about_one_bad_rank, watched):
-            assert ('watch={"origin": 1}' in advice[0]) == (not watched)
+    (advice,) = [finding.advice for finding in monitor.findings if finding.rule == "nonfinite-gradient"]
+    assert ('watch={"origin": 1}' in advice[0]) == (not watched)

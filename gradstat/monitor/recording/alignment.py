@@ -37,11 +37,7 @@ class Measured:
 
 
 def unwrapped(recording: Recording) -> Recording:
-    """The recording with the names that its tensors would have without wrappers.
-
-    So a run that was compiled or distributed can be compared with one that was not. Where two names would become one,
-    a kind keeps its own.
-    """
+    """The recording with the names that its tensors have without wrappers; where two would become one, those it has."""
     bare = _bare_names(recording)
     tables = {
         kind: series if _is_of_input(kind) else _renamed(series, bare) for kind, series in recording.tables.items()

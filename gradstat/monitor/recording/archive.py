@@ -78,10 +78,7 @@ def _entry(name: str) -> zipfile.ZipInfo:
 
 
 class Reader:
-    """An archive, none of whose claims is believed before it is checked.
-
-    What is not such an archive raises ValueError, or whatever zipfile, zlib and struct do.
-    """
+    """An archive, none of whose claims is believed before it is checked; what is wrong raises whatever it likes."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
         """``limit`` is the number of bytes that all members together may have."""

@@ -87,10 +87,7 @@ def users(lines: list[Line]) -> dict[str, Any]:
 
 
 def below_engine(lines: list[Line]) -> list[Line]:
-    """Those of ``lines``, innermost first, that the innermost running backward pass has called.
-
-    All of them on the threads of the engine, on which its Python function does not run.
-    """
+    """Those that the innermost running backward pass has called; all of them on the threads of the engine."""
     return list(itertools.takewhile(lambda line: (line.file, line.function) != _ENGINE, lines))
 
 

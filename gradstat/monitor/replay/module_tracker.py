@@ -9,33 +9,27 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradstat.monitor.hooks import removed_with
+
 # The number that the next autograd node of this thread will get.
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _NO_NUMBER = 1 << 63  # leaves and the engine's own nodes lie above
 
 
 class ModuleTracker:
-    """Follows a model's forward passes, on every thread, until `detach`.
-
-    A node is known by its number: each call of a module has a range of them, and the innermost range that holds a
-    node's number belongs to the module that made it.
-    """
+    """Follows a model's forward passes, on every thread: whose innermost range of numbers a node has, has made it."""
 
     def __init__(self, model: Module) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self._local = threading.local()
         self._ranges: list[tuple[int, int, int, str]] = []
-        self._handles: list[Any] = []
+        handles: list[Any] = []
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        self.detach = removed_with(self, handles)
 
     @property
     def _stack(self) -> list[tuple[Module, int]]:

@@ -58,7 +58,7 @@ class NonfiniteMode(TorchDispatchMode):
         self.names = names
         self._nodes: set[Any] = set()  # whose hooks are among `_handles`
         self._handles: list[Any] = []
-        self._before_write = before_write
+        self.before_write = before_write
         self._local = threading.local()
 
     # What hooks use ---------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class NonfiniteMode(TorchDispatchMode):
         call = Call(func, args, kwargs)
         for argument in call.arguments:
             if argument.written:
-                self._before_write(argument.tensor)
+                self.before_write(argument.tensor)
         node = _current_node()
         self._meet(node)
         # The ones that torch makes, a backward pass begins with.

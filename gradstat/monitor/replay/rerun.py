@@ -100,7 +100,7 @@ def find_culprit(
         leaves = LeafHooks(watch, named)
         afterwards.callback(leaves.detach)
         with contextlib.ExitStack() as circumstances:
-            circumstances.enter_context(_as_it_was(model, states, watch, undo.before_write))
+            circumstances.enter_context(_as_it_was(model, states, watch))
             circumstances.enter_context(torch.compiler.set_stance("force_eager"))
             # Nodes keep where they were made. Nobody is warned again of what the step warns of.
             circumstances.enter_context(warnings.catch_warnings())
@@ -161,20 +161,18 @@ def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tupl
 
 
 @contextlib.contextmanager
-def _as_it_was(
-    model: Module, states: list[StepState], watch: NonfiniteMode, before_write: Callable[[Tensor], None]
-) -> Iterator[None]:
+def _as_it_was(model: Module, states: list[StepState], watch: NonfiniteMode) -> Iterator[None]:
     """The i-th forward pass of ``model`` begins with the i-th of ``states``; so does what comes before the first."""
     todo = list(states)
 
     def before_forward(module: Module, args: Any) -> None:
         if todo and not in_backward() and not is_evaluation(module):
             with watch.paused():
-                todo.pop(0).restore(model, before_write)
+                todo.pop(0).restore(model, watch.before_write)
                 _read(watch, "parameter", model.named_buffers(), may_be_masks=True)
 
     if todo:
-        todo[0].restore(model, before_write)
+        todo[0].restore(model, watch.before_write)
     handle = model.register_forward_pre_hook(before_forward, prepend=True)
     try:
         yield

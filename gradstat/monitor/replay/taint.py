@@ -98,11 +98,7 @@ def report_of(tensors: dict[str, Tensor]) -> Report | None:
 
 
 class Taint:
-    """From memory to the origins of the bad values in it, by ranges of bytes.
-
-    Memory is known by its storage, which is not kept alive: what dies takes its entry with it, and as its address is
-    held weakly, no other storage is mistaken for it.
-    """
+    """From memory to the origins of the bad values in it, by ranges of bytes; storages are known, not kept alive."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Origin]]]] = {}

@@ -19,11 +19,7 @@ from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_ver
 
 
 class Undo:
-    """Everything about a training step that running it again would change.
-
-    Parameters and large buffers are copied only when something is about to write them, of which the caller tells
-    (`before_write`); small buffers and the tensors of a scaler at once.
-    """
+    """Everything about a training step that running it again would change; what is large is copied `before_write`."""
 
     def __init__(self) -> None:
         self._protected: dict[int, list[Tensor]] = {}
