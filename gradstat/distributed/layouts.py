@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -23,17 +24,6 @@ from torch.distributed.tensor.parallel import (
 from gradstat._core.tensors import ExtraGroups
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Experts(nn.Module):
     """All of them see every token, so that what each has to learn does not depend on a router."""
 
@@ -45,25 +35,19 @@ class Experts(nn.Module):
         return x + torch.einsum("...i,eij->...j", torch.tanh(x), self.weight)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.experts = Experts()
-        self.last = nn.Linear(8, 3)  # three rows: some of four ranks hold none
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.experts(x))
+def _named(**modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(modules))
 
 
-def model() -> Model:
-    """The same on every rank."""
+def _block() -> nn.Sequential:
+    return _named(norm=nn.LayerNorm(8), up=nn.Linear(8, 12), tanh=nn.Tanh(), down=nn.Linear(12, 8))
+
+
+def model() -> Any:
+    """The same on every rank. The last layer has three rows: some of four ranks hold none."""
     torch.manual_seed(7)
-    return Model()
+    blocks = nn.Sequential(_block(), _block())
+    return _named(first=nn.Linear(5, 8), blocks=blocks, experts=Experts(), last=nn.Linear(8, 3))
 
 
 def batch(number: int = 0) -> Tensor:
@@ -142,14 +126,14 @@ def _ddp(mesh: DeviceMesh) -> nn.Module:
 
 
 def fsdp(spread: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """A `Model` with FSDP2 around every block and everything."""
+    """The model with FSDP2 around every block and everything."""
     for block in spread.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(spread, mesh=mesh, **options)
     return spread  # type: ignore[no-any-return]
 
 
-def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+def _tensor_parallel(mesh: DeviceMesh) -> Any:
     """The rest of the model are plain tensors beside the distributed ones."""
     spread = model()
     for block in spread.blocks:
@@ -157,7 +141,7 @@ def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     return spread
 
 
-def _sequence_parallel(mesh: DeviceMesh) -> nn.Module:
+def _sequence_parallel(mesh: DeviceMesh) -> Any:
     """The norms' gradients are pending sums."""
     spread = model()
     split = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
@@ -193,7 +177,7 @@ def _slice(mesh: DeviceMesh, end: int = 0) -> _Cut:
 
 def _handed_out(cut_of: Callable[[str, int], _Cut | None], gradients_only: bool = False) -> nn.Module:
     """A model of which this rank has what is cut of each parameter, by its name and number; None: not here."""
-    spread = model()
+    spread: nn.Module = model()
     backward(spread, range(dist.get_world_size()))
     for number, (name, parameter) in enumerate(list(spread.named_parameters())):
         path, _, own = name.rpartition(".")
@@ -265,7 +249,7 @@ def made(name: str) -> tuple[Layout, list[int]]:
     return Layout(name, recipe.make(mesh), mesh), [rank // together for rank in range(world)]
 
 
-def laid_out(name: str) -> tuple[Layout, Model]:
+def laid_out(name: str) -> tuple[Layout, nn.Module]:
     """A layout over all ranks, and the model in one piece, in float64, both with the gradients of the same data."""
     (layout, batches), single = made(name), model().double()
     if not LAYOUTS[name].has_gradients:

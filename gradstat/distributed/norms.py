@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from gradstat._core.collectives import in_words
 from gradstat._core.importing import attribute_of
 from gradstat.distributed._ranks import LostRankError, RankError, Ranks
-from gradstat.distributed.layouts import LAYOUTS, Layout, Model, laid_out
+from gradstat.distributed.layouts import LAYOUTS, Layout, laid_out
 
 WORLD = 4
 ORDERS = (2.0, math.inf, 1.0)
@@ -176,12 +177,11 @@ class _Outcome:
     raised: str = ""
     expected: float = math.nan  # the norm in one process
     local: float = math.nan  # that of what this rank holds
-    own: float = math.nan  # that of the parameters of which this rank holds something
     limit: float = math.nan
     norm: float = math.nan
     factors: dict[str, float] = field(default_factory=dict)  # by which each gradient was multiplied
     odd: list[str] = field(default_factory=list)  # those that were not multiplied by one number, or came or went
-    treatment: str = ""  # of gradients with a NaN among them
+    unchanged: bool = False
 
 
 def _outcomes(
@@ -213,67 +213,54 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_O
         for key, (gradient, values) in kept.items():
             _storage(gradient).copy_(values)
             parameters[key].grad = gradient
-        outcomes.append(_tried(clip, case, layout, single, passed, apart))
+        expected = _norm(_values(dict(single.named_parameters())), case.order)
+        lost = torch.tensor(_spoilt(case, layout, single))
+        dist.all_reduce(lost, dist.ReduceOp.MAX, apart)
+        expected = math.sqrt(expected**2 - lost.item() ** 2) if lost else expected
+        before = _values(parameters)
+        outcome = _Outcome(expected=expected, local=_norm(before, case.order), limit=case.share * expected)
+        outcomes.append(outcome)
+        try:
+            outcome.norm = float(clip(list(layout.model.parameters()), outcome.limit, case.order, **passed))
+        except Exception as error:
+            outcome.raised = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            continue
+        after = _values(parameters)
+        outcome.odd = sorted(before.keys() ^ after.keys())
+        outcome.unchanged = before.keys() == after.keys() and all(
+            torch.equal(old.nan_to_num(), after[key].nan_to_num()) for key, old in before.items()
+        )
+        for key in before.keys() & after.keys():
+            old, new = before[key], after[key]
+            if case != _NAN and old.any():
+                factor = outcome.factors[key] = (old.dot(new) / old.dot(old)).item()
+                if not (new - factor * old).abs().max() <= _RELATIVE * abs(factor) * old.abs().max():
+                    outcome.odd.append(key)
     return outcomes
 
 
-def _tried(
-    clip: Callable[..., Any],
-    case: _Case,
-    layout: Layout,
-    single: Model,
-    passed: dict[str, Any],
-    apart: dist.ProcessGroup,
-) -> _Outcome:
-    parameters = layout.named_parameters()
-    powers = {key: _power(p.grad, case.order) for key, p in single.named_parameters() if p.grad is not None}
-    held = [key for key, p in parameters.items() if p.grad is not None]
-    lost = torch.zeros((), dtype=torch.float64)
-    victim = "experts.weight" if layout.ep_enabled else "blocks.0.up.weight"
-    if victim in held:
-        gradient, is_first = parameters[victim].grad, layout.begins_here(parameters[victim])
-        assert gradient is not None
-        if case == _NAN and is_first:
-            _storage(gradient).view(-1)[0] = math.nan
-        # No rank of a mesh alone lacks a gradient, or torch's own reductions would not meet.
-        if case == _MISSING and (is_first or isinstance(gradient, DTensor)):
-            lost += powers[victim] if isinstance(gradient, DTensor) else _power(gradient, case.order)
-            parameters[victim].grad = None
-    dist.all_reduce(lost, dist.ReduceOp.MAX, apart)
-    before = _values(parameters)
-    expected = _norm([*powers.values(), -lost.item()], case.order)
-    outcome = _Outcome(
-        expected=expected,
-        local=_norm([_power(gradient, case.order) for gradient in before.values()], case.order),
-        own=_norm([*(powers[key] for key in held), -lost.item() * (victim in held)], case.order),
-        limit=case.share * expected,
-    )
-    try:
-        outcome.norm = float(clip(list(layout.model.parameters()), outcome.limit, case.order, **passed))
-    except Exception as error:
-        outcome.raised = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        return outcome
-    after = _values(parameters)
-    if case == _NAN:
-        same = all(torch.equal(old.nan_to_num(), after[key].nan_to_num()) for key, old in before.items())
-        all_nan = all(new.isnan().all() for new in after.values())
-        outcome.treatment = "left as they are" if same else "all NaN" if all_nan else "changed"
-        return outcome
-    outcome.odd = sorted(before.keys() ^ after.keys())
-    for key in before.keys() & after.keys():
-        old, new = before[key], after[key]
-        if old.any():
-            factor = outcome.factors[key] = (old.dot(new) / old.dot(old)).item()
-            if not (new - factor * old).abs().max() <= _RELATIVE * abs(factor) * old.abs().max():
-                outcome.odd.append(key)
-    return outcome
+def _spoilt(case: _Case, layout: Layout, single: Module) -> float:
+    """Puts the defect of a case into this rank's gradients; the norm of what is missing then."""
+    name = "experts.weight" if layout.ep_enabled else "blocks.0.up.weight"
+    victim = layout.named_parameters().get(name)
+    if victim is None or victim.grad is None:
+        return 0.0
+    is_first, gradient = layout.begins_here(victim), victim.grad
+    if case == _NAN and is_first:
+        _storage(gradient).view(-1)[0] = math.nan
+    # No rank of a mesh alone lacks a gradient, or torch's own reductions would not meet.
+    if case == _MISSING and (is_first or isinstance(gradient, DTensor)):
+        lost = _values({name: single.get_parameter(name) if isinstance(gradient, DTensor) else victim})
+        victim.grad = None
+        return _norm(lost, case.order)
+    return 0.0
 
 
 def _storage(gradient: Tensor) -> Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def _values(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of what this rank holds of each gradient, or of the sum that is pending; flat."""
     values = {}
     for key, parameter in parameters.items():
@@ -285,14 +272,9 @@ def _values(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     return values
 
 
-def _power(gradient: Tensor, order: float) -> float:
-    """What adds up over tensors: the sum of powers; for infinity the maximum, which does not."""
-    absolute = gradient.detach().double().abs()
-    return (absolute**order).sum().item() if order < math.inf else max(absolute.flatten().tolist(), default=0.0)
-
-
-def _norm(powers: Sequence[float], order: float) -> float:
-    return max([0.0, *powers]) if order == math.inf else sum(powers) ** (1 / order)
+def _norm(values: Mapping[str, Tensor], order: float) -> float:
+    everything = torch.cat([torch.zeros(1, dtype=torch.float64), *values.values()])
+    return float(torch.linalg.vector_norm(everything, order))
 
 
 # What the outcomes of all ranks say ---------------------------------------------------------------------------
@@ -332,13 +314,15 @@ def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str
         finite = [rank for rank, norm in enumerate(norms) if math.isfinite(norm)]
         if finite:
             yield ["norm"], "no NaN", f"the norm is finite on {in_words(finite)}, which step as if nothing were"
-        elif len({o.treatment for o in outcomes}) > 1:
-            each = ", ".join(f"{o.treatment} on rank {rank}" for rank, o in enumerate(outcomes))
-            yield ["gradients"], "differ", f"ranks treat gradients differently: {each}"
+        elif len({o.unchanged for o in outcomes}) > 1:
+            spared = in_words([rank for rank, o in enumerate(outcomes) if o.unchanged])
+            yield ["gradients"], "differ", f"gradients are left as they are on {spared} only"
         return
     if not _same(norms, expected):
         yield ["norm"], _ratio(norms, expected), _cause(case, outcomes)
-    wanted, by_norm = ([min(1.0, o.limit / (n + 1e-6)) for o, n in zip(outcomes, of, strict=True)] for of in (expected, norms))
+    wanted, by_norm = (
+        [min(1.0, o.limit / (n + 1e-6)) for o, n in zip(outcomes, of, strict=True)] for of in (expected, norms)
+    )
     factors = [statistics.median(o.factors.values() or [math.nan]) for o in outcomes]
     if not _same(factors, wanted):
         usual = [
@@ -360,26 +344,21 @@ def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str
 
 def _cause(case: _Case, outcomes: list[_Outcome]) -> str:
     """The usual reason for these norms."""
-    local = [o.local for o in outcomes]
+    norms, expected, local = ([getattr(o, of) for o in outcomes] for of in ("norm", "expected", "local"))
     root = WORLD ** (1 / case.order)
-    usual = [
-        (local, "each rank has the norm of what it holds itself; return full_tensor() of a DTensor"),
-        ([o.own for o in outcomes], "each rank has the norm of its own parameters: other stages are left out"),
-        *(
-            (
-                [value] * WORLD,
-                f"all ranks have the norm of what rank {rank} holds: shards or experts of the others are left out",
-            )
-            for rank, value in enumerate(local)
-        ),
-        (
-            [_norm([v if case.order == math.inf else v**case.order for v in local], case.order)] * WORLD,
-            "what several ranks hold is counted once for each of them: reduce over different shards only",
-        ),
-        ([o.expected / root for o in outcomes], f"too small by the root of {WORLD}: an average where a sum belongs"),
-    ]
-    unknown = "no usual cause; pending sums (Partial placements) have to be summed up before their norm is taken"
-    return next((cause for values, cause in usual if _same([o.norm for o in outcomes], values)), unknown)
+    together = torch.linalg.vector_norm(torch.tensor(local, dtype=torch.float64), case.order).item()
+    usual = {
+        "each rank has the norm of what it holds itself; return full_tensor() of a DTensor": local,
+        "what several ranks hold is counted once for each of them: reduce over different shards only": [together]
+        * WORLD,
+        f"too small by the root of {WORLD}: an average where a sum belongs": [norm / root for norm in expected],
+    }
+    for rank, norm in enumerate(local):
+        usual[f"all ranks have the norm of what rank {rank} holds: shards or experts of the others are left out"] = [
+            norm
+        ] * WORLD
+    unknown = "are stages left out, or pending sums (Partial placements) not added up before?"
+    return next((cause for cause, values in usual.items() if _same(norms, values)), unknown)
 
 
 def _same(values: Sequence[float], expected: Sequence[float]) -> bool:
