@@ -29,12 +29,13 @@ class RankError(RuntimeError):
 
 
 class LostRankError(RankError):
-    """Some ranks, ``ranks``, did not go on, or died. All have been started again."""
+    """Some ranks, ``ranks``, did not go on, or died; ``answers`` are those of others. All have been started again."""
 
-    def __init__(self, how: str, ranks: Sequence[int]) -> None:
+    def __init__(self, how: str, ranks: Sequence[int], answers: dict[int, Any]) -> None:
         super().__init__(f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))} {how}")
         self.how = how
         self.ranks = tuple(ranks)
+        self.answers = answers
 
 
 class Ranks:
@@ -78,7 +79,7 @@ class Ranks:
         while pending:
             ready = connection.wait(pending, limit)
             if not ready:
-                raise self._lost(f"did not go on for {limit:g} s", list(pending.values()))
+                raise self._lost(f"did not go on for {limit:g} s", list(pending.values()), answers)
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
@@ -86,7 +87,7 @@ class Ranks:
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(_END)
                     how = f"died with exit status {self._processes[rank].exitcode}"
-                    raise self._lost(how, [rank]) from None
+                    raise self._lost(how, [rank], answers) from None
                 (failures if raised else answers)[rank] = value
         if failures:
             raise RankError("\n".join(f"on rank {rank}:\n{failures[rank]}" for rank in sorted(failures)))
@@ -102,10 +103,10 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _lost(self, how: str, ranks: list[int]) -> LostRankError:
+    def _lost(self, how: str, ranks: list[int], answers: dict[int, Any]) -> LostRankError:
         self._kill()
         self._start()
-        return LostRankError(how, ranks)
+        return LostRankError(how, ranks, answers)
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -104,7 +104,7 @@ def verify_clip(
     *,
     layouts: Iterable[str] = tuple(LAYOUTS),
     orders: Iterable[float] = ORDERS,
-    limit: float = 60.0,
+    limit: float = 30.0,
     told: Callable[[ClipVerdict], object] | None = None,
 ) -> ClipReport:
     """Tries a clip function on a small model spread over four gloo ranks, and compares it with one process in float64.
@@ -193,7 +193,8 @@ def _outcomes(
     except LostRankError as error:
         if len(cases) > 1:  # each by itself, to see which of them it is
             return [outcome for case in cases for outcome in _outcomes(ranks, clip, name, [case], limit)]
-        return [[_Outcome(raised=error.how if rank in error.ranks else "was stopped") for rank in range(WORLD)]]
+        lost = [_Outcome(raised=error.how if rank in error.ranks else "was stopped") for rank in range(WORLD)]
+        return [[error.answers.get(rank, [lost[rank]])[0] for rank in range(WORLD)]]
     except RankError as error:
         raise RankError(f"layout {name}: {error}") from error
     return [list(case) for case in zip(*on_ranks, strict=True)]
@@ -387,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("clip", metavar="MODULE:FUNCTION", help="such as torch.nn.utils:clip_grad_norm_")
     parser.add_argument("--layouts", nargs="+", choices=names, default=names, metavar="LAYOUT", help=", ".join(names))
     parser.add_argument("--orders", nargs="+", type=float, default=ORDERS, help="of the norm (default: 2 inf 1)")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a layout (default %(default)g)")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds for a layout (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     table = sys.stderr if options.json else sys.stdout
