@@ -37,7 +37,7 @@ _NAN_COUNT = _fields.INDEX["nan_count"]
 _Kind: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
 # Of a float64, which counts exactly up to 2**53.
 _EXACT_BITS = 53
-_layouts: dict[int, tuple[weakref.ref[DeviceMesh], dict[tuple[Any, ...], Layout]]] = {}
+_layouts: dict[int, tuple[weakref.ref[DeviceMesh], ProcessGroup | None, dict[tuple[Any, ...], Layout]]] = {}
 MeasureLocal = Callable[[list[Tensor]], Measurement]
 
 
@@ -50,13 +50,14 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
-        # By the mesh itself: equal ones may have other groups, if torch.distributed was started anew.
-        known = _layouts.get(id(mesh))
-        if known is None or known[0]() is not mesh:
-            known = _layouts[id(mesh)] = (weakref.ref(mesh), {})
-        layout = known[1].get(placements)
+        # By the mesh itself, as equal ones may have other groups, and by the world: if torch.distributed was started
+        # anew, torch's caches bring back meshes of before, whose names of groups now stand for others.
+        known, world = _layouts.get(id(mesh)), dist.group.WORLD
+        if known is None or known[0]() is not mesh or known[1] is not world:
+            known = _layouts[id(mesh)] = (weakref.ref(mesh), world, {})
+        layout = known[2].get(placements)
         if layout is None:
-            layout = known[1][placements] = cls._made(mesh, placements)
+            layout = known[2][placements] = cls._made(mesh, placements)
         return layout
 
     @classmethod

@@ -5,7 +5,7 @@ Not imported by ``import gradstat``, for it needs ``torch.distributed``; ``grads
 
 from gradstat._core.collectives import UnreachableRankError
 from gradstat.distributed.batches import BatchReport, RepeatedBatchError, verify_batches
-from gradstat.distributed.norms import ClipReport, ClipVerdict, WrongClipError, verify_clip
+from gradstat.distributed.norms import ClipReport, ClipVerdict, verify_clip
 from gradstat.distributed.origin import OriginReport, OriginWatch, watch_origin
 from gradstat.distributed.replicas import Drift, ReplicaMismatchError, ReplicaReport, verify_replicas
 
@@ -20,7 +20,6 @@ __all__ = [
     "ReplicaMismatchError",
     "ReplicaReport",
     "UnreachableRankError",
-    "WrongClipError",
     "verify_batches",
     "verify_clip",
     "verify_replicas",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import inspect
 import multiprocessing
 import tempfile
 import traceback
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _START, _END = 120.0, 10.0
-_YIELDED = "gradstat: what was yielded"
-# What the ranks would import each for themselves.
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "gradstat.distributed"]
+# What the ranks would import each for themselves; torch imports _dynamo late, and it is large.
+_PRELOADED = ["torch._dynamo", "gradstat.distributed"]
 
 
 class RankError(RuntimeError):
@@ -31,13 +29,13 @@ class RankError(RuntimeError):
 
 
 class LostRankError(RankError):
-    """Some ranks stopped, or died; ``told`` is what all had yielded until then. They have been started again."""
+    """Some ranks, ``ranks``, did not go on, or died; ``answers`` are those of others. All have been started again."""
 
-    def __init__(self, how: str, ranks: Sequence[int], told: list[list[Any]]) -> None:
+    def __init__(self, how: str, ranks: Sequence[int], answers: dict[int, Any]) -> None:
         super().__init__(f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))} {how}")
         self.how = how
         self.ranks = tuple(ranks)
-        self.told = told
+        self.answers = answers
 
 
 class Ranks:
@@ -56,18 +54,17 @@ class Ranks:
         self._processes = []
         for _ in range(self._most):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            self._processes.append(self._context.Process(target=_serve, args=(theirs,), daemon=True))
+            self._processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
         for pipe in self._pipes:
             if not pipe.poll(_START):
                 raise RankError("a rank did not start")
             pipe.recv()
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float, limit: float) -> list[Any]:
-        """Calls an importable function on ranks 0 to ``world - 1``; what each returns, or the list of what it yields.
+        """Calls an importable function on ranks 0 to ``world - 1`` and returns what each of them does.
 
         ``timeout`` in seconds is the process group's; ``limit`` is how long nothing may come from any rank. Raises
         `RankError` with the tracebacks of the ranks on which the function raised, or `LostRankError`.
@@ -76,29 +73,22 @@ class Ranks:
         store = Path(self._folder.name) / str(self._groups)
         for rank in range(world):
             self._pipes[rank].send((function, arguments, world, rank, str(store), timeout))
-        told: list[list[Any]] = [[] for _ in range(world)]
+        pending = dict(zip(self._pipes, range(world), strict=False))
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        while len(answers) + len(failures) < world:
-            ranks = [rank for rank in range(world) if rank not in answers and rank not in failures]
-            ready = connection.wait([self._pipes[rank] for rank in ranks], limit)
+        while pending:
+            ready = connection.wait(pending, limit)
             if not ready:
-                raise self._lost(f"did not go on for {limit:g} s", ranks, told)
-            for rank in ranks:
-                if self._pipes[rank] not in ready:
-                    continue
+                raise self._lost(f"did not go on for {limit:g} s", list(pending.values()), answers)
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
-                    kind, value = self._pipes[rank].recv()
+                    raised, value = self._pipes[rank].recv()
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(_END)
                     how = f"died with exit status {self._processes[rank].exitcode}"
-                    raise self._lost(how, [rank], told) from None
-                if kind == "yielded":
-                    told[rank].append(value)
-                elif kind == "returned":
-                    answers[rank] = told[rank] if value == _YIELDED else value
-                else:
-                    failures[rank] = value
+                    raise self._lost(how, [rank], answers) from None
+                (failures if raised else answers)[rank] = value
         if failures:
             raise RankError("\n".join(f"on rank {rank}:\n{failures[rank]}" for rank in sorted(failures)))
         return [answers[rank] for rank in range(world)]
@@ -113,10 +103,10 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _lost(self, how: str, ranks: list[int], told: list[list[Any]]) -> LostRankError:
+    def _lost(self, how: str, ranks: list[int], answers: dict[int, Any]) -> LostRankError:
         self._kill()
         self._start()
-        return LostRankError(how, ranks, told)
+        return LostRankError(how, ranks, answers)
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -135,29 +125,19 @@ def _serve(pipe: connection.Connection) -> None:
     pipe.send("ready")
     while True:
         try:
-            function, arguments, world, rank, store, timeout = pipe.recv()
+            function, arguments, world, rank, store, seconds = pipe.recv()
         except EOFError:
             return
         except Exception:  # the function's module cannot be imported here
-            pipe.send(("raised", traceback.format_exc()))
+            pipe.send((True, traceback.format_exc()))
             continue
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world,
-                timeout=datetime.timedelta(seconds=timeout),
-            )
+            timeout = datetime.timedelta(seconds=seconds)
+            dist.init_process_group("gloo", f"file://{store}", timeout, world_size=world, rank=rank)
             torch.manual_seed(0)
-            value = function(*arguments)
-            if inspect.isgenerator(value):
-                for item in value:
-                    pipe.send(("yielded", item))
-                value = _YIELDED
-            answer = ("returned", value)
+            answer = (False, function(*arguments))
         except BaseException:  # whatever it is, it is for the caller to show
-            answer = ("raised", traceback.format_exc())
+            answer = (True, traceback.format_exc())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,53 +23,31 @@ from torch.distributed.tensor.parallel import (
 
 from gradstat._core.tensors import ExtraGroups
 
-EXPERTS = 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
 
 class Experts(nn.Module):
     """All of them see every token, so that what each has to learn does not depend on a router."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 8)
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + torch.einsum("...i,eij->...j", torch.tanh(x), self.weight)
-        return out
+        return x + torch.einsum("...i,eij->...j", torch.tanh(x), self.weight)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.experts = Experts()
-        self.last = nn.Linear(8, 3)  # three rows: some of four ranks hold none
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.last(self.experts(x))
-        return out
+def _named(**modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(modules))
 
 
-def model() -> Model:
-    """The same on every rank."""
+def _block() -> nn.Sequential:
+    return _named(norm=nn.LayerNorm(8), up=nn.Linear(8, 12), tanh=nn.Tanh(), down=nn.Linear(12, 8))
+
+
+def model() -> Any:
+    """The same on every rank. The last layer has three rows: some of four ranks hold none."""
     torch.manual_seed(7)
-    return Model()
+    blocks = nn.Sequential(_block(), _block())
+    return _named(first=nn.Linear(5, 8), blocks=blocks, experts=Experts(), last=nn.Linear(8, 3))
 
 
 def batch(number: int = 0) -> Tensor:
@@ -100,15 +79,26 @@ class Layout:
     name: str
     model: nn.Module
     mesh: DeviceMesh
-    extra_groups: ExtraGroups | None = None
+
+    @property
+    def _spread_over(self) -> DeviceMesh | None:
+        dimension = LAYOUTS[self.name].spread_over
+        return self.mesh[dimension] if dimension else None
+
+    @property
+    def extra_groups(self) -> ExtraGroups | None:
+        over = self._spread_over
+        if over is None or not self.ep_enabled:
+            return over
+        return [(over.get_group(), [p for name, p in self.named_parameters().items() if "experts" in name])]
 
     @property
     def pp_mesh(self) -> DeviceMesh | None:
-        return self.mesh["pp"] if "pp" in (self.mesh.mesh_dim_names or ()) else None
+        return self.mesh["pp"] if "pp" in LAYOUTS[self.name].mesh else None
 
     @property
     def ep_enabled(self) -> bool:
-        return "ep" in (self.mesh.mesh_dim_names or ())
+        return "ep" in LAYOUTS[self.name].mesh
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters under the names of the model in one piece."""
@@ -119,11 +109,7 @@ class Layout:
         if isinstance(parameter, DTensor):
             coordinate = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
             return all(place == 0 or placement.is_replicate() for place, placement in coordinate)
-        return all(dist.get_rank(group) == 0 for group in self._groups())
-
-    def _groups(self) -> list[dist.ProcessGroup]:
-        dimension = next((name for name in ("pp", "ep") if name in (self.mesh.mesh_dim_names or ())), "dp_shard")
-        return [] if self.extra_groups is None else [self.mesh.get_group(dimension)]
+        return self._spread_over is None or self._spread_over.get_local_rank() == 0
 
 
 def mesh_of(world: int, *names: str) -> DeviceMesh:
@@ -131,45 +117,33 @@ def mesh_of(world: int, *names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
 
 
+# Spread by torch ----------------------------------------------------------------------------------------------
+
+
+def _ddp(mesh: DeviceMesh) -> nn.Module:
+    # Gradients that are views into one buffer are the harder case.
+    return nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True, static_graph=True)
+
+
 def fsdp(spread: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """A `Model` with FSDP2 around every block and everything."""
+    """The model with FSDP2 around every block and everything."""
     for block in spread.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(spread, mesh=mesh, **options)
     return spread  # type: ignore[no-any-return]
 
 
-def _ddp(world: int) -> Layout:
-    # Gradients that are views into one buffer are the harder case.
-    spread = nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True, static_graph=True)
-    return Layout("ddp", spread, mesh_of(world, "dp_replicate"))
-
-
-def _fsdp2(world: int) -> Layout:
-    mesh = mesh_of(world, "dp_shard")
-    return Layout("fsdp2", fsdp(model(), mesh), mesh)
-
-
-def _hsdp(world: int) -> Layout:
-    mesh = mesh_of(world, "dp_replicate", "dp_shard")
-    return Layout("hsdp", fsdp(model(), mesh), mesh)
-
-
-def _in_parts(spread: Any, mesh: DeviceMesh) -> Any:
+def _tensor_parallel(mesh: DeviceMesh) -> Any:
     """The rest of the model are plain tensors beside the distributed ones."""
+    spread = model()
     for block in spread.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return spread
 
 
-def _tp(world: int) -> Layout:
-    mesh = mesh_of(world, "tp")
-    return Layout("tp", _in_parts(model(), mesh), mesh)
-
-
-def _sp(world: int) -> Layout:
+def _sequence_parallel(mesh: DeviceMesh) -> Any:
     """The norms' gradients are pending sums."""
-    spread, mesh = model(), mesh_of(world, "tp")
+    spread = model()
     split = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
     plan = {
         "norm": SequenceParallel(sequence_dim=1, use_local_output=False),
@@ -179,153 +153,106 @@ def _sp(world: int) -> Layout:
     for block in spread.blocks:
         parallelize_module(block, mesh, {"norm": split})
         parallelize_module(block, mesh, plan)
-    return Layout("sp", spread, mesh)
-
-
-def _fsdp2_and_tp(world: int) -> Layout:
-    """Parameters on two meshes, some of them sharded twice along the same dimension."""
-    mesh = mesh_of(world, "dp_shard", "tp")
-    return Layout("fsdp2+tp", fsdp(_in_parts(model(), mesh["tp"]), mesh["dp_shard"]), mesh)
-
-
-# What follows is not sharded by torch: gradients of the model in one piece are handed out as trainers leave them.
-
-
-def _handed_out(world: int, change: Callable[[str, nn.Parameter, int], nn.Parameter | None]) -> nn.Module:
-    """A model of which this rank has what ``change`` makes of each parameter, given its name and number."""
-    spread = model()
-    backward(spread, range(world))
-    for number, (name, parameter) in enumerate(list(spread.named_parameters())):
-        module, _, own = name.rpartition(".")
-        delattr(spread.get_submodule(module), own)
-        changed = change(name, parameter, number)
-        if changed is not None:
-            spread.get_submodule(module).register_parameter(own, changed)
     return spread
 
 
-def _piece(parameter: nn.Parameter, cut: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    piece = nn.Parameter(cut(parameter.detach()))
-    assert parameter.grad is not None
-    piece.grad = cut(parameter.grad)
-    return piece
+# Handed out, as trainers do: pieces of a model in one piece, and of its gradients -----------------------------
+
+_Cut: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, *dimensions: int) -> nn.Parameter:
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _sharded(mesh: DeviceMesh, *dimensions: int) -> _Cut:
     placements = list(map(Shard, dimensions))
-    return _piece(parameter, lambda whole: distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    return lambda whole: distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def _of_first_stage(name: str) -> bool:
-    return name.startswith(("first", "blocks.0"))
+def _slice(mesh: DeviceMesh, end: int = 0) -> _Cut:
+    """Plain tensors of this rank's part, that of a small tensor maybe empty; ``end=-1`` of flat ones."""
+    return lambda whole: whole.flatten(0, end).tensor_split(mesh.size())[mesh.get_local_rank()].clone()
 
 
-def _pp(world: int) -> Layout:
-    mesh = mesh_of(world, "pp", "dp_replicate")
-    first = mesh["pp"].get_local_rank() == 0
-    stage = _handed_out(world, lambda name, parameter, _: parameter if _of_first_stage(name) is first else None)
-    return Layout("pp", stage, mesh, mesh["pp"])
-
-
-def _pp_and_fsdp2(world: int) -> Layout:
-    mesh = mesh_of(world, "pp", "dp_shard")
-    first = mesh["pp"].get_local_rank() == 0
-    stage = _handed_out(
-        world,
-        lambda name, parameter, _: _sharded(parameter, mesh["dp_shard"], 0) if _of_first_stage(name) is first else None,
-    )
-    return Layout("pp+fsdp2", stage, mesh, mesh["pp"])
-
-
-def _ep(world: int) -> Layout:
-    """Each rank has some experts, as plain tensors, and everything else."""
-    mesh = mesh_of(world, "dp_replicate", "ep")
-    ep = mesh["ep"]
-    mine = slice(ep.get_local_rank() * EXPERTS // ep.size(), (ep.get_local_rank() + 1) * EXPERTS // ep.size())
-    spread: Any = _handed_out(
-        world,
-        lambda name, parameter, _: (
-            _piece(parameter, lambda whole: whole[mine].clone()) if "experts" in name else parameter
-        ),
-    )
-    return Layout("ep", spread, mesh, [(ep.get_group(), [spread.experts.weight])])
-
-
-def _ep_and_fsdp2(world: int) -> Layout:
-    """Everything is a DTensor: experts on a mesh of their own, which is two-dimensional."""
-    mesh, dense = mesh_of(world, "efsdp", "ep"), mesh_of(world, "dp_shard")
-    spread = _handed_out(
-        world,
-        lambda name, parameter, _: (
-            _sharded(parameter, mesh, 1, 0) if "experts" in name else _sharded(parameter, dense, 0)
-        ),
-    )
-    return Layout("ep+fsdp2", spread, mesh)
-
-
-def _zero_1(world: int) -> Layout:
-    """The optimizer of each rank has some of the parameters, whole."""
-    mesh = mesh_of(world, "dp_shard")
-    own = _handed_out(world, lambda _, parameter, number: parameter if number % world == dist.get_rank() else None)
-    return Layout("zero-1", own, mesh, mesh)
-
-
-def _zero_2(world: int) -> Layout:
-    """Each rank has all parameters, but gradients only of some."""
-
-    def own(name: str, parameter: nn.Parameter, number: int) -> nn.Parameter:
-        if number % world != dist.get_rank():
+def _handed_out(cut_of: Callable[[str, int], _Cut | None], gradients_only: bool = False) -> nn.Module:
+    """A model of which this rank has what is cut of each parameter, by its name and number; None: not here."""
+    spread: nn.Module = model()
+    backward(spread, range(dist.get_world_size()))
+    for number, (name, parameter) in enumerate(list(spread.named_parameters())):
+        path, _, own = name.rpartition(".")
+        cut, gradient = cut_of(name, number), parameter.grad
+        if cut is not None and gradient is not None:
+            piece = nn.Parameter(cut(parameter.detach()))
+            piece.grad = cut(gradient)
+            setattr(spread.get_submodule(path), own, piece)
+        elif gradients_only:
             parameter.grad = None
-        return parameter
-
-    mesh = mesh_of(world, "dp_shard")
-    return Layout("zero-2", _handed_out(world, own), mesh, mesh)
-
-
-def _zero_3(world: int) -> Layout:
-    """Each rank has a slice of each parameter, flat; that of a small one may be empty."""
-
-    def mine(whole: Tensor) -> Tensor:
-        slices = whole.flatten().split(-(-whole.numel() // world))
-        rank = dist.get_rank()
-        return slices[rank].clone() if rank < len(slices) else whole.new_empty(0)
-
-    mesh = mesh_of(world, "dp_shard")
-    return Layout("zero-3", _handed_out(world, lambda _, parameter, __: _piece(parameter, mine)), mesh, mesh)
+        else:
+            delattr(spread.get_submodule(path), own)
+    return spread
 
 
-def _of_all(rank: int, world: int) -> int:
-    return 0
+def _stage(mesh: DeviceMesh, cut: _Cut) -> nn.Module:
+    first = mesh["pp"].get_local_rank() == 0
+    return _handed_out(lambda name, _: cut if name.startswith(("first", "blocks.0")) is first else None)
 
 
-def _of_its_own(rank: int, world: int) -> int:
-    return rank
+def _experts(of_experts: _Cut, of_others: _Cut) -> nn.Module:
+    return _handed_out(lambda name, _: of_experts if "experts" in name else of_others)
 
 
-LAYOUTS: dict[str, tuple[Callable[[int], Layout], Callable[[int, int], int] | None]] = {
-    "ddp": (_ddp, _of_its_own),
-    "fsdp2": (_fsdp2, _of_its_own),
-    "hsdp": (_hsdp, _of_its_own),
-    "tp": (_tp, _of_all),
-    "sp": (_sp, _of_all),
-    "fsdp2+tp": (_fsdp2_and_tp, lambda rank, world: rank // (world // 2)),
-    "pp": (_pp, None),
-    "pp+fsdp2": (_pp_and_fsdp2, None),
-    "ep": (_ep, None),
-    "ep+fsdp2": (_ep_and_fsdp2, None),
-    "zero-1": (_zero_1, None),
-    "zero-2": (_zero_2, None),
-    "zero-3": (_zero_3, None),
+def _owned(mesh: DeviceMesh, gradients_only: bool) -> nn.Module:
+    mine = mesh.get_local_rank()
+    return _handed_out(lambda _, number: _whole if number % mesh.size() == mine else None, gradients_only)
+
+
+class Recipe(NamedTuple):
+    """A mesh of all ranks, what to make on it, and the dimension over which plain tensors are spread, if any is."""
+
+    mesh: tuple[str, ...]
+    make: Callable[[DeviceMesh], nn.Module]
+    spread_over: str = ""
+    has_gradients: bool = False
+
+
+LAYOUTS = {
+    "ddp": Recipe(("dp_replicate",), _ddp),
+    "fsdp2": Recipe(("dp_shard",), lambda mesh: fsdp(model(), mesh)),
+    "hsdp": Recipe(("dp_replicate", "dp_shard"), lambda mesh: fsdp(model(), mesh)),
+    "tp": Recipe(("tp",), _tensor_parallel),
+    "sp": Recipe(("tp",), _sequence_parallel),
+    # Parameters on two meshes, some of them sharded twice along the same dimension.
+    "fsdp2+tp": Recipe(("dp_shard", "tp"), lambda mesh: fsdp(_tensor_parallel(mesh["tp"]), mesh["dp_shard"])),
+    "pp": Recipe(("pp", "dp_replicate"), lambda mesh: _stage(mesh, _whole), "pp", True),
+    "pp+fsdp2": Recipe(("pp", "dp_shard"), lambda mesh: _stage(mesh, _sharded(mesh["dp_shard"], 0)), "pp", True),
+    # Each rank has some experts, as plain tensors, and everything else.
+    "ep": Recipe(("dp_replicate", "ep"), lambda mesh: _experts(_slice(mesh["ep"]), _whole), "ep", True),
+    # Experts are on a mesh of their own, which is two-dimensional.
+    "ep+fsdp2": Recipe(
+        ("efsdp", "ep"),
+        lambda mesh: _experts(_sharded(mesh, 1, 0), _sharded(mesh_of(mesh.size(), "dp_shard"), 0)),
+        has_gradients=True,
+    ),
+    # Each rank has some parameters, whole; all of them, but gradients of some; a slice of each.
+    "zero-1": Recipe(("dp_shard",), lambda mesh: _owned(mesh, gradients_only=False), "dp_shard", True),
+    "zero-2": Recipe(("dp_shard",), lambda mesh: _owned(mesh, gradients_only=True), "dp_shard", True),
+    "zero-3": Recipe(("dp_shard",), lambda mesh: _handed_out(lambda *_: _slice(mesh, -1)), "dp_shard", True),
 }
-"""How to make each, for a number of ranks, and the number of the batch that a rank sees; None: has its gradients."""
 
 
-def laid_out(name: str) -> tuple[Layout, Model]:
+def made(name: str) -> tuple[Layout, list[int]]:
+    """A layout over all ranks, and the number of the batch that each rank sees."""
+    recipe, world = LAYOUTS[name], dist.get_world_size()
+    mesh = mesh_of(world, *recipe.mesh)
+    together = mesh["tp"].size() if "tp" in recipe.mesh else 1
+    return Layout(name, recipe.make(mesh), mesh), [rank // together for rank in range(world)]
+
+
+def laid_out(name: str) -> tuple[Layout, nn.Module]:
     """A layout over all ranks, and the model in one piece, in float64, both with the gradients of the same data."""
-    make, batch_of = LAYOUTS[name]
-    world = dist.get_world_size()
-    layout, single = make(world), model().double()
-    if batch_of is not None:
-        layout.model(batch(batch_of(dist.get_rank(), world))).square().mean().backward()
-    backward(single, {(batch_of or _of_its_own)(rank, world) for rank in range(world)})
+    (layout, batches), single = made(name), model().double()
+    if not LAYOUTS[name].has_gradients:
+        layout.model(batch(batches[dist.get_rank()])).square().mean().backward()
+    backward(single, set(batches))
     return layout, single

@@ -6,45 +6,31 @@ import argparse
 import inspect
 import json
 import math
-import pickle
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from gradstat._core.collectives import in_words
 from gradstat._core.importing import attribute_of
 from gradstat.distributed._ranks import LostRankError, RankError, Ranks
-
-if TYPE_CHECKING:
-    from gradstat.distributed.layouts import Layout, Model
+from gradstat.distributed.layouts import LAYOUTS, Layout, laid_out
 
 WORLD = 4
 ORDERS = (2.0, math.inf, 1.0)
-# In the order of `LAYOUTS` of gradstat.distributed.layouts, which is imported where there are ranks.
-NAMES = (
-    *("ddp", "fsdp2", "hsdp", "tp", "sp", "fsdp2+tp", "pp", "pp+fsdp2", "ep", "ep+fsdp2"),
-    *("zero-1", "zero-2", "zero-3"),
-)
 _PASSED = ("layout", "model", "mesh", "extra_groups", "pp_mesh", "ep_enabled")
-# The parameters of which an element is made NaN, or the gradient taken away.
-_VICTIM, _VICTIM_OF_EXPERTS = "blocks.0.up.weight", "experts.weight"
 _RELATIVE = 1e-4  # gradients are float32, expected is float64
 _COLUMNS = ("norm", "scaling", "gradients")
 _OK = "ok"
-_LOST = ("did not go on", "died")
-_WIDTHS = (10, 20, 20, 20)
-
-
-class WrongClipError(AssertionError):
-    """A clip does not do what one process does; the message is the table and what went wrong."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ class ClipVerdict:
         norm: ``"ok"``, or what is wrong with the returned norms: ``"x0.41 to 0.55"`` are ratios to the right one.
         scaling: The same of the factor by which each rank's gradients were multiplied.
         gradients: The same of each gradient, element by element.
-        problems: Sentences: in which cases, what is wrong, and its usual cause.
+        problems: Sentences: what is wrong, its usual cause where one fits, and in which cases.
     """
 
     layout: str
@@ -68,12 +54,7 @@ class ClipVerdict:
     @property
     def ok(self) -> bool:
         """Whether all is as in one process."""
-        return self.cells[1:] == (_OK,) * 3
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """The row of a table: layout, norm, scaling, gradients."""
-        return self.layout, self.norm, self.scaling, self.gradients
+        return self.norm == self.scaling == self.gradients == _OK
 
 
 @dataclass(frozen=True)
@@ -94,34 +75,34 @@ class ClipReport:
         return all(verdict.ok for verdict in self.verdicts)
 
     def raise_if_wrong(self) -> None:
-        """Raises `WrongClipError`, an ``AssertionError`` whose message is the report, unless `ok`."""
+        """Raises an ``AssertionError`` whose message is the report, unless `ok`."""
         if not self.ok:
-            raise WrongClipError(str(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"clip": self.clip, "ok": self.ok, "verdicts": [asdict(verdict) for verdict in self.verdicts]}
+            raise AssertionError(str(self))
 
     @property
     def account(self) -> str:
         """What is wrong, in sentences, and in how many layouts nothing is."""
         right = sum(verdict.ok for verdict in self.verdicts)
-        layouts: dict[str, list[str]] = {}
+        problems: dict[str, list[str]] = {}
         for verdict in self.verdicts:
             for problem in verdict.problems:
-                layouts.setdefault(problem, []).append(verdict.layout)
-        lines = [f"{', '.join(names)}: {problem}" for problem, names in layouts.items()]
+                problems.setdefault(problem, []).append(verdict.layout)
+        lines = [f"{', '.join(layouts)}: {problem}" for problem, layouts in problems.items()]
         return "\n".join([*lines, f"{self.clip}: as in one process in {right} of {len(self.verdicts)} layouts"])
 
     def __str__(self) -> str:
-        table = [_row(("layout", *_COLUMNS)), *(_row(verdict.cells) for verdict in self.verdicts)]
-        return "\n".join([*table, self.account])
+        return "\n".join([_row(), *map(_row, self.verdicts), self.account])
+
+
+def _row(verdict: ClipVerdict | None = None) -> str:
+    cells = ("layout", *_COLUMNS) if verdict is None else (verdict.layout, *(getattr(verdict, c) for c in _COLUMNS))
+    return "  {:<10}  {:<20}  {:<20}  {}".format(*cells)
 
 
 def verify_clip(
     clip: Callable[..., Any],
     *,
-    layouts: Iterable[str] = NAMES,
+    layouts: Iterable[str] = tuple(LAYOUTS),
     orders: Iterable[float] = ORDERS,
     limit: float = 30.0,
     told: Callable[[ClipVerdict], object] | None = None,
@@ -145,28 +126,27 @@ def verify_clip(
             norm, of which ``float()`` is taken. If it has parameters named ``layout``, ``model``, ``mesh``,
             ``extra_groups``, ``pp_mesh`` or ``ep_enabled``, they are passed by keyword: the `Layout` and what it has.
         layouts, orders: Those to try.
-        limit: Seconds after which ranks that wait for each other are stopped.
+        limit: Seconds for a layout, after which ranks that wait for each other are stopped.
         told: Called with each verdict as soon as it is there.
 
     Raises:
         TypeError: ``clip`` cannot be imported by other processes, as a lambda.
-        ValueError: There is no layout of that name.
+        ValueError: There is no layout of that name, or an order is not above zero.
         RuntimeError: The ranks could not be started, or a layout not be made.
     """
-    wanted = list(layouts)
+    wanted, cases = list(layouts), list(_cases(orders))
     for name in wanted:
-        if name not in NAMES:
-            raise ValueError(f"there is no layout {name!r}; expected one of {', '.join(NAMES)}")
-    where = f"{getattr(clip, '__module__', '?')}:{getattr(clip, '__qualname__', type(clip).__name__)}"
-    try:
-        pickle.dumps(clip)
-    except (AttributeError, pickle.PicklingError) as error:
-        raise TypeError(f"the ranks cannot import clip, which is {where}; pass a function of a module") from error
-    cases = list(_cases(orders))
+        if name not in LAYOUTS:
+            raise ValueError(f"there is no layout {name!r}; expected one of {', '.join(LAYOUTS)}")
     if not all(case.order > 0 for case in cases):
         raise ValueError("orders of norms have to be above zero")
+    where = f"{getattr(clip, '__module__', '?')}:{getattr(clip, '__qualname__', type(clip).__name__)}"
+    try:
+        ForkingPickler.dumps(clip)
+    except Exception as error:  # whatever the function's class raises
+        raise TypeError(f"the ranks cannot import clip, which is {where}; pass a function of a module") from error
     verdicts = []
-    with Ranks(WORLD, preload=["gradstat.distributed.layouts"]) as ranks:
+    with Ranks(WORLD) as ranks:
         for name in wanted:
             verdicts.append(_verdict(name, cases, _outcomes(ranks, clip, name, cases, limit)))
             if told is not None:
@@ -178,15 +158,16 @@ class _Case(NamedTuple):
     name: str
     order: float = 2.0
     share: float = 0.5  # of the norm, that it is clipped to
-    defect: str = ""
+
+
+_NAN, _MISSING = _Case("a NaN"), _Case("a gradient missing")
 
 
 def _cases(orders: Iterable[float]) -> Iterator[_Case]:
     for order in map(float, orders):
         yield _Case(f"order {order:g}, unclipped", order, 2.0)
         yield _Case(f"order {order:g}, clipped", order)
-    yield _Case("a NaN", defect="nan")
-    yield _Case("a gradient missing", defect="missing")
+    yield from (_NAN, _MISSING)
 
 
 @dataclass
@@ -196,37 +177,30 @@ class _Outcome:
     raised: str = ""
     expected: float = math.nan  # the norm in one process
     local: float = math.nan  # that of what this rank holds
-    own: float = math.nan  # that of the parameters of which this rank holds something
     limit: float = math.nan
     norm: float = math.nan
     factors: dict[str, float] = field(default_factory=dict)  # by which each gradient was multiplied
-    altered: list[str] = field(default_factory=list)  # those that were not multiplied by one number, or came or went
-    treatment: str = ""  # of gradients with a NaN among them
-    partial: bool = False  # whether some are pending sums
+    odd: list[str] = field(default_factory=list)  # those that were not multiplied by one number, or came or went
+    unchanged: bool = False
 
 
 def _outcomes(
     ranks: Ranks, clip: Callable[..., Any], name: str, cases: list[_Case], limit: float
 ) -> list[list[_Outcome]]:
-    """For each case what happened on each rank. Ranks that are lost cost the case they were in."""
+    """For each case what happened on each rank."""
     try:
         on_ranks = ranks.run(WORLD, _on_rank, clip, name, cases, timeout=10 * limit, limit=limit)
     except LostRankError as error:
-        done = min(len(error.told[rank]) for rank in error.ranks)
-        how = [error.how if rank in error.ranks else "was stopped with it" for rank in range(WORLD)]
-        on_ranks = [
-            [*told, _Outcome(raised=how[rank] if len(told) == done else "")] for rank, told in enumerate(error.told)
-        ]
-        so_far = [list(case) for case in zip(*on_ranks)][: done + 1]  # noqa: B905 - some are further
-        return [*so_far, *(_outcomes(ranks, clip, name, cases[done + 1 :], limit) if done + 1 < len(cases) else [])]
+        if len(cases) > 1:  # each by itself, to see which of them it is
+            return [outcome for case in cases for outcome in _outcomes(ranks, clip, name, [case], limit)]
+        lost = [_Outcome(raised=error.how if rank in error.ranks else "was stopped") for rank in range(WORLD)]
+        return [[error.answers.get(rank, [lost[rank]])[0] for rank in range(WORLD)]]
     except RankError as error:
         raise RankError(f"layout {name}: {error}") from error
     return [list(case) for case in zip(*on_ranks, strict=True)]
 
 
-def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> Iterator[_Outcome]:
-    from gradstat.distributed.layouts import laid_out
-
+def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_Outcome]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about a model that is not the user's
         layout, single = laid_out(name)
@@ -235,95 +209,73 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> Iterato
     asked = inspect.signature(clip).parameters
     passed = {key: layout if key == "layout" else getattr(layout, key) for key in _PASSED if key in asked}
     apart = dist.new_group()  # what the clip leaves unfinished in other groups does not meet the kit's own
+    outcomes = []
     for case in cases:
         for key, (gradient, values) in kept.items():
             _storage(gradient).copy_(values)
             parameters[key].grad = gradient
-        yield _tried(clip, case, layout, single, passed, apart)
+        expected = _norm(_values(dict(single.named_parameters())), case.order)
+        lost = torch.tensor(_spoilt(case, layout, single))
+        dist.all_reduce(lost, dist.ReduceOp.MAX, apart)
+        expected = math.sqrt(expected**2 - lost.item() ** 2) if lost else expected
+        before = _values(parameters)
+        outcome = _Outcome(expected=expected, local=_norm(before, case.order), limit=case.share * expected)
+        outcomes.append(outcome)
+        try:
+            outcome.norm = float(clip(list(layout.model.parameters()), outcome.limit, case.order, **passed))
+        except Exception as error:
+            outcome.raised = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            continue
+        after = _values(parameters)
+        outcome.odd = sorted(before.keys() ^ after.keys())
+        outcome.unchanged = before.keys() == after.keys() and all(
+            torch.equal(old.nan_to_num(), after[key].nan_to_num()) for key, old in before.items()
+        )
+        for key in before.keys() & after.keys():
+            old, new = before[key], after[key]
+            if case != _NAN and old.any():
+                factor = outcome.factors[key] = (old.dot(new) / old.dot(old)).item()
+                if not (new - factor * old).abs().max() <= _RELATIVE * abs(factor) * old.abs().max():
+                    outcome.odd.append(key)
+    return outcomes
 
 
-def _tried(
-    clip: Callable[..., Any],
-    case: _Case,
-    layout: Layout,
-    single: Model,
-    passed: dict[str, Any],
-    apart: dist.ProcessGroup,
-) -> _Outcome:
-    parameters = layout.named_parameters()
-    powers = {key: _power(_gradient(p), case.order) for key, p in single.named_parameters()}
-    lost = torch.zeros((), dtype=torch.float64)
-    held = {key: p for key, p in parameters.items() if p.grad is not None}
-    name = _VICTIM_OF_EXPERTS if layout.ep_enabled else _VICTIM
-    victim = held.get(name)
-    if victim is not None and case.defect == "nan" and layout.begins_here(victim):
-        _storage(_gradient(victim)).view(-1)[0] = math.nan
-    if victim is not None and case.defect == "missing" and (isinstance(victim, DTensor) or layout.begins_here(victim)):
-        # No rank of a mesh alone lacks a gradient, or torch's own reductions would not meet.
-        lost += powers[name] if isinstance(victim, DTensor) else _power(_gradient(victim), case.order)
+def _spoilt(case: _Case, layout: Layout, single: Module) -> float:
+    """Puts the defect of a case into this rank's gradients; the norm of what is missing then."""
+    name = "experts.weight" if layout.ep_enabled else "blocks.0.up.weight"
+    victim = layout.named_parameters().get(name)
+    if victim is None or victim.grad is None:
+        return 0.0
+    is_first, gradient = layout.begins_here(victim), victim.grad
+    if case == _NAN and is_first:
+        _storage(gradient).view(-1)[0] = math.nan
+    # No rank of a mesh alone lacks a gradient, or torch's own reductions would not meet.
+    if case == _MISSING and (is_first or isinstance(gradient, DTensor)):
+        lost = _values({name: single.get_parameter(name) if isinstance(gradient, DTensor) else victim})
         victim.grad = None
-    dist.all_reduce(lost, dist.ReduceOp.MAX, apart)
-    before = {key: _values(p.grad) for key, p in parameters.items() if p.grad is not None}
-    expected = _norm([*powers.values(), -lost.item()], case.order)
-    outcome = _Outcome(
-        expected=expected,
-        local=_norm([_power(gradient, case.order) for gradient in before.values()], case.order),
-        own=_norm([*(powers[key] for key in held), -lost.item() * (victim is not None)], case.order),
-        limit=case.share * expected,
-        partial=any(_is_partial(p.grad) for p in parameters.values()),
-    )
-    try:
-        outcome.norm = float(clip(list(layout.model.parameters()), outcome.limit, case.order, **passed))
-    except Exception as error:
-        outcome.raised = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        return outcome
-    after = {key: _values(p.grad) for key, p in parameters.items() if p.grad is not None}
-    if case.defect == "nan":
-        outcome.treatment = _treatment(torch.cat(list(before.values())), torch.cat(list(after.values())))
-        return outcome
-    outcome.altered = sorted(before.keys() ^ after.keys())
-    for key in sorted(before.keys() & after.keys()):
-        old, new = before[key], after[key]
-        if old.any():
-            factor = outcome.factors[key] = (old.dot(new) / old.dot(old)).item()
-            if not (new - factor * old).abs().max() <= _RELATIVE * abs(factor) * old.abs().max():
-                outcome.altered.append(key)
-    return outcome
-
-
-def _treatment(before: Tensor, after: Tensor) -> str:
-    if torch.equal(before.nan_to_num(), after.nan_to_num()):
-        return "left as they are"
-    return "all NaN" if after.isnan().all() else "zero" if not after.any() else "changed in another way"
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _is_partial(gradient: Tensor | None) -> bool:
-    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
+        return _norm(lost, case.order)
+    return 0.0
 
 
 def _storage(gradient: Tensor) -> Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def _values(gradient: Tensor) -> Tensor:
-    """What this rank holds, or the sum that is pending; flat, a copy."""
-    values = gradient.full_tensor() if _is_partial(gradient) else _storage(gradient)  # type: ignore[attr-defined]
-    return values.detach().flatten().to(torch.float64, copy=True)
+def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of what this rank holds of each gradient, or of the sum that is pending; flat."""
+    values = {}
+    for key, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is not None:
+            pending = isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+            held = gradient.full_tensor() if pending else _storage(gradient)  # type: ignore[attr-defined]
+            values[key] = held.detach().flatten().to(torch.float64, copy=True)
+    return values
 
 
-def _power(gradient: Tensor, order: float) -> float:
-    """What adds up over tensors: the sum of powers; for infinity the maximum, which does not."""
-    absolute = gradient.detach().double().abs()
-    return (absolute**order).sum().item() if order < math.inf else max(absolute.flatten().tolist(), default=0.0)
-
-
-def _norm(powers: Sequence[float], order: float) -> float:
-    return max([0.0, *powers]) if order == math.inf else sum(powers) ** (1 / order)
+def _norm(values: Mapping[str, Tensor], order: float) -> float:
+    everything = torch.cat([torch.zeros(1, dtype=torch.float64), *values.values()])
+    return float(torch.linalg.vector_norm(everything, order))
 
 
 # What the outcomes of all ranks say ---------------------------------------------------------------------------
@@ -333,10 +285,11 @@ def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) ->
     wrong: dict[str, dict[str, str]] = {column: {} for column in _COLUMNS}  # cells, by the case
     problems: dict[str, list[str]] = {}
     for case, on_ranks in zip(cases, outcomes, strict=True):
-        for column, cell, problem in _wrong(case, on_ranks):
-            wrong[column].setdefault(case.name, cell)
-            if problem and case.name not in problems.setdefault(problem, []):
-                problems[problem].append(case.name)
+        for columns, cell, problem in _wrong(case, on_ranks):
+            for column in columns:
+                wrong[column].setdefault(case.name, cell)
+            if problem:
+                problems.setdefault(problem, []).append(case.name)
     cells = {}
     for column, found in wrong.items():
         some = f" ({len(found)}/{len(cases)})" * (len(found) < len(cases))
@@ -345,87 +298,68 @@ def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) ->
     return ClipVerdict(layout, **cells, problems=tuple(told))
 
 
-def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[str, str, str]]:
-    """Column, cell and sentence of what is wrong in a case; a sentence that is empty adds nothing to others."""
-    raised: dict[str, list[int]] = {}
-    for rank, outcome in enumerate(outcomes):
-        if outcome.raised:
-            raised.setdefault(outcome.raised, []).append(rank)
-    if raised:
-        lost = next((how for how in raised if how.startswith(_LOST)), "")
-        cell = "raises" if not lost else "dies" if "died" in lost else "hangs"
-        each = [f"{'all ranks' if len(on) == WORLD else in_words(on)}: {how}" for how, on in raised.items()]
-        problem = "; ".join(each) + " (a collective that not all ranks call, or not with the same size)" * bool(lost)
-        yield from ((column, cell, problem) for column in _COLUMNS)
-    elif case.defect == "nan":
-        finite = [rank for rank, outcome in enumerate(outcomes) if math.isfinite(outcome.norm)]
+def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str], str, str]]:
+    """Columns, cell and sentence of what is wrong in a case; a sentence that is empty adds nothing to others."""
+    norms, expected = [o.norm for o in outcomes], [o.expected for o in outcomes]
+    if any(o.raised for o in outcomes):
+        raised: dict[str, list[int]] = {}
+        for rank, outcome in enumerate(outcomes):
+            if outcome.raised:
+                raised.setdefault(outcome.raised, []).append(rank)
+        text = "; ".join(f"{in_words(on)}: {how}" for how, on in raised.items())
+        cell = "dies" if "died with exit" in text else "hangs" if "did not go on" in text else "raises"
+        hint = " (a collective that not all ranks call, or not with the same size)" * (cell != "raises")
+        yield _COLUMNS, cell, text + hint
+        return
+    if case == _NAN:
+        finite = [rank for rank, norm in enumerate(norms) if math.isfinite(norm)]
         if finite:
-            yield "norm", "no NaN", f"the norm is finite on {in_words(finite)}, which step as if nothing were"
-        elif len({outcome.treatment for outcome in outcomes}) > 1:
-            told = ", ".join(f"{o.treatment} on rank {rank}" for rank, o in enumerate(outcomes))
-            yield "gradients", "differ", f"ranks treat gradients differently: {told}"
-    else:
-        yield from _wrong_numbers(case, outcomes)
-
-
-def _wrong_numbers(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[str, str, str]]:
-    expected = [outcome.expected for outcome in outcomes]
-    norms = [outcome.norm for outcome in outcomes]
+            yield ["norm"], "no NaN", f"the norm is finite on {in_words(finite)}, which step as if nothing were"
+        elif len({o.unchanged for o in outcomes}) > 1:
+            spared = in_words([rank for rank, o in enumerate(outcomes) if o.unchanged])
+            yield ["gradients"], "differ", f"gradients are left as they are on {spared} only"
+        return
     if not _same(norms, expected):
-        yield "norm", _ratio(norms, expected), _cause(case, outcomes)
-    wanted = [min(1.0, outcome.limit / (outcome.expected + 1e-6)) for outcome in outcomes]
-    by_norm = [min(1.0, outcome.limit / (outcome.norm + 1e-6)) for outcome in outcomes]
-    factors = [statistics.median(outcome.factors.values() or [math.nan]) for outcome in outcomes]
+        yield ["norm"], _ratio(norms, expected), _cause(case, outcomes)
+    wanted, by_norm = (
+        [min(1.0, o.limit / (n + 1e-6)) for o, n in zip(outcomes, of, strict=True)] for of in (expected, norms)
+    )
+    factors = [statistics.median(o.factors.values() or [math.nan]) for o in outcomes]
     if not _same(factors, wanted):
-        problem = ""
-        if _same(factors, by_norm):
-            pass  # the norm explains it
-        elif _same(factors, [1.0] * WORLD):
-            problem = "the norm is computed, but gradients are never scaled"
-        elif not _same(factors, [factors[0]] * WORLD):
-            problem = "ranks multiply by different factors, so that their parts of the model no longer fit together"
-        else:
-            problem = "gradients are not multiplied by min(1, max_norm / (norm + 1e-6))"
-        yield "scaling", _ratio(factors, wanted), problem
-        yield "gradients", _ratio(factors, wanted), ""
+        usual = [
+            (by_norm, ""),  # the norm explains it
+            ([1.0] * WORLD, "the norm is computed, but gradients are never scaled"),
+            ([factors[0]] * WORLD, "gradients are not multiplied by min(1, max_norm / (norm + 1e-6))"),
+            (factors, "ranks multiply by different factors, so that their parts of the model no longer fit together"),
+        ]
+        yield _COLUMNS[1:], _ratio(factors, wanted), next(what for values, what in usual if _same(factors, values))
     odd: dict[str, list[int]] = {}
-    for rank, (outcome, usual) in enumerate(zip(outcomes, factors, strict=True)):
-        for name in {*outcome.altered, *(key for key, f in outcome.factors.items() if not _same([f], [usual]))}:
+    for rank, (outcome, factor) in enumerate(zip(outcomes, factors, strict=True)):
+        for name in {*outcome.odd, *(key for key, f in outcome.factors.items() if not _same([f], [factor]))}:
             odd.setdefault(name, []).append(rank)
     if odd:
         name, on = min(odd.items())
         more = f" and {len(odd) - 1} more gradients" * (len(odd) > 1)
-        yield "gradients", name, f"{name}{more} not treated as the others on {in_words(on)}: left out of the scaling?"
+        yield ["gradients"], name, f"{name}{more} not treated as the others on {in_words(on)}: left out of the scaling?"
 
 
 def _cause(case: _Case, outcomes: list[_Outcome]) -> str:
     """The usual reason for these norms."""
-    p = case.order
-    norms, expected = [o.norm for o in outcomes], [o.expected for o in outcomes]
-    local = [o.local for o in outcomes]
-    everything = _norm([value if p == math.inf else value**p for value in local], p)
-    if _same(norms, local):
-        return (
-            "each rank has the norm of what it holds itself: reduce powers (for inf, the maximum) over the ranks that "
-            "hold the rest; of a DTensor whose reduction is pending, return full_tensor()"
-        )
-    if _same(norms, [o.own for o in outcomes]):
-        return "each rank has the norm of its own parameters: those on other ranks only (stages, owners) are left out"
-    for rank, value in enumerate(local):
-        if _same(norms, [value] * WORLD):
-            return f"all ranks have the norm of what rank {rank} holds: shards or experts of the others are left out"
-    if _same(norms, [everything] * WORLD):
-        return (
-            "what several ranks hold is counted once for each of them: reduce over the ranks with different shards only"
-        )
-    for count in (2, WORLD):
-        if p < math.inf and _same(norms, [value * count ** (1 / p) for value in expected]):
-            return f"everything is counted {count} times: it is reduced over {count} ranks that hold the same"
-        if p < math.inf and _same(norms, [value / count ** (1 / p) for value in expected]):
-            return f"too small by the root of {count}: an average over {count} ranks where a sum belongs"
-    if outcomes[0].partial:
-        return "some gradients here are pending sums (Partial placements): sum them up before their norm is taken"
-    return "none of the usual causes fits"
+    norms, expected, local = ([getattr(o, of) for o in outcomes] for of in ("norm", "expected", "local"))
+    root = WORLD ** (1 / case.order)
+    together = torch.linalg.vector_norm(torch.tensor(local, dtype=torch.float64), case.order).item()
+    usual = {
+        "each rank has the norm of what it holds itself; return full_tensor() of a DTensor": local,
+        "what several ranks hold is counted once for each of them: reduce over different shards only": [together]
+        * WORLD,
+        f"too small by the root of {WORLD}: an average where a sum belongs": [norm / root for norm in expected],
+    }
+    for rank, norm in enumerate(local):
+        usual[f"all ranks have the norm of what rank {rank} holds: shards or experts of the others are left out"] = [
+            norm
+        ] * WORLD
+    unknown = "are stages left out, or pending sums (Partial placements) not added up before?"
+    return next((cause for cause, values in usual.items() if _same(norms, values)), unknown)
 
 
 def _same(values: Sequence[float], expected: Sequence[float]) -> bool:
@@ -440,10 +374,6 @@ def _ratio(values: Sequence[float], expected: Sequence[float]) -> str:
 # The command -------------------------------------------------------------------------------------------------
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``norms``; returns 0 if all is as in one process, 1 if not, 2 if the function cannot be tried."""
     parser = argparse.ArgumentParser(
@@ -454,29 +384,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="The function is called as clip(parameters, max_norm, norm_type); it also gets what it names of "
         f"{', '.join(_PASSED)}. Exit status: 0 if all is as in one process, 1 if not, 2 if it cannot be tried.",
     )
+    names = tuple(LAYOUTS)
     parser.add_argument("clip", metavar="MODULE:FUNCTION", help="such as torch.nn.utils:clip_grad_norm_")
-    parser.add_argument("--layouts", nargs="+", choices=NAMES, default=NAMES, metavar="LAYOUT", help=", ".join(NAMES))
+    parser.add_argument("--layouts", nargs="+", choices=names, default=names, metavar="LAYOUT", help=", ".join(names))
     parser.add_argument("--orders", nargs="+", type=float, default=ORDERS, help="of the norm (default: 2 inf 1)")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=30.0,
-        help="seconds without an answer after which ranks are stopped (default %(default)g)",
-    )
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds for a layout (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
+    table = sys.stderr if options.json else sys.stdout
 
-    def told(cells: Sequence[str]) -> None:
-        print(_row(cells), file=sys.stderr if options.json else sys.stdout, flush=True)
+    def told(verdict: ClipVerdict | None) -> None:
+        print(_row(verdict), file=table, flush=True)
 
     try:
         clip = attribute_of(options.clip, "MODULE:FUNCTION, such as torch.nn.utils:clip_grad_norm_")
-        told(("layout", *_COLUMNS))
-        report = verify_clip(
-            clip, layouts=options.layouts, orders=options.orders, limit=options.limit, told=lambda v: told(v.cells)
-        )
+        told(None)
+        report = verify_clip(clip, layouts=options.layouts, orders=options.orders, limit=options.limit, told=told)
     except (ValueError, TypeError, RuntimeError) as error:
         print(f"gradstat norms: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report.to_dict(), indent=2) if options.json else report.account)
+    print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if options.json else report.account)
     return 0 if report.ok else 1

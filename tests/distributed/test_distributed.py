@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradstat
-from gradstat.distributed.layouts import LAYOUTS, backward, batch, fsdp, laid_out, mesh_of, model
+from gradstat.distributed.layouts import backward, batch, fsdp, laid_out, made, mesh_of, model
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -90,23 +90,19 @@ HOLDS_THE_BAD_PART: dict[str, Callable[[int], bool]] = {
 )
 @on_ranks(4)
 def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(layout: str, fused: bool, scaling: bool) -> None:
-    make, batch_of = LAYOUTS[layout]
-    assert batch_of is not None
-    world, rank = dist.get_world_size(), dist.get_rank()
-    made, single = make(world), model()
-    spread = made.model
+    (spread_out, batches), single = made(layout), model()
+    spread = spread_out.model
     ours = torch.optim.AdamW(spread.parameters(), lr=0.01, fused=fused)
     theirs = torch.optim.AdamW(single.parameters(), lr=0.01)
     scaler = gradstat.amp.GradScaler("cpu", init_scale=1024.0) if scaling else None
-    different = {batch_of(r, world) for r in range(world)}
     for step in range(4):
         ours.zero_grad()
         theirs.zero_grad()
-        loss = spread(batch(batch_of(rank, world)) + step).square().mean()
+        loss = spread(batch(batches[dist.get_rank()]) + step).square().mean()
         (loss if scaler is None else scaler.scale(loss)).backward()
-        backward(single, different, shift=step)
-        if step == 2 and HOLDS_THE_BAD_PART.get(layout, lambda rank: True)(rank):
-            gradient = made.named_parameters()["first.weight"].grad
+        backward(single, set(batches), shift=step)
+        if step == 2 and HOLDS_THE_BAD_PART.get(layout, lambda rank: True)(dist.get_rank()):
+            gradient = spread_out.named_parameters()["first.weight"].grad
             local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
             local.view(-1)[2] = math.nan  # type: ignore[union-attr]
         result = gradstat.guarded_step(ours, 0.1, scaler=scaler)
@@ -123,7 +119,7 @@ def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(layout: str, fus
             theirs.step()
         for name, parameter in single.named_parameters():
             torch.testing.assert_close(
-                whole(made.named_parameters()[name].detach()), parameter.detach(), rtol=1e-4, atol=1e-5
+                whole(spread_out.named_parameters()[name].detach()), parameter.detach(), rtol=1e-4, atol=1e-5
             )
 
 
@@ -234,6 +230,20 @@ def test_the_patch_gives_norms_as_torch_does() -> None:
     with gradstat.patch_torch():
         for ours, theirs in zip(clipped_by_torch(), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def clipped_with_a_gradient_missing() -> float:
+    layout, _ = laid_out("pp+fsdp2")
+    parameters = list(layout.model.parameters())
+    if dist.get_rank() == 1:
+        parameters[1].grad = None
+    return gradstat.clip_grad_norm_(parameters, 0.1, extra_groups=layout.extra_groups).item()
+
+
+def test_groups_are_those_of_the_world_there_is(ranks: Ranks) -> None:
+    """Torch's caches bring back meshes of a world that was destroyed; their groups answer nobody."""
+    first, second = (ranks.run(4, clipped_with_a_gradient_missing, timeout=2.0) for _ in range(2))
+    assert first == second
 
 
 # Groups that no tensor tells ---------------------------------------------------------------------------------
