@@ -25,7 +25,7 @@ from gradstat.distributed import verify_clip
 
 def test_its_clip_is_as_in_one_process() -> None:
     layouts = ["ddp", "fsdp2", "hsdp", "pp", "pp+fsdp2", "ep+fsdp2"]
-    verify_clip(clip_grad_norm_, layouts=layouts, orders=[2.0, 1.0]).raise_if_wrong()
+    verify_clip(clip_grad_norm_, layouts=layouts, orders=[2.0, 1.0], limit=120.0).raise_if_wrong()
 
 
 def patched(parameters: list[Tensor], max_norm: float, norm_type: float, pp_mesh: object, ep_enabled: bool) -> Tensor:
@@ -35,7 +35,9 @@ def patched(parameters: list[Tensor], max_norm: float, norm_type: float, pp_mesh
 
 def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard() -> None:
     # Of some parameters one rank has nothing, of which torch takes no maximum: it raises, and the others wait.
-    verify_clip(patched, layouts=["fsdp2", "fsdp2+tp", "ep+fsdp2", "pp+fsdp2"], orders=[2.0, math.inf]).raise_if_wrong()
+    verify_clip(
+        patched, layouts=["fsdp2", "fsdp2+tp", "ep+fsdp2", "pp+fsdp2"], orders=[2.0, math.inf], limit=120.0
+    ).raise_if_wrong()
 
 
 def debug_model() -> list[float]:
