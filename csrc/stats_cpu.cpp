@@ -30,7 +30,7 @@ namespace {
 // Bytes per block of the fast loop: well inside the first-level cache, for the rare second reading.
 constexpr int64_t kBlockBytes = 8192;
 // How far ahead of the arithmetic memory is asked for.
-constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchBytes = 8192;
 // Float8 elements for which a histogram takes longer than a lookup for each.
 constexpr int64_t kFewFloat8 = 1024;
 // Values per chunk: the unit of parallel work, and, since merging follows chunks, of reproducibility.
