@@ -56,7 +56,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's
-            engine, between its ``backward`` and ``step``: its partitions are merged, its loss scale is divided out.
+            engine, between its ``backward`` and ``step``: its partitions are merged, its loss scale is divided out. Or
+            Megatron-Core's DistributedDataParallel, between ``finish_grad_sync`` and the step.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
         extra_groups: Groups of ranks over which gradients are spread and which they do not tell: pipeline stages,
             experts. A process group or one-dimensional mesh, or several, for all gradients; or pairs of one and the
@@ -96,7 +97,10 @@ def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
     labels = labels_of(source, gradients)
-    measured = measure(gradients.tensors, labels.of, backend, owners=source.parameters, extra_groups=extra_groups)
+    owners = source.parameters
+    if engine is not None and gradients.positions is not None:  # the same ones on all ranks, and not in ``.grad``
+        owners = [owners[i] for i in gradients.positions]
+    measured = measure(gradients.tensors, labels.of, backend, owners=owners, extra_groups=extra_groups)
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()

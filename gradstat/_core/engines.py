@@ -6,7 +6,7 @@ What is known of an engine's insides stands here. It is recognised by its method
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class DeepSpeed:
 
     Between ``engine.backward`` and ``engine.step`` gradients are averaged over the ranks and carry the loss scale.
     """
+
+    name = "DeepSpeed's engine"
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -157,24 +159,82 @@ def _wait_for_copies() -> None:
         torch.accelerator.synchronize()
 
 
-def engine_of(target: object) -> DeepSpeed | None:
+class Megatron:
+    """Megatron-Core's DistributedDataParallel: gradients are views of its buffers, as ``main_grad``.
+
+    Between ``finish_grad_sync`` and the step they are averaged over the ranks; those of float16 carry the loss scale.
+    """
+
+    name = "Megatron-Core's DistributedDataParallel"
+    loss_scale: float | None = None  # which the optimizer has, on the device
+    optimizer = None
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What was wrapped."""
+        inner: torch.nn.Module = self.engine.module
+        return inner
+
+    def parameters(self, parameters: list[Tensor]) -> list[Any]:
+        """The parameters, which are whole."""
+        return parameters
+
+    def gradients(self) -> dict[int, Any]:
+        """The gradients by the ids of parameters; with the distributed optimizer the pieces that this rank reduces."""
+        is_cut = self.engine.ddp_config.use_distributed_optimizer
+        return {
+            id(parameter): _piece_of_bucket(buffer, parameter) if is_cut else parameter.main_grad
+            for buffer in (*self.engine.buffers, *self.engine.expert_parallel_buffers)
+            for parameter in buffer.params
+        }
+
+
+def _piece_of_bucket(buffer: Any, parameter: Tensor) -> Piece:
+    """Each bucket of a buffer is cut into as many parts of one size as the group has ranks."""
+    start, end, number = buffer.param_index_map[parameter]
+    bucket, group = buffer.buckets[number], buffer.data_parallel_group
+    size = bucket.grad_data.numel() // group.size()
+    part = bucket.offset + size * group.rank()
+    low = min(max(start, part), end)
+    high = max(min(end, part + size), low)
+    return Piece(parameter, parameter.shape, buffer.grad_data[low:high], low - start, group)
+
+
+Engine: TypeAlias = DeepSpeed | Megatron
+
+
+def engine_of(target: object) -> Engine | None:
     """The engine that ``target`` is, if it is one."""
-    return DeepSpeed(target) if hasattr(type(target), "zero_optimization_stage") else None
+    if hasattr(type(target), "zero_optimization_stage"):
+        return DeepSpeed(target)
+    # Megatron's FSDP has the method as well.
+    if hasattr(type(target), "finish_grad_sync") and "expert_parallel_buffers" in vars(target):
+        return Megatron(target)
+    return None
 
 
-_OF_ITSELF = (
-    "DeepSpeed's engine clips, skips and steps by itself: set gradient_clipping in its configuration. "
-    "gradstat.check(engine) and gradstat.Monitor(engine) watch it"
-)
+_OF_ITSELF = {
+    "deepspeed": "DeepSpeed's engine clips, skips and steps by itself: set gradient_clipping in its configuration. "
+    "gradstat.check(engine) and gradstat.Monitor(engine) watch it",
+    "megatron": "Megatron-Core keeps gradients in main_grad, which its optimizer clips: set clip_grad in its "
+    "configuration. gradstat.check(model) and gradstat.Monitor(model) watch its DistributedDataParallel",
+}
 
 
 def refuse_engine(target: object) -> None:
-    """Raises TypeError if ``target``, with which was to be clipped or stepped, is DeepSpeed's engine or optimizer."""
-    if type(target).__module__.partition(".")[0] == "deepspeed":
-        raise TypeError(_OF_ITSELF)
+    """Raises TypeError if ``target``, with which was to be clipped or stepped, is an engine or its optimizer."""
+    package = type(target).__module__.partition(".")[0]
+    if package in _OF_ITSELF:
+        raise TypeError(_OF_ITSELF[package])
 
 
 def refuse_in_engine(parameters: list[Tensor]) -> None:
-    """Raises TypeError if ``parameters``, of which none has a ``.grad``, are those of a DeepSpeed engine with ZeRO."""
-    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in parameters):
-        raise TypeError(_OF_ITSELF)
+    """Raises TypeError if ``parameters``, of which none has a ``.grad``, are those of an engine that keeps them."""
+    for parameter in parameters:
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+            raise TypeError(_OF_ITSELF["deepspeed"])
+        if hasattr(parameter, "main_grad"):
+            raise TypeError(_OF_ITSELF["megatron"])

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
-from gradstat._core.engines import DeepSpeed, engine_of, refuse_engine
+from gradstat._core.engines import Engine, engine_of, refuse_engine
 from gradstat._core.warn import warn_user
 
 PLAIN_TYPES = {Tensor, Parameter}
@@ -29,7 +29,7 @@ class Source(NamedTuple):
 
     parameters: list[Tensor]
     names: Names
-    engine: DeepSpeed | None = None  # that keeps their gradients
+    engine: Engine | None = None  # that keeps their gradients
 
 
 class _ModulePlan(NamedTuple):
@@ -157,7 +157,7 @@ class Gradients(NamedTuple):
         return f"the gradient of parameters[{i if self.positions is None else self.positions[i]}]"
 
 
-def gradients_of(parameters: list[Tensor], engine: DeepSpeed | None = None) -> Gradients:
+def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Gradients:
     """The gradients of ``parameters``, or pieces that ``engine`` has. AttributeError if something has no ``.grad``."""
     kept = None if engine is None else engine.gradients()
     if kept is not None:

@@ -137,7 +137,7 @@ class Sharded:
         self._here: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
         stand_ins: Sequence[Tensor] = self._tensors
-        if owners is not None and gradients_of(owners).positions is not None:
+        if owners is not None and len(owners) > len(self._tensors) and gradients_of(owners).positions is not None:
             self._owners = [p for p in owners if p.requires_grad or p.grad is not None]
             self._here = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.backends import known_name
 from gradstat._core.compiling import never_traced
-from gradstat._core.engines import engine_of
+from gradstat._core.engines import Engine, engine_of
 from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
@@ -77,7 +77,8 @@ class Monitor:
     is out of the ordinary. What they find is in `findings`, and done about it is what ``on_anomaly`` says.
 
     Args:
-        model: The module that is trained; as wrapped by DDP or FSDP, if it is. Or DeepSpeed's engine, alone.
+        model: The module that is trained; as wrapped by DDP or FSDP, if it is. Or DeepSpeed's engine or
+            Megatron-Core's DistributedDataParallel, alone.
         optimizer: Gives the learning rate and the optimizer's states; needed to skip, roll back and replay.
         scaler: The loss scaler, if there is one: the loss scale is watched and taken out of the statistics.
         on_anomaly: What to do about findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
@@ -132,7 +133,7 @@ class Monitor:
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
         if engine is not None:
-            _refuse_under_engine(optimizer, self._policies, replay, self._watch)
+            _refuse_under_engine(engine, optimizer, self._policies, replay, self._watch)
             optimizer = engine.optimizer
             self._watch["optimizer"] = 0  # its states are cut up as well
         self._model = model if engine is None else engine.module
@@ -589,18 +590,20 @@ def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) 
             raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
 
 
-def _refuse_under_engine(optimizer: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]) -> None:
+def _refuse_under_engine(
+    engine: Engine, optimizer: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]
+) -> None:
     for policy in ("skip", "rollback", "replay"):
         if policies.uses(policy) or (policy == "replay" and replay):
             raise NotImplementedError(
-                f"{policy!r} cannot be done under DeepSpeed, whose engine clips, skips and steps by itself; use "
+                f"{policy!r} cannot be done under {engine.name}, which clips, skips and steps by itself; use "
                 "'warn', 'raise', 'stop' or 'snapshot'"
             )
     if watch["updates"]:
-        raise NotImplementedError("watch={'updates': ...} cannot be done under DeepSpeed, which may cut parameters up")
+        raise NotImplementedError(f"watch={{'updates': ...}} cannot be done under {engine.name}, which may cut them up")
     if optimizer is not None:
         raise TypeError(
-            "optimizer: expected None beside DeepSpeed's engine, which has its own: gradstat.Monitor(engine)"
+            f"optimizer: expected None beside {engine.name}, which is watched alone: gradstat.Monitor(model)"
         )
 
 

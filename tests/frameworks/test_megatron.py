@@ -1,0 +1,299 @@
+"""Megatron-Core's real DistributedDataParallel on gloo ranks: what gradstat says of its buffers, beside one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradstat
+
+if TYPE_CHECKING:
+    from ranks import Ranks
+
+TIMEOUT = 300.0
+BATCH = 4
+BAD = {"0.weight": [1800, 1849], "2.bias": [2]}  # flat indices
+# Of the distributed optimizer, of overlapping (and so of buckets), of bfloat16 with gradients in float32.
+LAYOUTS = list(itertools.product((False, True), repeat=3))
+
+
+def _start(**sizes: int) -> Any:
+    """Megatron's groups on the process group there is; its buffers are made on the CPU."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(**sizes)
+    return parallel_state
+
+
+def _config() -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def _wrapped(net: nn.Module, is_cut: bool, overlaps: bool, config: Any = None) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=is_cut, overlap_grad_reduce=overlaps, bucket_size=30
+    )
+    return DistributedDataParallel(config or _config(), settings, net)
+
+
+def _net(dtype: torch.dtype, has_unused: bool) -> nn.Sequential:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(37, 50), nn.Tanh(), nn.Linear(50, 3), nn.Linear(3, 3)).to(dtype)
+    net[3].requires_grad_(False)
+    if has_unused:
+        net.unused = nn.Parameter(torch.ones(4, dtype=dtype))
+    return net
+
+
+def _batch(seed: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(BATCH, 37, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def _backward(model: Any, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).float().square().sum()
+    loss.backward()
+    return loss
+
+
+def _of_one_process(net: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Averages of the gradients, added up in float64."""
+    sums: dict[str, Tensor] = {}
+    for batch in batches:
+        net.zero_grad()
+        _backward(net, batch)
+        for name, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                sums[name] = sums.get(name, 0) + gradient.double() / len(batches)
+    return sums
+
+
+def _hold_against(report: gradstat.Report, wholes: dict[str, Tensor]) -> None:
+    assert list(report.names) == list(wholes)
+    assert report.missing == ()
+    for name, whole in wholes.items():
+        expected, ours = gradstat.check_tensors({name: whole})[name], report[name]
+        assert ours.shape == whole.shape
+        for value in ("nan_count", "inf_count", "zero_count", "first_nonfinite"):
+            assert getattr(ours, value) == getattr(expected, value), (name, value, ours, expected)
+        for value in ("l2_norm", "min", "max", "mean"):
+            close = pytest.approx(getattr(expected, value), rel=1e-5, abs=1e-7, nan_ok=True)
+            assert getattr(ours, value) == close, (name, value, ours, expected)
+
+
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+
+
+def _spoil(net: nn.Module, value: float) -> None:
+    """From now on some elements of the gradients are not finite."""
+    for name, parameter in net.named_parameters():
+        if name in BAD:
+
+            def spoiled(gradient: Tensor, places: list[int] = BAD[name]) -> Tensor:
+                flat = gradient.clone().reshape(-1)
+                flat[places] = value
+                return flat.view_as(gradient)
+
+            parameter.register_hook(spoiled)
+
+
+def _reported(layouts: list[tuple[bool, bool, bool]]) -> list[str]:
+    _start()
+    return [_report(*layout) for layout in layouts]
+
+
+def _report(is_cut: bool, overlaps: bool, is_low: bool) -> str:
+    dtype = torch.bfloat16 if is_low else torch.float32
+    net, alone = (_net(dtype, has_unused=not overlaps) for _ in range(2))  # overlapping asks for all gradients
+    model = _wrapped(net, is_cut, overlaps)
+    assert len(model.buffers[0].buckets) > overlaps
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        if step == 2 and rank == 1:
+            _spoil(net, math.nan)
+        model.zero_grad_buffer()
+        _backward(model, _batch(step, rank, dtype))
+        model.finish_grad_sync()
+        report = gradstat.check(model)
+        wholes = _of_one_process(alone, [_batch(step, other, dtype) for other in range(world)])
+        if step == 2:
+            for name, places in BAD.items():
+                wholes[name].view(-1)[places] = math.nan
+        else:
+            assert report.total_norm == pytest.approx(_norm(wholes.values()), rel=1e-5)
+            with_groups = gradstat.check(model, extra_groups=[(model.tp_group, list(model.parameters())[:1])])
+            assert with_groups.total_norm == report.total_norm
+        _hold_against(report, wholes)
+    assert [stats.name for stats in report.nonfinite] == list(BAD)
+    return str(report)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_reports_are_those_of_one_process(ranks: Ranks, world: int) -> None:
+    results = ranks.run(world, _reported, LAYOUTS, timeout=TIMEOUT)
+    assert all(result == results[0] for result in results)
+
+
+def _named(is_cut: bool) -> None:
+    _start()
+    net = _net(torch.float32, has_unused=True)
+    model = _wrapped(net, is_cut, overlaps=False)
+    model.ddp_config.check_for_nan_in_grad = True
+    _spoil(net, math.nan)
+    _backward(model, _batch(0, dist.get_rank()))
+    with pytest.raises(RuntimeError, match="found NaN in local grad norm"):
+        model.finish_grad_sync()
+    wrong = gradstat.check_tensors({name: p.main_grad for name, p in net.named_parameters() if p.requires_grad})
+    assert [(stats.name, stats.first_nonfinite) for stats in wrong.nonfinite] == [
+        ("0.weight", (48, 24)),
+        ("2.bias", (2,)),
+    ]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_nan_in_the_local_norm_is_a_parameter(ranks: Ranks, is_cut: bool) -> None:
+    ranks.run(2, _named, is_cut, timeout=TIMEOUT)
+
+
+def _watched(is_cut: bool) -> list[tuple[str, int, str]]:
+    _start()
+    net = _net(torch.float32, has_unused=False)
+    model = _wrapped(net, is_cut, overlaps=True)
+    monitor = gradstat.Monitor(model, watch={"parameters": 1, "activations": 1}, on_anomaly="record")
+    for step in range(30):
+        if step == 25 and dist.get_rank() == 1:
+            _spoil(net, math.inf)
+        model.zero_grad_buffer()
+        loss = _backward(model, _batch(step, dist.get_rank()))
+        model.finish_grad_sync()
+        monitor.step(loss)
+        assert monitor.latest().report.total_norm == pytest.approx(gradstat.check(model).total_norm, nan_ok=True)
+    monitor.detach()
+    return [(finding.rule, finding.step, finding.text) for finding in monitor.findings]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_monitor_names_the_parameter(ranks: Ranks, is_cut: bool) -> None:
+    found, others = ranks.run(2, _watched, is_cut, timeout=TIMEOUT)
+    assert found == others
+    assert {(rule, step) for rule, step, _ in found} == {("nonfinite-gradient", 25)}
+    assert "2.bias has 1 Inf in 3 elements, the first at [2]" in found[0][2]
+
+
+def _parallel(is_cut: bool) -> None:
+    """Two ranks share the weights of tensor-parallel layers, which two pairs of ranks have."""
+    groups = _start(tensor_model_parallel_size=2)
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    config = _config()
+    made: Any = {"config": config, "init_method": nn.init.xavier_normal_, "bias": True, "skip_bias_add": False}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = ColumnParallelLinear(37, 50, gather_output=False, **made)
+            self.down = RowParallelLinear(50, 3, input_is_parallel=True, **made)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(torch.tanh(self.up(x)[0]))[0]
+            return out
+
+    alone, net = _net(torch.float32, has_unused=False)[:3], Net()
+    part, replica = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank()
+    cuts = {"up.weight": ("0.weight", 0), "up.bias": ("0.bias", 0), "down.weight": ("2.weight", 1)}
+    cuts["down.bias"] = ("2.bias", None)  # type: ignore[assignment]
+
+    def own(name: str, tensors: dict[str, Any]) -> Tensor:
+        whole, dim = cuts[name]
+        return tensors[whole] if dim is None else tensors[whole].chunk(2, dim)[part]
+
+    for name, parameter in net.named_parameters():
+        parameter.data.copy_(own(name, dict(alone.named_parameters())))
+    model = _wrapped(net, is_cut, overlaps=False, config=config)
+    _backward(model, _batch(0, replica))
+    model.finish_grad_sync()
+    wholes = _of_one_process(alone, [_batch(0, 0), _batch(0, 1)])
+    cut = [parameter for parameter in net.parameters() if getattr(parameter, "tensor_model_parallel", False)]
+    report = gradstat.check(model, extra_groups=[(groups.get_tensor_model_parallel_group(), cut)])
+    _hold_against(report, {name: own(name, wholes) for name, _ in net.named_parameters()})
+    assert report.total_norm == pytest.approx(_norm(wholes.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_total_of_tensor_parallel_layers(ranks: Ranks, is_cut: bool) -> None:
+    ranks.run(4, _parallel, is_cut, timeout=TIMEOUT)
+
+
+def _experts(is_cut: bool) -> None:
+    """Four ranks, of which each two have other experts; all see a batch of their own."""
+    groups = _start(expert_model_parallel_size=2)
+    expert = groups.get_expert_model_parallel_rank()
+
+    def net(number: int) -> nn.Sequential:
+        made = _net(torch.float32, has_unused=False)[:3]
+        torch.manual_seed(number)
+        nn.init.normal_(made[2].weight)
+        return made
+
+    own = net(expert)
+    own[2].weight.allreduce = False
+    model = _wrapped(own, is_cut, overlaps=False)
+    _backward(model, _batch(0, dist.get_rank()))
+    model.finish_grad_sync()
+    seen = [dist.get_rank() for _ in range(4)]
+    dist.all_gather_object(seen, expert)
+    each = [_of_one_process(net(number), [_batch(0, rank)]) for rank, number in enumerate(seen)]
+    wholes = {name: sum(gradients[name] for gradients in each) / 4 for name in each[0]}
+    by_expert = [
+        sum(gradients["2.weight"] for gradients, number in zip(each, seen, strict=True) if number == one) / 4
+        for one in range(2)
+    ]
+    wholes["2.weight"] = by_expert[expert]
+    group = groups.get_expert_model_parallel_group()
+    report = gradstat.check(model, extra_groups=[(group, [own[2].weight])])
+    _hold_against(report, wholes)
+    assert report.total_norm == pytest.approx(_norm([*wholes.values(), by_expert[1 - expert]]), rel=1e-5)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_total_of_experts(ranks: Ranks, is_cut: bool) -> None:
+    ranks.run(4, _experts, is_cut, timeout=TIMEOUT)
+
+
+def _refused() -> None:
+    _start()
+    model = _wrapped(_net(torch.float32, has_unused=True), is_cut=True, overlaps=False)
+    _backward(model, _batch(0, 0))
+    model.finish_grad_sync()
+    parameters = list(model.parameters())
+    for given in (model, parameters):
+        with pytest.raises(TypeError, match="gradients in main_grad, which its optimizer clips: set clip_grad"):
+            gradstat.clip_grad_norm_(given, 1.0)
+    for policy in ("skip", "rollback", "replay"):
+        with pytest.raises(NotImplementedError, match=f"'{policy}' cannot be done under Megatron-Core's Distributed"):
+            gradstat.Monitor(model, on_anomaly=policy)
+    with pytest.raises(TypeError, match="optimizer: expected None beside Megatron-Core's DistributedDataParallel"):
+        gradstat.Monitor(model, torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_what_cannot_be_done_is_refused(ranks: Ranks) -> None:
+    ranks.run(1, _refused, timeout=TIMEOUT)
