@@ -349,8 +349,8 @@ def _is_integer(tensor: Tensor) -> bool:
 def _watch_origin(model: nn.Module, backend: str | None) -> Any:
     if not isinstance(uncompiled(model), DistributedDataParallel):
         raise TypeError(
-            f"watch={{'origin': 1}} needs a DistributedDataParallel model, got {type(model).__name__}; only DDP shows "
-            "gradients before it reduces them"
+            f"watch={{'origin': 1}} needs a DistributedDataParallel model, torch's, which alone shows gradients before "
+            f"it reduces them; got {type(model).__module__}.{type(model).__qualname__}"
         )
     from gradstat.distributed import watch_origin
 

@@ -291,6 +291,8 @@ def _refused() -> None:
     for policy in ("skip", "rollback", "replay"):
         with pytest.raises(NotImplementedError, match=f"'{policy}' cannot be done under Megatron-Core's Distributed"):
             gradstat.Monitor(model, on_anomaly=policy)
+    with pytest.raises(TypeError, match=r"torch's, .* got megatron\.core\..*DistributedDataParallel"):
+        gradstat.Monitor(model, watch={"origin": 1})
     with pytest.raises(TypeError, match="optimizer: expected None beside Megatron-Core's DistributedDataParallel"):
         gradstat.Monitor(model, torch.optim.SGD(parameters, lr=0.1))
 
