@@ -52,9 +52,7 @@ struct Float8Values {
   explicit Float8Values(DType dtype) {
     for (int code = 0; code < 256; ++code) {
       value[code] = float8_to_float(static_cast<uint8_t>(code), dtype);
-      uint32_t bits;
-      std::memcpy(&bits, &value[code], sizeof(bits));
-      bfloat16[code] = static_cast<uint16_t>(bits >> 16);
+      bfloat16[code] = static_cast<uint16_t>(float_to_bits(value[code]) >> 16);
       low[code % 128] = static_cast<uint8_t>(bfloat16[code % 128]);
       high[code % 128] = static_cast<uint8_t>(bfloat16[code % 128] >> 8);
     }

@@ -1,7 +1,7 @@
 // The CPU inner loops, for one instruction set. Included once per set by stats_cpu.cpp, which defines
 //   GRADSTAT_NAMESPACE       a namespace of its own for each set
 //   GRADSTAT_VECTOR_BYTES    16, 32 or 64
-//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 the same with AVX-512 F/BW/VL/DQ
+//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 AVX-512 F/BW/VL/DQ/VBMI too
 // under the matching target pragma; undefined again at its end. Hence no include guard and no #include here.
 //
 // Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums

@@ -35,22 +35,26 @@ class Piece:
         return self._local_tensor.device
 
 
-class DeepSpeed:
-    """DeepSpeed's engine, with ZeRO of any stage or none.
-
-    Between ``engine.backward`` and ``engine.step`` gradients are averaged over the ranks and carry the loss scale.
-    """
-
-    name = "DeepSpeed's engine"
+class _Wrapper:
+    """Something of another package around the user's module."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     @property
     def module(self) -> torch.nn.Module:
-        """What the user gave the engine."""
+        """What was wrapped."""
         inner: torch.nn.Module = self.engine.module
         return inner
+
+
+class DeepSpeed(_Wrapper):
+    """DeepSpeed's engine, with ZeRO of any stage or none.
+
+    Between ``engine.backward`` and ``engine.step`` gradients are averaged over the ranks and carry the loss scale.
+    """
+
+    name = "DeepSpeed's engine"
 
     @property
     def loss_scale(self) -> float | None:
@@ -159,7 +163,7 @@ def _wait_for_copies() -> None:
         torch.accelerator.synchronize()
 
 
-class Megatron:
+class Megatron(_Wrapper):
     """Megatron-Core's DistributedDataParallel: gradients are views of its buffers, as ``main_grad``.
 
     Between ``finish_grad_sync`` and the step they are averaged over the ranks; those of float16 carry the loss scale.
@@ -168,15 +172,6 @@ class Megatron:
     name = "Megatron-Core's DistributedDataParallel"
     loss_scale: float | None = None  # which the optimizer has, on the device
     optimizer = None
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """What was wrapped."""
-        inner: torch.nn.Module = self.engine.module
-        return inner
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
         """The parameters, which are whole."""
