@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gradstat._core.engines import refuse_engine
-from gradstat._core.parameters import listed_parameters, source_of
+from gradstat._core.parameters import listed, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
 from gradstat.monitor import Monitor
@@ -176,7 +176,7 @@ def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callab
 def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return layer.below(parameters, *args, **kwargs)
-    given = listed_parameters(parameters)
+    given = listed(parameters)
     concerned = [handle for handle in list(_handles) if handle._holds(given)]
     return _changing(concerned, None, lambda: layer.below(given, *args, **kwargs))
 

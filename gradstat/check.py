@@ -74,7 +74,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
         BackendUnavailableError: ``backend`` cannot run here.
         RuntimeError: Gradients are distributed, and another rank could not measure its part.
     """
-    return _launched(target, backend, extra_groups).result()
+    measured, make_report = _launched(target, backend, extra_groups)
+    return make_report(HostRows(measured))
 
 
 @never_traced
@@ -83,10 +84,13 @@ def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraG
 
     The gradients may be changed or freed as soon as this returns, on the same stream.
     """
-    return _launched(target, backend, extra_groups)
+    return PendingReport(*_launched(target, backend, extra_groups))
 
 
-def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None) -> PendingReport:
+def _launched(
+    target: Any, backend: str | None, extra_groups: ExtraGroups | None
+) -> tuple[Measurement, Callable[[HostRows], Report]]:
+    """The rows of the gradients, on their device, and what makes a report of them once they are on the host."""
     source = source_of(target)
     engine = source.engine
     gradients = gradients_of(source.parameters, engine)
@@ -104,10 +108,12 @@ def _launched(target: Any, backend: str | None, extra_groups: ExtraGroups | None
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()
-        table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
+        table, total = rows.table(), rows.total()
+        if scale is not None:
+            table, total = without_scale(table, scale), without_scale(total, scale)
         return Report(labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total)
 
-    return PendingReport(measured, make)
+    return measured, make
 
 
 @never_traced
@@ -128,7 +134,8 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [name_by_position(i) for i in range(len(listed))]
     measured = measure(listed, lambda i: names[i], backend, over_ranks=False)
-    return PendingReport(measured, lambda rows: Report(lambda: names, rows.table(), rows.infos, what="tensor")).result()
+    rows = HostRows(measured)
+    return Report(lambda: names, rows.table(), rows.infos, what="tensor")
 
 
 def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:

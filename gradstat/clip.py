@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from gradstat._core import norms
-from gradstat._core.engines import refuse_in_engine
 from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
 from gradstat._core.native import DeviceModule, operators
-from gradstat._core.parameters import gradients_to_clip, listed, listed_parameters, require_foreach
+from gradstat._core.parameters import gradients_to_clip, listed, require_foreach
 from gradstat._core.tensors import (
     ExtraGroups,
     NameOf,
@@ -72,16 +71,11 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` neither 2 nor infinity.
     """
-    given = listed_parameters(parameters)
-    found = gradients_to_clip(given)
+    given, found = gradients_to_clip(parameters, foreach)
     gradients, name_of = found.tensors, found.name_of
     max_norm, norm_type = _limit(max_norm), float(norm_type)
-    if not gradients:
-        refuse_in_engine(given)
-        if extra_groups is None:
-            return torch.tensor(0.0, device="cpu")
-    if foreach:
-        require_foreach(gradients)
+    if not gradients and extra_groups is None:
+        return torch.tensor(0.0, device="cpu")
     if torch.compiler.is_compiling():
         refuse_in_compiled("clip_grad_norm_", norm_type, error_if_nonfinite, backend)
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
@@ -192,11 +186,9 @@ def clip_grads_with_norm_(
     Raises:
         As `clip_grad_norm_`; and ValueError if ``total_norm`` is not one real number.
     """
-    found = gradients_to_clip(listed(parameters))
+    _, found = gradients_to_clip(parameters, foreach)
     gradients, name_of = found.tensors, found.name_of
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
-    if foreach:
-        require_foreach(gradients)
     if not gradients or max_norm == math.inf:
         return
     with torch.no_grad():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradstat._core.parameters import gradients_to_clip, has_foreach, listed, require_foreach
+from gradstat._core.parameters import gradients_to_clip, has_foreach
 
 # Bytes from which a second pass over a gradient costs more than an operation of its own. Measured on a CPU; for
 # devices that work behind the host an estimate from bandwidth and the time of a launch, not yet measured.
@@ -39,15 +39,13 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype
             cannot hold ``clip_value``. Gradients before it are clamped by then.
     """
-    found = gradients_to_clip(listed(parameters))
+    _, found = gradients_to_clip(parameters, foreach)
     gradients = found.tensors
     limit = float(clip_value)
     if not limit >= 0:
         raise ValueError(f"clip_value is {limit}; pass a number of at least 0")
     if not gradients:
         return
-    if foreach:
-        require_foreach(gradients)
     groups = _by_device_and_dtype(gradients)
     if any(group[0].is_complex() for group in groups):
         name = found.name_of(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch.nn.utils.clip_grad
 from torch import Tensor
 
-from gradstat._core.parameters import PLAIN_TYPES, gradients_to_clip, listed, listed_parameters
+from gradstat._core.parameters import PLAIN_TYPES, gradients_of, listed
 from gradstat._core.tensors import is_distributed
 from gradstat._core.warn import warn_user
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -148,8 +148,8 @@ def _norm_clip(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = listed_parameters(parameters)
-    gradients = gradients_to_clip(given).tensors
+    given = listed(parameters)
+    gradients = gradients_of(given).tensors
     # Without any, ours may refuse what torch's passes over: parameters of an engine that clips by itself.
     function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
     return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
@@ -157,7 +157,7 @@ def _norm_clip(
 
 def _value_clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
     given = listed(parameters)
-    gradients = gradients_to_clip(given).tensors
+    gradients = gradients_of(given).tensors
     function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
     return function(given, *args, **kwargs)
 
@@ -179,7 +179,7 @@ def _clip_with_norm(
     **kwargs: Any,
 ) -> Any:
     given = listed(parameters)
-    tensors = [*gradients_to_clip(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
+    tensors = [*gradients_of(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
     return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
 
 

@@ -47,7 +47,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
 class HostCopy:
     """A tensor copied to the host, into pinned memory and behind the kernel that fills it, without waiting."""
 
-    __slots__ = ("_event", "_host")
+    __slots__ = ("_event", "_host", "travels")
 
     def __init__(self, tensor: Tensor) -> None:
         """Raises RuntimeError if ``tensor`` is one of a torch.func transform, which has no numbers."""
@@ -69,11 +69,7 @@ class HostCopy:
             # On the CPU nothing has to be copied. While a graph is captured there are no numbers yet: they are
             # copied when asked for, after a replay.
             self._host = tensor
-
-    @property
-    def travels(self) -> bool:
-        """Whether there is a copy to wait for: not on the CPU, nor in a graph's capture."""
-        return self._event is not None
+        self.travels = self._event is not None  # else there is nothing to wait for
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""

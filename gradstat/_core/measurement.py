@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.norms import Decision
 from gradstat._core.tensors import TensorInfo, moved
 
+_TRAVELS = operator.attrgetter("travels")
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
@@ -65,7 +67,7 @@ class HostRows:
     __slots__ = ("_copies", "_failed", "_order", "_total", "infos")
 
     def __init__(self, measurement: Measurement) -> None:
-        self._copies = [HostCopy(table) for table in measurement.tables]
+        self._copies = list(map(HostCopy, measurement.tables))
         self._order = measurement.order
         self._total = None if measurement.total is None else HostCopy(measurement.total)
         self._failed = None if measurement.failed is None else HostCopy(measurement.failed)
@@ -74,7 +76,7 @@ class HostRows:
     @property
     def travels(self) -> bool:
         """Whether anything has to be copied: not from the CPU."""
-        return any(copy.travels for copy in self._copies)
+        return any(map(_TRAVELS, self._copies))
 
     def done(self) -> bool:
         """Whether everything has arrived. Never waits."""

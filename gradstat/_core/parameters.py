@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from gradstat._core import native
-from gradstat._core.engines import Engine, engine_of, refuse_engine
+from gradstat._core.engines import Engine, engine_of, refuse_engine, refuse_in_engine
 from gradstat._core.warn import warn_user
 
 PLAIN_TYPES = {Tensor, Parameter}
@@ -210,31 +210,42 @@ def _names_at(source: Source, positions: list[int] | None) -> Names:
 def listed(
     tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
 ) -> list[Tensor]:
-    """One tensor, or several, as a list. TypeError for anything else, a module in particular."""
+    """One tensor, or several, as a list. TypeError for anything else, a module in particular.
+
+    As torch does, warns about a generator that gives no parameters, often one that was used up before.
+    """
+    if isinstance(tensors, Tensor):
+        return [tensors]
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
         refuse_engine(tensors)
         raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def listed_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """`listed`, with torch's warning about a generator that gives nothing, often one that was used up before."""
-    found = listed(parameters)
-    if not found and isinstance(parameters, types.GeneratorType):
+    found = list(tensors)
+    if not found and what == "parameters" and isinstance(tensors, types.GeneratorType):
         warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
     return found
 
 
-def gradients_to_clip(parameters: list[Tensor]) -> Gradients:
-    """`gradients_of`, whose error says which item is not a parameter."""
+def gradients_to_clip(
+    parameters: Tensor | Iterable[Tensor], foreach: bool | None = None
+) -> tuple[list[Tensor], Gradients]:
+    """The parameters as a list, and their gradients: what a clip is given, refused as torch's refuses it.
+
+    AttributeError says which item is not a parameter, TypeError that an engine keeps the gradients and clips by itself.
+    """
+    given = listed(parameters)
     try:
-        return gradients_of(parameters)
+        found = gradients_of(given)
     except AttributeError:
-        position, item = next((i, p) for i, p in enumerate(parameters) if not hasattr(p, "grad"))
+        position, item = next((i, p) for i, p in enumerate(given) if not hasattr(p, "grad"))
         raise AttributeError(
             f"item {position} of `parameters` has no .grad: it is of type {type(item).__name__}, not a parameter; "
             "pass module.parameters()"
         ) from None
+    if not found.tensors:
+        refuse_in_engine(given)
+    elif foreach:
+        require_foreach(found.tensors)
+    return given, found
 
 
 def require_foreach(tensors: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from gradstat._core.backends import Kernels
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, resolve_for
-from gradstat._core.parameters import gradients_to_clip, listed_parameters
+from gradstat._core.parameters import gradients_to_clip
 from gradstat._core.tensors import NameOf, check_writable, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
@@ -62,8 +62,7 @@ class AdaptiveClip(ABC):
             ValueError: The list is not the one this clip has a state for.
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
         """
-        listed = listed_parameters(parameters)
-        found = gradients_to_clip(listed)
+        listed, found = gradients_to_clip(parameters)
         gradients, positions, _ = found
         if not gradients:
             return torch.tensor(0.0, device="cpu")
