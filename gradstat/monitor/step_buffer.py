@@ -177,7 +177,9 @@ class StepBuffer:
     def _gradients(self, held: list[Pending], steps: npt.NDArray[np.int64]) -> Rows:
         raw = self._memory
         if raw is None or raw.shape[0] < len(held) or raw.shape[1] != len(self._names):
-            raw = self._memory = np.empty((len(held), len(self._names), len(_fields.FIELDS)))
+            # Each field in one piece, as rules look at one after the other.
+            raw = np.empty((len(_fields.FIELDS), len(held), len(self._names))).transpose(1, 2, 0)
+            self._memory = raw
         raw = raw[: len(held)]
         known: tuple[object, object] = (None, None)
         for one, rows in zip(held, raw, strict=True):
@@ -210,7 +212,8 @@ class StepBuffer:
             infos = list(layout.infos) if layout is not None else [None] * len(segment.names)
             for position, info in zip(segment.positions, measured, strict=True):
                 infos[position] = info
-        layout = Layout.of(segment.names, infos)
+        if layout is None or list(layout.infos) != infos:  # else they were only measured with other tensors
+            layout = Layout.of(segment.names, infos)
         self._layouts[segment.kind] = (every, segment.positions, layout)
         return layout
 
