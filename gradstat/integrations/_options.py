@@ -22,12 +22,20 @@ class Options:
     """Arguments of `gradstat.Monitor`, without model, optimizer and scaler, which the ``source`` gives.
 
     ``runs_steps``: the framework's own step can be run again, so a replay needs no function; ``saves``: there is a
-    policy ``"checkpoint"``. Raises TypeError or ValueError as `gradstat.Monitor` does.
+    policy ``"checkpoint"``; ``healthy_checkpoints``: none is saved while a monitor is not healthy. Raises TypeError or
+    ValueError as `gradstat.Monitor` does.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], source: str, max_norm: Any = None, runs_steps: bool = False, saves: bool = False
+        self,
+        given: Mapping[str, Any],
+        source: str,
+        max_norm: Any = None,
+        runs_steps: bool = False,
+        saves: bool = False,
+        healthy_checkpoints: bool = False,
     ) -> None:
+        self.healthy_checkpoints = healthy_checkpoints
         for name in ("model", "optimizer", "scaler"):
             if name in given:
                 raise TypeError(f"{name} is taken from the {source}; leave it out")

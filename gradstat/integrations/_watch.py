@@ -17,14 +17,11 @@ from torch.optim import Optimizer
 
 from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import HostCopy
-from gradstat._core.tensors import shard_of
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
-from gradstat.check import check_tensors
 from gradstat.integrations._clipping import Limit
 from gradstat.integrations._options import NOTED, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
-from gradstat.monitor.observers import measurable
 from gradstat.monitor.reporting import warn
 
 # Rules whose findings some micro-batch is to blame for.
@@ -138,6 +135,7 @@ class Watch:
         self._known = 0
         self._error: AnomalyError | None = None
         self._last_replay = -_QUIET
+        self._is_withheld = False  # the newest checkpoint was
         self.measured = self.should_stop = False
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
         self.on_findings: Callable[[list[Finding]], object] = lambda findings: None
@@ -207,19 +205,24 @@ class Watch:
         self._look(self.monitor.flush)
         self._act(wait=True)
 
-    def is_lost(self) -> bool:
-        """Whether the training is to stop with parameters that are not finite, which are not to be saved.
+    def is_poisoned(self) -> bool:
+        """Whether a checkpoint of now is not to be saved: of lost parameters, or of what some rank finds not healthy.
 
-        Waits for the device; all ranks ask together. Raises as `step`.
+        The former if the training is to stop with parameters that are not finite, the latter if the user wants healthy
+        checkpoints only. Waits for the device; all ranks ask together. Raises as `step`.
         """
         self.end()
-        if not self.should_stop:
+        if not self.should_stop and not self._options.healthy_checkpoints:
             return False
-        is_lost = False
+        is_poisoned = False
         with self.contained("parameters could not be checked before they are saved"):
-            shards = [shard_of(parameter.detach()) for parameter in self.model.parameters()]
-            is_lost = not check_tensors([shard for shard in shards if measurable(shard)]).ok
-        return is_lost if self._ranks is None else self._ranks.any_of([is_lost], wait=True)[0]
+            is_poisoned = not self.monitor.is_healthy(100 if self._options.healthy_checkpoints else 0)
+        if self._ranks is not None:
+            is_poisoned = self._ranks.any_of([is_poisoned], wait=True)[0]
+        if is_poisoned and not self.should_stop and not self._is_withheld:
+            warn("checkpoints are not saved until the training has been healthy for 100 steps (healthy_checkpoints)")
+        self._is_withheld = is_poisoned
+        return is_poisoned
 
     def _look(self, call: Callable[[], object]) -> None:
         """Calls the monitor, and says which micro-batch was to blame for what it finds."""

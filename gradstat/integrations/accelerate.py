@@ -30,6 +30,7 @@ def install(
     max_norm: float | AdaptiveClip | None = None,
     watch: Mapping[str, int] | Sequence[str] | None = None,
     micro_batches: bool = True,
+    healthy_checkpoints: bool = False,
     **monitor_options: Any,
 ) -> AccelerateHandle:
     """Puts a `gradstat.Monitor` on every model that ``accelerator`` has prepared. ::
@@ -47,6 +48,8 @@ def install(
         max_norm: What to clip to, if the loop does not clip, or to infinity only: a number, or an adaptive clip.
         micro_batches: Whether to check gradients after every micro-batch of an accumulated step, too, so that the one
             that brought NaN is named: one more read for each.
+        healthy_checkpoints: Whether ``accelerator.save_state`` saves nothing, and returns None, while
+            `gradstat.Monitor.is_healthy` says no, so that a poisoned state neither replaces nor rotates out a good one.
 
     Returns:
         A handle with the monitors. A second call ends what the first began.
@@ -69,7 +72,8 @@ def install(
             f"expected an accelerator that has prepared model and optimizer, got one without {lacking}; call install() "
             "after accelerator.prepare(model, optimizer, ...)"
         )
-    options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "accelerator", max_norm)
+    given = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
+    options = Options(given, "accelerator", max_norm, healthy_checkpoints=healthy_checkpoints)
     if isinstance(max_norm, AdaptiveClip) and len(models) > 1:
         raise ValueError(
             f"expected a number as max_norm for {len(models)} models, got {type(max_norm).__name__}, which has one "
@@ -112,6 +116,12 @@ class AccelerateHandle(AcceleratorBase):
         for watch, (_, wrapper) in zip(self.watches, pairs, strict=True):
             if wrapper is not None:
                 self._patch(wrapper, "step", functools.partial(self._in_step, watch))
+        if options.healthy_checkpoints:
+            self._patch(accelerator, "save_state", self._in_save_state)
+
+    def _in_save_state(self, below: Any, *args: Any, **kwargs: Any) -> Any:
+        is_poisoned = any(watch.is_poisoned() for watch in self.watches)
+        return None if is_poisoned else below(*args, **kwargs)
 
     def _in_step(self, watch: Watch, below: Any, *args: Any, **kwargs: Any) -> Any:
         if self._accelerator.sync_gradients:

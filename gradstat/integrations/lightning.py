@@ -68,6 +68,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
             Inf. One more read of the gradients for each.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
+        healthy_checkpoints: Whether ``ModelCheckpoint`` saves nothing while `gradstat.Monitor.is_healthy` says no, so
+            that a poisoned checkpoint neither replaces nor rotates out the last good one.
         options: For the monitor: ``rules``, ``watch``, ``save_to``, ``options`` and so on.
 
     Attributes:
@@ -91,12 +93,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         prefix: str = "grad/",
         micro_batches: bool = True,
         save_dir: str | Path | None = None,
+        healthy_checkpoints: bool = False,
         **options: Any,
     ) -> None:
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
         given = {"on_anomaly": on_anomaly, **options}
-        super().__init__(Options(given, "trainer", max_norm, runs_steps=True, saves=True))
+        super().__init__(Options(given, "trainer", max_norm, True, True, healthy_checkpoints))
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []
@@ -134,8 +137,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._again = StepAgain(trainer, pl_module) if self._runs_steps else None
 
     def _in_save(self, below: Any, *args: Any, **kwargs: Any) -> None:
-        """In the place of what `ModelCheckpoint` saves by: not after the policy ``"stop"``, if it is of no use."""
-        if not any(watch.is_lost() for watch in self.watches):
+        """In the place of what `ModelCheckpoint` saves by: not what is of no use."""
+        if not any(watch.is_poisoned() for watch in self.watches):
             below(*args, **kwargs)
 
     @property

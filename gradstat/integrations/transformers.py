@@ -38,6 +38,7 @@ def install(
     watch: Mapping[str, int] | Sequence[str] | None = None,
     log: bool | str = True,
     micro_batches: bool = True,
+    healthy_checkpoints: bool = False,
     **monitor_options: Any,
 ) -> GradstatCallback:
     """Puts a `gradstat.Monitor` on what ``trainer`` trains. ::
@@ -60,6 +61,8 @@ def install(
         log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` adds each norm.
         micro_batches: Whether to check gradients after every micro-batch of an accumulated step, too, so that the one
             that brought NaN is named: one more read for each.
+        healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` says no, so that a
+            poisoned checkpoint does not rotate out the last good one.
 
     Returns:
         A handle with the monitor. A second call ends what the first began.
@@ -76,7 +79,7 @@ def install(
     if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     given = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    options = Options(given, "trainer", max_norm, runs_steps=True)
+    options = Options(given, "trainer", max_norm, runs_steps=True, healthy_checkpoints=healthy_checkpoints)
     own = float(trainer.args.max_grad_norm or 0.0)
     if options.max_norm is not None and own > 0 and options.max_norm != own:
         raise ValueError(
@@ -192,17 +195,13 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stops if so decided, and saves if the Trainer saves at all and what there is is worth it."""
-        if not self.should_stop and not control.should_save:
-            return
-        is_lost = self._only.is_lost()
+        is_poisoned = self._withholds(args, control)
         if not self.should_stop:
             return
         control.should_training_stop = True
-        if is_lost:
-            self._save_nothing(control)
-        elif args.save_strategy != "no":
+        if not is_poisoned and args.save_strategy != "no":
             control.should_save = True
-        how = "without a checkpoint of parameters that are not finite" if is_lost else "with the parameters of now"
+        how = "without a checkpoint of what is poisoned" if is_poisoned else "with the parameters of now"
         self._tell_once(
             "stop",
             f"the Trainer stops behind step {state.global_step}, {how}, as the policy 'stop' says (it is also that of "
@@ -212,11 +211,17 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An epoch that was broken off may end with a checkpoint, too."""
-        if (control.should_save or control.should_evaluate) and self._only.is_lost():
-            self._save_nothing(control)
+        self._withholds(args, control)
 
-    def _save_nothing(self, control: Any) -> None:
-        control.should_save = control.should_evaluate = False  # save_strategy="best" saves after an evaluation
+    def _withholds(self, args: Any, control: Any) -> bool:
+        """Whether a checkpoint is due that is not to be saved; then none will be."""
+        saves_best = args.save_strategy == "best" and control.should_evaluate  # it saves after an evaluation
+        if not (self.should_stop or control.should_save or saves_best) or not self._only.is_poisoned():
+            return False
+        control.should_save = False
+        if saves_best or self.should_stop:
+            control.should_evaluate = False
+        return True
 
     def _look_at(self, findings: list[Finding]) -> None:
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import Source, gradients_of, source_of
-from gradstat._core.tensors import is_distributed
+from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
+from gradstat.check import check_tensors
 from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.rows import Observation
@@ -324,6 +325,14 @@ class Collector:
         numbers = measure_segments(segments, tensors, None, self._backend, False, self._gaps.left_out)
         self._gaps.tell_left_out(step)
         return numbers
+
+    def is_finite(self) -> bool:
+        """Whether parameters and states of the optimizer are finite now; of what is cut up, this rank's. Waits."""
+        source = source_of(self._model)
+        wanted = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
+        held = self.states(self._held(source), tuple(source.names()), wanted.__getitem__)
+        shards = [shard_of(tensor).detach() for _, some in held for tensor in some]
+        return check_tensors([shard for shard in shards if observers.measurable(shard)], backend=self._backend).ok
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:

@@ -272,6 +272,29 @@ class Monitor:
         self._review()
         return self.findings[known:]
 
+    def is_healthy(self, within: int = 100) -> bool:
+        """Whether the state of now is worth keeping, as a checkpoint that may replace the last good one. ::
+
+            if step % 1000 == 0 and monitor.is_healthy():
+                torch.save(model.state_dict(), "last_good.pt")
+
+        It is not if an error was found in the last steps, or if parameters or states of the optimizer are not finite,
+        which are read for this; buffers may hold infinity on purpose. Waits for the device.
+
+        Args:
+            within: In how many of the last steps an error speaks against it.
+
+        Returns:
+            The verdict; of what is spread over ranks, about this rank's part.
+
+        Raises:
+            AnomalyError: As `flush`.
+        """
+        self.flush()
+        since = self.steps - within
+        found = any(finding.severity == "error" and finding.step >= since for finding in self.findings)
+        return not found and self._collector.is_finite()
+
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
         """Runs the newest step again under watch, and names the first place that made a NaN or Inf.
 

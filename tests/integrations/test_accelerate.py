@@ -92,6 +92,19 @@ def parameters(prepared: Prepared) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in prepared[1].parameters()])
 
 
+@QUIET
+@pytest.mark.parametrize("bad_at", [None, {2}])
+def test_an_unhealthy_state_is_not_saved(tmp_path: Path, bad_at: set[int] | None) -> None:
+    prepared = prepare(bad_at=bad_at)
+    with install(prepared[0], on_anomaly=["skip", "record"], healthy_checkpoints=True):
+        run(prepared)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saved = prepared[0].save_state(str(tmp_path / "state"))
+    assert (saved is None) == (bad_at is not None) == (not (tmp_path / "state").exists())
+    assert ["checkpoints are not saved" in str(one.message) for one in caught] == [True] * (bad_at is not None)
+
+
 # What a healthy run shows -----------------------------------------------------------------------------------
 
 

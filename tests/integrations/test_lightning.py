@@ -295,6 +295,19 @@ def test_what_a_stop_lets_others_save(tmp_path: Path, saving: dict[str, Any], sk
     assert not {"_save_topk_checkpoint", "_save_last_checkpoint"} & set(vars(checkpoint))
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_an_unhealthy_state_replaces_no_checkpoint(tmp_path: Path, skips: bool) -> None:
+    """Whether parameters are finite or not; a healthy one is saved as ever."""
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
+    callback = GradstatCallback(on_anomaly=["skip", "record"] if skips else "record", healthy_checkpoints=True)
+    made = trainer([checkpoint, callback], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="checkpoints are not saved until") as warned:
+        made.fit(Model(spoil={5: "nan"}), data(8))
+    assert made.global_step == 8
+    assert {torch.load(file, weights_only=True)["global_step"] for file in tmp_path.glob("*.ckpt")} == {5}
+    assert sum("checkpoints are not saved" in str(one.message) for one in warned) == 1
+
+
 def test_raise_names_the_parameter_and_ends_the_training(tmp_path: Path) -> None:
     callback = GradstatCallback(on_anomaly="raise", save_to=tmp_path / "run.gradstat")
     with pytest.raises(AnomalyError, match=r"step 3, nonfinite-gradient: .*net\.2\.bias(.|\n)*what to try") as caught:

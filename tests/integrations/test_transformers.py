@@ -251,7 +251,7 @@ def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: boo
     trainer.model.first.bias.register_hook(lambda g: g * math.nan if trainer.state.global_step == 5 else g)
     with install(trainer, on_anomaly=["skip", "stop"] if skips else "stop"):
         words = told(trainer.train)
-    how = "with the parameters of now" if skips else "without a checkpoint of parameters that are not finite"
+    how = "with the parameters of now" if skips else "without a checkpoint of what is poisoned"
     assert sum(f"the Trainer stops behind step 6, {how}" in one for one in words) == 1
     assert trainer.state.global_step == 6
     found = {path.parent: load_file(path) for path in tmp_path.glob("checkpoint-*/model.safetensors")}
@@ -259,6 +259,21 @@ def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: boo
     assert [folder.name for folder in found] == expected
     assert all(value.isfinite().all() for weights in found.values() for value in weights.values())
     assert all((folder / STATE_FILE).is_file() for folder in found)
+
+
+@QUIET
+@pytest.mark.parametrize("strategy", ["steps", "epoch", "best"])
+def test_an_unhealthy_state_rotates_no_checkpoint_out(make: Make, tmp_path: Path, strategy: str) -> None:
+    saving = {"save_strategy": strategy, "save_steps": 2, "save_total_limit": 1}
+    if strategy == "best":
+        saving |= {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    trainer = make(max_steps=12, per_device_train_batch_size=16, **saving)
+    trainer.model.first.bias.register_hook(lambda g: g * math.nan if trainer.state.global_step == 5 else g)
+    with install(trainer, on_anomaly=["skip", "record"], healthy_checkpoints=True):
+        words = told(trainer.train)
+    assert trainer.state.global_step == 12
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert sum("checkpoints are not saved until" in one for one in words) == 1
 
 
 @QUIET

@@ -243,6 +243,23 @@ def test_stops_by_itself_when_the_loss_is_lost() -> None:
     assert "lost-loss" in {finding.rule for finding in monitor.findings}
 
 
+def test_a_state_is_healthy_without_errors_lately_and_with_all_finite() -> None:
+    model, optimizer, monitor = made(on_anomaly="skip")
+    trained(model, optimizer, monitor, 3)
+    assert monitor.is_healthy()
+    trained(model, optimizer, monitor, 6, bad=3)
+    assert not monitor.is_healthy()
+    assert monitor.is_healthy(within=5)
+    assert not monitor.is_healthy(within=6)
+    moment = optimizer.state[model.first.weight]["exp_avg"]
+    for tensor, is_healthy in ((model.first.weight, False), (moment, False), (model.norm.running_mean, True)):
+        kept = tensor.detach().clone()  # type: ignore[union-attr]
+        with torch.no_grad():
+            tensor[0] = -math.inf  # type: ignore[index]
+            assert monitor.is_healthy(within=0) == is_healthy
+            tensor.copy_(kept)  # type: ignore[union-attr]
+
+
 def test_rolls_back_to_the_last_healthy_state() -> None:
     model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 5})
     trained(model, optimizer, monitor, 10)
