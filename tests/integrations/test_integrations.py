@@ -502,6 +502,11 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     assert run.handle.should_stop
     replays = name == "trainer" and dist.get_rank() == 1  # a replay is each rank's own
     assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
+    watch = run.handle.watches[0]
+    assert not watch.is_poisoned()
+    with torch.no_grad():
+        next(watch.model.parameters()).fill_(math.nan if dist.get_rank() == 1 else 1.0)
+    assert watch.is_poisoned()  # on both
 
 
 # What is refused --------------------------------------------------------------------------------------------
