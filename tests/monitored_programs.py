@@ -3,8 +3,6 @@
 `tests/life/test_life_monitor.py` runs some; with ``GRADSTAT_LONG=1`` 500 others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -14,8 +14,6 @@ what differs:
     <!-- not run: needs a GPU -->                  the next block does not run here, for that reason
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """What tests of frameworks share: ranks of the pool as those of a framework; running examples."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -6,8 +6,6 @@ runs the tests of the kernels with Arm's Python and torch, which it downloads in
     apt-get install g++-aarch64-linux-gnu qemu-user debootstrap
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """How calls are measured on a GPU, with a clock in its place: device time, launches, goals, figures of others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The commands for a rented GPU: limits, rows as they come, what the sanitizer is asked, and merging, without a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

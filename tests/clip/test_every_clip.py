@@ -1,7 +1,5 @@
 """What every call that clips has in common: which parameters it takes, what it refuses, what it leaves as it was."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable

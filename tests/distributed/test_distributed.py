@@ -1,7 +1,5 @@
 """Gradients over several ranks: every layout against one process with the same model and data."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random

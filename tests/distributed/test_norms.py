@@ -1,7 +1,5 @@
 """The kit that tries clips on several ranks: what is right passes, and copies of bugs that shipped are named."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

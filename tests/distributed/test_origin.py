@@ -1,7 +1,5 @@
 """Which rank brought NaN or Inf, told from gradients measured before DDP's reduction spreads them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import datetime

@@ -1,7 +1,5 @@
 """The examples in docstrings run. What an example takes for granted stands in `TAKEN_FOR_GRANTED`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

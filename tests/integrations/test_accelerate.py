@@ -1,7 +1,5 @@
 """The integration with Hugging Face Accelerate, in plain loops under the real Accelerator."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator

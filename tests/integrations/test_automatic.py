@@ -1,7 +1,5 @@
 """`gradstat.auto`: a monitor in an optimizer that a program has already."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,7 +1,5 @@
 """Lightning Fabric, where it differs from the other integrations: loss scales, closures, its own clip, ranks."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

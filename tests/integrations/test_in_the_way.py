@@ -1,7 +1,5 @@
 """What programs do with a model besides training it goes on as if nobody watched."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

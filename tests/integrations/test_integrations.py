@@ -1,7 +1,5 @@
 """What every integration does alike, in one small training under each: the numbers of a plain loop decide."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random

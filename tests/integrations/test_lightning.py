@@ -1,7 +1,5 @@
 """The Lightning callback in real trainings on the CPU: what it measures, clips, decides, logs, keeps and refuses."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import math

@@ -1,7 +1,5 @@
 """Ways into loggers, real ones: what arrives is what was measured, and costs no more calls than it must."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """The integration with the Trainer of Hugging Face transformers, under the real Trainer."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings

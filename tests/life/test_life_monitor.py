@@ -1,7 +1,5 @@
 """Life with a monitor: whatever a program does between steps, what is recorded is what was there."""
 
-from __future__ import annotations
-
 import os
 import random
 from datetime import date

@@ -1,7 +1,5 @@
 """Life with a program: what it does to modules, parameters and gradients between steps, and where it calls from."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Everything gradstat writes to a disk: what a crash, a full disk, damage and ill will may do to it, and what not."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing

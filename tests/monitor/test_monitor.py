@@ -1,7 +1,5 @@
 """`Monitor`: what it measures, when it reads and reviews, its policies, its memory, and what it must not do."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """The page of a recording: what is written without a browser, and what it does in one, offline."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -7,8 +7,6 @@ spilled, if the main loop of any element type does not load (and, for scaling, s
 if scaling bfloat16 does not round to nearest. Needs torch and Triton with its NVIDIA tools; no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
