@@ -13,11 +13,7 @@ OPS = torch.ops.gradstat
 
 
 def sample(device: str) -> list[torch.Tensor]:
-    return [
-        torch.randn(7, 3, device=device),
-        torch.randn(40, device=device).bfloat16(),
-        torch.zeros(0, device=device),
-    ]
+    return [torch.randn(7, 3, device=device), torch.randn(40, device=device).bfloat16(), torch.zeros(0, device=device)]
 
 
 COEFFICIENT = torch.tensor(0.5, dtype=torch.float64)

@@ -291,8 +291,7 @@ def test_all_is_well(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "who"),
-    [([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))],
+    ("bad", "who"), [([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))]
 )
 def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: list[int], who: str) -> None:
     answers = ranks.run(4, spoken, bad)
