@@ -1,4 +1,4 @@
-"""What tests of frameworks share: ranks of the pool as those of a framework; running examples."""
+"""What tests of frameworks share: what they train; ranks of the pool as those of a framework; running examples."""
 
 import contextlib
 import io
@@ -11,7 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+
+class Net(nn.Module):
+    """Gives its own loss, and breaks in chosen forward passes of the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.bad_at: set[int] = set()
+        self.passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.passes += self.training
+        hidden = torch.tanh(self.first(x))
+        if self.passes - 1 in self.bad_at:
+            hidden = torch.log(-hidden.abs())
+        return {"loss": (self.last(hidden) - labels).square().mean()}
+
+
+def samples(count: int) -> TensorDataset:
+    """What `Net` is trained on: inputs and their sums."""
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
 
 
 @contextlib.contextmanager

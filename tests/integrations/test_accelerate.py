@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranked import accelerate_on_ranks, assert_alike, forget_accelerators, run_example
+from ranked import Net, accelerate_on_ranks, assert_alike, forget_accelerators, run_example, samples
 from ranks import on_ranks
 from torch import nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gradstat
 from gradstat.integrations.accelerate import AccelerateHandle, install
@@ -29,28 +28,8 @@ def _fresh() -> Iterator[None]:
     forget_accelerators()
 
 
-class Bad(nn.Module):
-    """Lets values through, and breaks them in chosen forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at: set[int] = set()
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
-        return torch.log(-x.abs()) if self.passes - 1 in self.at else x
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Bad(), nn.Linear(8, 1))
-
-
 def loader(batches: int) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4 * batches, 4, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+    return DataLoader(samples(4 * batches), batch_size=4)
 
 
 Prepared = tuple[Accelerator, Any, Any, Any]
@@ -66,8 +45,8 @@ def prepare(
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated, mixed_precision=precision)
     if precision == "fp16":  # which Accelerate scales on a GPU only; from here on it is the same
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=1024.0), True
-    model = network()
-    model[2].at = bad_at or set()
+    model = Net()
+    model.bad_at = bad_at or set()
     return (accelerator, *accelerator.prepare(model, optimizer(model.parameters()), loader(batches)))
 
 
@@ -78,7 +57,7 @@ def run(prepared: Prepared, clip: float | None = 0.5) -> list[float]:
     norms = []
     for x, y in data:
         with accelerator.accumulate(model):
-            accelerator.backward(mse_loss(model(x).float(), y))
+            accelerator.backward(model(x, y)["loss"])
             if accelerator.sync_gradients and clip is not None:
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
             optimizer.step()
@@ -130,7 +109,7 @@ def test_several_models_have_a_monitor_each() -> None:
         accelerator = Accelerator(cpu=True, mixed_precision=precision)
         if precision == "fp16":
             accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=16.0), True
-        maker, judge = network(), nn.Linear(1, 1)
+        maker, judge = nn.Linear(4, 1), nn.Linear(1, 1)
         maker, judge, first, second = accelerator.prepare(
             maker, judge, torch.optim.AdamW(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.1)
         )
@@ -204,7 +183,7 @@ def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
     def loop() -> None:
         for x, y in data:
             with accelerator.accumulate(model):
-                accelerator.backward(mse_loss(model(x), y))
+                accelerator.backward(model(x, y)["loss"])
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -284,8 +263,8 @@ def test_sharded_parameters_are_whole() -> None:
         accelerator = Accelerator(cpu=True)
         # Accelerate shards on GPUs only; on a CPU it can be told that it has.
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        model = network()
-        model[2].at = {2} if torch.distributed.get_rank() == 1 else set()
+        model = Net()
+        model.bad_at = {2} if torch.distributed.get_rank() == 1 else set()
         fully_shard(model)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
         accelerator._models.append(model)
@@ -295,7 +274,7 @@ def test_sharded_parameters_are_whole() -> None:
         with install(accelerator, on_anomaly="skip") as handle:
             norms = []
             for x, y in data:
-                accelerator.backward(mse_loss(model(x), y))
+                accelerator.backward(model(x, y)["loss"])
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
                 optimizer.step()
                 optimizer.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import forget_accelerators, run_example
+from ranked import Net, forget_accelerators, run_example, samples
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -21,28 +21,8 @@ from gradstat.monitor.segments import PendingRows
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-class Regression(nn.Module):
-    """A model as the Trainer takes it, of which tests know every gradient, and a fault that can be switched on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.last = nn.Linear(8, 1)
-        self.bad_at: set[int] = set()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = torch.tanh(self.first(x))
-        if self.training and any(int(n) in self.bad_at for n in number):
-            hidden = torch.log(-hidden.abs())
-        out = self.last(hidden)
-        return {"loss": ((out - labels) ** 2).mean(), "logits": out}
-
-
 def dataset(count: int = 64) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, 4, generator=generator)
-    y = x.sum(1, keepdim=True)
-    return [{"x": x[i], "labels": y[i], "number": torch.tensor(i)} for i in range(count)]
+    return [{"x": x, "labels": y} for x, y in samples(count)]
 
 
 class InOrder(Trainer):
@@ -74,19 +54,8 @@ Make = Callable[..., Trainer]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-
-    def made(model: nn.Module | None = None, kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
-        optimizers = changes.pop("optimizers", (None, None))
-        torch.manual_seed(1)
-        if model is None:
-            model = Regression()
-        return kind(
-            model,
-            arguments(tmp_path, **changes),
-            train_dataset=dataset(),
-            eval_dataset=dataset(4),
-            optimizers=optimizers,
-        )
+    def made(kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
+        return kind(Net(), arguments(tmp_path, **changes), train_dataset=dataset(), eval_dataset=dataset(4))
 
     yield made
     forget_accelerators()
@@ -168,15 +137,10 @@ def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
 # What a fault shows -----------------------------------------------------------------------------------------
 
 
-def at(step: int, accumulated: int = 1, micro: int = 0) -> set[int]:
-    """The first sample of a micro-batch of a step."""
-    return {(step * accumulated + micro) * 4}
-
-
 @QUIET
 def test_schedulers_advance_over_a_step_that_was_skipped(make: Make) -> None:
     trainer = make(max_steps=4, logging_steps=2)
-    trainer.model.bad_at = at(2)
+    trainer.model.bad_at = {2}
     handle = install(trainer, on_anomaly="skip")
     trainer.train()
     assert trainer.lr_scheduler.last_epoch == 4  # schedulers advance: docs/integrations-transformers.md
@@ -210,7 +174,7 @@ def test_no_clipping_does_not_poison(make: Make) -> None:
 @pytest.mark.parametrize("hidden", [True, False])
 def test_a_hidden_loss_is_told(make: Make, hidden: bool) -> None:
     trainer = make(max_steps=3, logging_nan_inf_filter=hidden)
-    trainer.model.bad_at = at(1)
+    trainer.model.bad_at = {1}
     with install(trainer, on_anomaly="skip"):
         words = told(trainer.train)
     assert sum("logging_nan_inf_filter=True puts the average" in one for one in words) == hidden
@@ -223,7 +187,7 @@ def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pyte
     """As on a GPU: nothing is waited for but on logging steps, and the step is skipped all the same."""
     monkeypatch.setattr(PendingRows, "travels", True)
     trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
-    trainer.model.bad_at = at(2, 2, 1)
+    trainer.model.bad_at = {5}  # of step 2
     found_at: list[int] = []
     handle = install(trainer, on_anomaly=["skip", lambda monitor, finding: found_at.append(monitor.steps)])
     trainer.train()
@@ -262,7 +226,7 @@ def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: boo
 @QUIET
 def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> None:
     trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
-    trainer.model.bad_at = at(1)
+    trainer.model.bad_at = {1}
     install(trainer, on_anomaly="skip")
     trainer.train()
     for resume in (str(tmp_path / "checkpoint-2"), True):
@@ -358,7 +322,7 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
 
 
 def test_a_monitor_that_comes_later(make: Make, tmp_path: Path) -> None:
-    trainer = InOrder(model_init=Regression, args=arguments(tmp_path), train_dataset=dataset())
+    trainer = InOrder(model_init=Net, args=arguments(tmp_path), train_dataset=dataset())
     handle = install(trainer)
     with pytest.raises(RuntimeError, match="made when training begins"):
         _ = handle.monitor
