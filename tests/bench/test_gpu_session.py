@@ -15,7 +15,6 @@ import rows
 from gpu_plan import COMMANDS, Command, Part, Session
 
 ROOT = gpu_session.ROOT
-APPEND = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write(sys.argv[2] + '\\n'); "
 Run = Callable[..., tuple[bool, list[rows.Row], str]]
 
 

@@ -146,18 +146,6 @@ def trained(callback: Any, seed: int = 1, make: Callable[..., Any] = torch.optim
     return [p.detach() for p in model.parameters()]
 
 
-def test_a_clip_of_the_trainer_is_taken_over_and_given_back() -> None:
-    limit = 0.05
-    expected = trained([], gradient_clip_val=limit)
-    torch.manual_seed(1)
-    model, callback = Model(), GradstatCallback(on_anomaly="record")
-    made = fit(callback, model, gradient_clip_val=limit)
-    torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
-    assert "clip_gradients" not in made.precision_plugin.__dict__
-    assert made.gradient_clip_val == limit
-    torch.testing.assert_close(trained(GradstatCallback(max_norm=limit, on_anomaly="record")), expected)
-
-
 def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
     """Also if the fit fails between clip and step; the optimizer keeps nothing of it."""
     seen: list[Any] = []
@@ -175,6 +163,7 @@ def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
     assert set(seen) == {0.02}
     assert model.clipped == pytest.approx([0.02] * 8, rel=1e-3)
     assert made.gradient_clip_val is None
+    assert "clip_gradients" not in made.precision_plugin.__dict__
     made = trainer(GradstatCallback(max_norm=0.01), **scaled())
     with pytest.raises(ZeroDivisionError):
         made.fit(Overriding(torch.optim.AdamW, {7: "nan"}, fused=True), data())

@@ -198,10 +198,6 @@ def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pyte
     handle.remove()
 
 
-def saved_weights(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return {path.parent.name: load_file(path) for path in folder.glob("checkpoint-*/model.safetensors")}
-
-
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("strategy", ["no", "steps", "epoch", "best"])
 def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: bool) -> None:
@@ -321,7 +317,7 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
         trainer.add_callback(GradstatCallback)
 
 
-def test_a_monitor_that_comes_later(make: Make, tmp_path: Path) -> None:
+def test_a_monitor_that_comes_later(tmp_path: Path) -> None:
     trainer = InOrder(model_init=Net, args=arguments(tmp_path), train_dataset=dataset())
     handle = install(trainer)
     with pytest.raises(RuntimeError, match="made when training begins"):

@@ -350,8 +350,10 @@ def test_view_can_leave_the_page_out_and_never_overwrites_the_recording(
     assert_same(load(path), made)
     assert (tmp_path / "run.html.page.html").exists()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert main(["view", str(path)]) == 2
+    absent = tmp_path / "absent.html"
+    assert main(["view", str(path), "--output", str(absent)]) == 2
     assert 'pip install "gradstat[view]"' in capsys.readouterr().err
+    assert not absent.exists()
     assert main(["view", str(path), "--no-page"]) == 0
     with pytest.raises(SystemExit):
         main(["view", str(path), "--no-page", "--output", "x.html"])
