@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import gradstat
+
 
 class Net(nn.Module):
     """Gives its own loss, and breaks in chosen forward passes of the training."""
@@ -83,6 +85,26 @@ def lightning_on_ranks() -> Any:
         local_rank = global_rank
 
     return Here()
+
+
+def assert_same_stats(ours: gradstat.TensorStats, theirs: gradstat.TensorStats, rel: float, abs: float) -> None:
+    """That those over several ranks are those of the whole tensor in one process."""
+    for name in ("shape", "nan_count", "inf_count", "zero_count", "first_nonfinite"):
+        assert getattr(ours, name) == getattr(theirs, name), (name, ours, theirs)
+    for name in ("l2_norm", "min", "max", "mean"):
+        close = pytest.approx(getattr(theirs, name), rel=rel, abs=abs, nan_ok=True)
+        assert getattr(ours, name) == close, (name, ours, theirs)
+
+
+def spoil(net: nn.Module, places: dict[str, list[int]], value: float) -> None:
+    """From now on some elements of parameters' gradients, by their flat indices, are not finite."""
+    for name, parameter in net.named_parameters():
+        if name in places:
+
+            def spoiled(gradient: Tensor, at: list[int] = places[name]) -> Tensor:
+                return gradient.reshape(-1).index_fill(0, torch.tensor(at, dtype=torch.long), value).view_as(gradient)
+
+            parameter.register_hook(spoiled)
 
 
 def assert_alike(values: object) -> None:
