@@ -128,9 +128,6 @@ def test_counting_reaches_every_call_and_step(monkeypatch: pytest.MonkeyPatch) -
     assert {optimizer_steps.OPTIMIZERS[-1].name in row.case for row in made} == {True, False}
 
 
-# What is wanted there -----------------------------------------------------------------------------------------
-
-
 def of_gpu(provider: str, case: str, value: float, metric: str = "wall time", **others: Any) -> rows.Row:
     about = {"group": "lists", "dtype": "float32", "bytes": 1 << 30, "device": "NVIDIA H100", "driver": "580"}
     return rows.Row(provider, case, metric, "us", value, **{**about, **others})

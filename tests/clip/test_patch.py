@@ -167,9 +167,6 @@ def test_an_empty_generator_warns_once_and_points_at_the_caller() -> None:
     ]
 
 
-# Putting back -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)], ids=str)
 def test_patches_are_removed_in_any_order(order: tuple[int, ...]) -> None:
     patches = [gradstat.patch_torch() for _ in order]
@@ -237,9 +234,6 @@ def test_threads_patch_and_remove_at_once() -> None:
         sys.setswitchinterval(interval)
     assert not failures
     assert is_untouched()
-
-
-# What torch's own functions still do ------------------------------------------------------------------------
 
 
 def test_other_kinds_of_tensors_are_handed_to_torch() -> None:

@@ -140,9 +140,6 @@ def test_inference_mode(device: str) -> None:
         assert x.norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-# Bad input --------------------------------------------------------------------------------------------------
-
-
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch means to remove them
@@ -207,9 +204,6 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors() -> None:
     measured = Measurement([torch.zeros(2, 3), torch.ones(3, 3)], [0, 3, 1, 2, 4], ())
     assert measured.table()[:, 0].tolist() == [0, 1, 1, 0, 1]
     assert HostRows(measured).table()[:, 0].tolist() == [0, 1, 1, 0, 1]
-
-
-# On a GPU ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda

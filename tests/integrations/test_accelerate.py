@@ -69,9 +69,6 @@ def parameters(prepared: Prepared) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in prepared[1].parameters()])
 
 
-# What a healthy run shows -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("precision", "accumulated", "clip"), [("bf16", 1, 0.5), ("bf16", 3, None), ("fp16", 1, None), ("fp16", 3, 0.5)]
 )
@@ -135,9 +132,6 @@ def test_several_models_have_a_monitor_each() -> None:
         forget_accelerators()
 
 
-# What a fault shows -----------------------------------------------------------------------------------------
-
-
 @QUIET
 def test_an_overflow_under_a_loss_scale_is_the_scalers_to_skip() -> None:
     prepared = prepare(precision="fp16", bad_at={2}, batches=4)
@@ -168,9 +162,6 @@ def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     handle.remove()
 
 
-# Clipping ---------------------------------------------------------------------------------------------------
-
-
 def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
     accelerator, model, optimizer, data = prepare(accumulated=2)
     with (
@@ -199,9 +190,6 @@ def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
     assert float(norm) == pytest.approx(math.sqrt(3))
     assert float(gradstat.check(other).total_norm) == pytest.approx(0.1, rel=1e-4)
     handle.remove()
-
-
-# Bad input --------------------------------------------------------------------------------------------------
 
 
 def test_bad_arguments_are_refused_before_training() -> None:
@@ -248,9 +236,6 @@ def test_the_example_runs_and_names_the_fault() -> None:
         "errors in 20 steps of Sequential",
     ):
         assert words in shown, shown
-
-
-# Several ranks ----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, timeout=60.0)

@@ -117,9 +117,6 @@ def norms(callback: GradstatCallback) -> list[float]:
     return callback.monitor.recording().scalars["norm"].tolist()
 
 
-# What is measured -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("fused", "own"), [(False, True), (True, False), (True, True)])
 def test_under_a_loss_scale_statistics_and_losses_are_told_without_it(fused: bool, own: bool) -> None:
     scaler = (gradstat.amp.GradScaler if own else torch.amp.GradScaler)("cpu", init_scale=1024.0)
@@ -134,9 +131,6 @@ def test_under_a_loss_scale_statistics_and_losses_are_told_without_it(fused: boo
     losses = plain.monitor.recording().scalars["loss"]  # type: ignore[union-attr]
     assert recording.scalars["loss"] == pytest.approx(losses, rel=0.02)
     assert set(recording.scalars["loss_scale"]) == {1024.0}
-
-
-# Clipping ---------------------------------------------------------------------------------------------------
 
 
 def trained(callback: Any, seed: int = 1, make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> list[Tensor]:
@@ -203,9 +197,6 @@ def test_an_adaptive_clip_goes_everywhere(fused: bool) -> None:
         made = fit(GradstatCallback(max_norm=clip, on_anomaly="record"), model, **options)
         assert clip.summary().steps == 8
         assert made.gradient_clip_val is None
-
-
-# Policies ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -347,9 +338,6 @@ def test_the_progress_bar_tells_the_finding() -> None:
     assert shown[3].startswith("step 3: the gradient of net.2.bias has 3 NaN")
 
 
-# Several optimizers, manual optimization --------------------------------------------------------------------
-
-
 class Two(pl.LightningModule):
     """Two nets that are trained in turns by hand."""
 
@@ -392,9 +380,6 @@ def test_several_optimizers_have_a_monitor_each(tmp_path: Path) -> None:
     assert "grad/1/total_norm" in header
 
 
-# Logging ----------------------------------------------------------------------------------------------------
-
-
 def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb")]
     callback = GradstatCallback(on_anomaly="record", per_tensor=("l2_norm",), top=None)
@@ -419,9 +404,6 @@ def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
     assert silent.experiment.metrics == []
 
 
-# Checkpoints ------------------------------------------------------------------------------------------------
-
-
 def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None:
     clip = gradstat.AutoClip(percentile=50)
     first = GradstatCallback(max_norm=clip, on_anomaly=["skip", "record"])
@@ -436,9 +418,6 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     assert second.monitor.recording().steps.tolist() == list(range(16))
     assert second.monitor.findings[: len(first.monitor.findings)] == first.monitor.findings
     assert again.summary().steps == 15  # the step that was skipped had nothing to clip
-
-
-# Refusals ---------------------------------------------------------------------------------------------------
 
 
 def test_what_would_be_done_twice_is_refused() -> None:
@@ -489,9 +468,6 @@ def test_lbfgs_is_measured_in_every_evaluation() -> None:
     assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
 
 
-# Imports ----------------------------------------------------------------------------------------------------
-
-
 def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> None:
     printed = output_of(
         """
@@ -530,9 +506,6 @@ def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> N
     assert printed[0] == "[]"
     assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in printed[1]
     assert printed[-1] == "True 4"  # pytorch_lightning is served under its own name
-
-
-# Several ranks ----------------------------------------------------------------------------------------------
 
 
 def fit_on_ranks(callbacks: list[Any], model: pl.LightningModule, strategy: Any = "ddp", **options: Any) -> pl.Trainer:
@@ -668,9 +641,6 @@ def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks() -> Non
         votes = Votes(torch.device("cpu"))
         heard = [votes.any_of(wants, wait) for wants, wait in said]
     assert heard == [[False, False], [True, False], [False, False], [False, True], [False, False]]
-
-
-# The example ------------------------------------------------------------------------------------------------
 
 
 def test_the_example_tells_the_layer_and_the_line(tmp_path: Path) -> None:

@@ -41,9 +41,6 @@ def step(monitor: gradstat.Monitor, model: nn.Module, optimizer: torch.optim.Opt
     return report
 
 
-# What is told -----------------------------------------------------------------------------------------------
-
-
 def test_a_report_gives_what_was_chosen() -> None:
     model, report = model_and_report()
     assert scalars_of(report) == report.scalars("grad/")
@@ -118,9 +115,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         log_report(3, report, 0)
     with pytest.raises(ValueError, match="pass step="):
         log_report(lambda values, step: None, report)
-
-
-# Where to ---------------------------------------------------------------------------------------------------
 
 
 def events_in(folder: Path) -> EventAccumulator:
@@ -223,9 +217,6 @@ def test_every_n_steps_once() -> None:
     assert [bool(log(report, i)) for i in range(4)] == [True, False, False, True]
 
 
-# Files ------------------------------------------------------------------------------------------------------
-
-
 def test_json_lines_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "new" / "log.jsonl"
     _, report = model_and_report(bad=True)
@@ -270,9 +261,6 @@ def test_csv_rows_are_appended_under_their_columns(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not a table of scalars by step: its first column is \['time'\]"):
         CsvWriter(path)
     assert path.read_text() == "time,loss\n1,2\n"
-
-
-# The example ------------------------------------------------------------------------------------------------
 
 
 def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:

@@ -79,8 +79,6 @@ def told(call: Callable[[], Any]) -> list[str]:
 
 QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
-# What a healthy run shows -----------------------------------------------------------------------------------
-
 
 def test_logs_are_the_same_and_their_norms_are_right(make: Make) -> None:
     accumulated = 2
@@ -132,9 +130,6 @@ def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
     assert "grad_norm" in trainer.state.log_history[0]
     assert not logged(trainer, "grad/total_norm")
     assert handle.monitor.steps == 0
-
-
-# What a fault shows -----------------------------------------------------------------------------------------
 
 
 @QUIET
@@ -275,9 +270,6 @@ def test_labels_are_looked_at_before_the_loss_fails_on_them(make: Make) -> None:
     handle.remove()
 
 
-# Clipping ---------------------------------------------------------------------------------------------------
-
-
 def test_clipping_twice_is_refused(make: Make) -> None:
     trainer = make(max_grad_norm=1.0)
     with pytest.raises(ValueError, match=r"clip configured twice: max_norm=0.5, and the Trainer's max_grad_norm=1"):
@@ -299,9 +291,6 @@ def test_a_trainer_that_clips_otherwise_is_measured_and_told(make: Make) -> None
     assert handle.monitor.steps == 5
     assert max(logged(trainer, "grad/total_norm")) < 0.11
     handle.remove()
-
-
-# Bad input --------------------------------------------------------------------------------------------------
 
 
 def test_bad_arguments_are_refused_before_training(make: Make) -> None:
