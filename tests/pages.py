@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gradstat.__main__ import main
 from gradstat.monitor import AnomalyWarning
 
@@ -37,12 +35,6 @@ PAGES = sorted(
         *(ROOT / "docs").rglob("*.md"),
     ]
 )
-# For tests that run examples: what frameworks say of themselves.
-OF_FRAMEWORKS = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-]
 LANGUAGES = {"python", "sh", "text"}
 MARKS = {"run", "file", "raises", "warns", "prints", "ranks", "not run"}
 

@@ -1,72 +1,31 @@
-"""What tests of frameworks share: what they train; ranks of the pool as those of a framework; running examples."""
+"""What tests of ranks share: those of the pool as ranks of a framework, and what all of them have to agree in."""
 
 import contextlib
-import io
-import os
-import runpy
-import sys
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from trainers import forget_accelerators
 
 import gradstat
-
-
-class Net(nn.Module):
-    """Gives its own loss, and breaks in chosen forward passes of the training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.bad_at: set[int] = set()
-        self.passes = 0
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        self.passes += self.training
-        hidden = torch.tanh(self.first(x))
-        if self.passes - 1 in self.bad_at:
-            hidden = torch.log(-hidden.abs())
-        return {"loss": (self.last(hidden) - labels).square().mean()}
-
-
-def samples(count: int) -> TensorDataset:
-    """What `Net` is trained on: inputs and their sums."""
-    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(1, keepdim=True))
 
 
 @contextlib.contextmanager
 def accelerate_on_ranks() -> Iterator[None]:
     """Inside, ``Accelerator(cpu=True)`` joins the process group that there is."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    wanted = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        forget_accelerators()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    wanted = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in wanted.items():
+            patch.setenv(name, value)
+        try:
+            yield
+        finally:
+            forget_accelerators()
 
 
 def lightning_on_ranks() -> Any:
@@ -112,27 +71,3 @@ def assert_alike(values: object) -> None:
     first = [str(values)]
     dist.broadcast_object_list(first)
     assert str(values) == first[0]
-
-
-def run_example(name: str, *arguments: str) -> str:
-    """What an example of ``examples/`` shows and warns of. It runs here, where its framework is imported already."""
-    path = str(Path(__file__).resolve().parent.parent / "examples" / name)
-    shown = io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(shown),
-        contextlib.redirect_stderr(shown),
-        warnings.catch_warnings(record=True) as told,
-    ):
-        warnings.simplefilter("default")
-        patch.setattr(sys, "argv", [path, *arguments])
-        runpy.run_path(path, run_name="__main__")
-    return "\n".join([shown.getvalue(), *(str(warning.message) for warning in told)])
-
-
-def forget_accelerators() -> None:
-    """Accelerate keeps the state of its first accelerator for the process; the next one may be of another kind."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()

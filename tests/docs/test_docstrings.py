@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pages import OF_FRAMEWORKS
 from public_names import public_names
+from trainers import OF_FRAMEWORKS
 
 from gradstat.monitor import AnomalyWarning
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranked import assert_same_stats, spoil
 from torch import Tensor, nn
+from trainers import training_arguments
 
 import gradstat
 
@@ -321,7 +322,7 @@ def test_accelerate(ranks: Ranks, stage: int) -> None:
 
 def _trained(stage: int, folder: str) -> dict[str, Any]:
     _start()
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from gradstat.integrations.transformers import install
 
@@ -341,20 +342,8 @@ def _trained(stage: int, folder: str) -> dict[str, Any]:
                 del model.module
 
     config = {key: value for key, value in _config(stage, accumulate=2).items() if key != "optimizer"}
-    arguments = TrainingArguments(
-        folder,
-        deepspeed=config,
-        use_cpu=True,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        max_steps=5,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-3}
+    arguments = training_arguments(folder, deepspeed=config, **settings)
     made = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(7, generator=made), "labels": torch.randn(3, generator=made)} for _ in range(128)]
     torch.manual_seed(3)

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranked import Net, accelerate_on_ranks, assert_alike, forget_accelerators, run_example, samples
+from ranked import accelerate_on_ranks, assert_alike
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
+from trainers import QUIET, Net, forget_accelerators, run_example, samples
 
 import gradstat
 from gradstat.integrations.accelerate import AccelerateHandle, install
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
-QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
 
 @pytest.fixture(autouse=True)

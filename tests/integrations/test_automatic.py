@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import run_example
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from trainers import run_example
 
 import gradstat
 from gradstat import automatic

@@ -9,13 +9,14 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
+from trainers import QUIET
 
 import gradstat
 from gradstat.integrations.fabric import install
 
 pytestmark = [
     pytest.mark.usefixtures("_one_thread"),
-    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
+    QUIET,
 ]
 
 

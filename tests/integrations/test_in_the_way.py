@@ -14,8 +14,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from ranked import forget_accelerators
 from torch import nn
+from trainers import forget_accelerators
 
 import gradstat
 

@@ -1,6 +1,5 @@
 """What every integration does alike, in one small training under each: the numbers of a plain loop decide."""
 
-import logging
 import math
 import random
 import warnings
@@ -16,11 +15,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from ranked import Net, accelerate_on_ranks, assert_alike, forget_accelerators, lightning_on_ranks, samples
+from ranked import accelerate_on_ranks, assert_alike, lightning_on_ranks
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, TrainingArguments
+from trainers import OF_FRAMEWORKS, QUIET, Net, forget_accelerators, lightning_trainer, samples, training_arguments
+from transformers import Trainer
 
 import gradstat
 from gradstat.integrations import _framework, accelerate, fabric, transformers
@@ -31,15 +31,7 @@ from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
-pytestmark = [
-    pytest.mark.usefixtures("_one_thread"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
-]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = [pytest.mark.usefixtures("_one_thread"), *OF_FRAMEWORKS, QUIET]
 STEPS, SIZE = 5, 4
 NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 
@@ -121,18 +113,12 @@ def under_lightning(case: Case) -> Run:
 
     with nothing_drawn():
         callback = GradstatCallback(**case.watch)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
+    trainer = lightning_trainer(
+        callback,
         **settings_of_ranks(),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=case.folder,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
-        callbacks=[callback],
     )
     watching = callback.on_train_start
 
@@ -152,19 +138,12 @@ def under_trainer(case: Case) -> Run:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     net = case.net()
-    settings = TrainingArguments(
-        output_dir=str(case.folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=SIZE,
+    settings = training_arguments(
+        case.folder,
         gradient_accumulation_steps=case.accumulate,
         max_grad_norm=case.clip or 0,
         lr_scheduler_type="constant",
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
         logging_steps=STEPS,
-        dataloader_pin_memory=False,
     )
     data = [{"x": x, "labels": y} for x, y in case.data()]
     optimizer = case.optimizer(net.parameters())

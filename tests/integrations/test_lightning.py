@@ -1,7 +1,6 @@
 """The Lightning callback in real trainings on the CPU: what it measures, clips, decides, logs, keeps and refuses."""
 
 import csv
-import logging
 import math
 import pickle
 import warnings
@@ -17,11 +16,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from programs import output_of
-from ranked import assert_alike, lightning_on_ranks, run_example
+from ranked import assert_alike, lightning_on_ranks
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer, run_example
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
@@ -29,17 +29,7 @@ from gradstat.integrations._watch import Ranks as Votes
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
-pytestmark = [
-    pytest.mark.usefixtures("_one_thread"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
-    # What a test does not ask for of what is told.
-    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
-]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = [pytest.mark.usefixtures("_one_thread"), *OF_FRAMEWORKS, QUIET]
 
 
 class Model(pl.LightningModule):
@@ -86,21 +76,8 @@ def data(batches: int = 8, seed: int = 5) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.randint(3, (4 * batches,), generator=generator)), batch_size=4)
 
 
-def trainer(callback: Any, **options: Any) -> pl.Trainer:
-    settings: dict[str, Any] = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    listed = callback if isinstance(callback, list) else [callback]
-    return pl.Trainer(callbacks=listed, **{**settings, **options})
-
-
 def fit(callback: Any, model: pl.LightningModule, batches: int = 8, **options: Any) -> pl.Trainer:
-    made = trainer(callback, **options)
+    made = lightning_trainer(callback, **options)
     made.fit(model, data(batches))
     return made
 
@@ -158,7 +135,7 @@ def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
     assert model.clipped == pytest.approx([0.02] * 8, rel=1e-3)
     assert made.gradient_clip_val is None
     assert "clip_gradients" not in made.precision_plugin.__dict__
-    made = trainer(GradstatCallback(max_norm=0.01), **scaled())
+    made = lightning_trainer(GradstatCallback(max_norm=0.01), **scaled())
     with pytest.raises(ZeroDivisionError):
         made.fit(Overriding(torch.optim.AdamW, {7: "nan"}, fused=True), data())
     assert made.gradient_clip_val is None
@@ -261,7 +238,7 @@ def test_what_a_stop_lets_others_save(tmp_path: Path, saving: dict[str, Any], sk
 
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=1, **saving)
     callback = GradstatCallback(on_anomaly=["skip", "stop"] if skips else "stop")
-    made = trainer([checkpoint, callback], max_epochs=4, enable_checkpointing=True)
+    made = lightning_trainer([checkpoint, callback], max_epochs=4, enable_checkpointing=True)
     made.fit(Logging(spoil={1: "sqrt"}), data(4), data(1))
     assert callback.should_stop
     assert made.global_step == 6
@@ -332,7 +309,7 @@ def test_the_progress_bar_tells_the_finding() -> None:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             shown.append(trainer.progress_bar_metrics.get("gradstat"))
 
-    made = trainer([GradstatCallback(on_anomaly=["skip", "record"]), Watching()], enable_progress_bar=True)
+    made = lightning_trainer([GradstatCallback(on_anomaly=["skip", "record"]), Watching()], enable_progress_bar=True)
     made.fit(Model(spoil={3: "nan"}), data())
     assert shown[2] is None
     assert shown[3].startswith("step 3: the gradient of net.2.bias has 3 NaN")
@@ -411,7 +388,8 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     made.save_checkpoint(tmp_path / "last.ckpt")
     again = gradstat.AutoClip(percentile=50)
     second = GradstatCallback(max_norm=again, on_anomaly="record")
-    trainer(second, max_epochs=2).fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    made = lightning_trainer(second, max_epochs=2)
+    made.fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
     assert second.monitor is not None
     assert first.monitor is not None
     assert second.monitor.steps == 16
@@ -423,12 +401,13 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
 def test_what_would_be_done_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*remove the other"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
-    made = trainer(GradstatCallback())
+    made = lightning_trainer(GradstatCallback())
     made.callbacks.append(GradstatCallback())  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"expected one GradstatCallback .* found 2.* Remove"):
         made.fit(Model(), data())
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
     with pytest.raises(ValueError, match="manual optimization"):
         fit(GradstatCallback(on_anomaly="replay"), Two())
@@ -513,7 +492,7 @@ def fit_on_ranks(callbacks: list[Any], model: pl.LightningModule, strategy: Any 
     settings = {"devices": dist.get_world_size(), "plugins": [lightning_on_ranks()], "use_distributed_sampler": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = trainer(callbacks, strategy=strategy, **settings, **options)
+        made = lightning_trainer(callbacks, strategy=strategy, **settings, **options)
         made.fit(model, data(seed=dist.get_rank()))
     return made
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import Net, forget_accelerators, run_example, samples
 from safetensors.torch import load_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from trainers import QUIET, Net, forget_accelerators, run_example, samples, training_arguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
 from gradstat.monitor import AnomalyError
@@ -32,30 +32,13 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 5,
-        "per_device_train_batch_size": 4,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 0.01,
-        "dataloader_pin_memory": False,
-        **changes,
-    }
-    return TrainingArguments(**settings)
-
-
 Make = Callable[..., Trainer]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     def made(kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
-        return kind(Net(), arguments(tmp_path, **changes), train_dataset=dataset(), eval_dataset=dataset(4))
+        return kind(Net(), training_arguments(tmp_path, **changes), train_dataset=dataset(), eval_dataset=dataset(4))
 
     yield made
     forget_accelerators()
@@ -75,9 +58,6 @@ def told(call: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         call()
     return [str(one.message) for one in caught]
-
-
-QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
 
 def test_logs_are_the_same_and_their_norms_are_right(make: Make) -> None:
@@ -102,7 +82,8 @@ def test_a_real_model_with_its_default_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokens = [torch.randint(64, (16,)) for _ in range(32)]
     data = [{"input_ids": t, "labels": t} for t in tokens]
-    trainer = Trainer(GPT2LMHeadModel(config), arguments(tmp_path, bf16=True, learning_rate=1e-5), train_dataset=data)
+    settings = training_arguments(tmp_path, bf16=True, learning_rate=1e-5)
+    trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=data)
     handle = install(trainer, watch={"activations": 2, "updates": 1}, log="parameters")
     trainer.train()
     assert handle.monitor.diagnose().ok
@@ -307,7 +288,7 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
 
 
 def test_a_monitor_that_comes_later(tmp_path: Path) -> None:
-    trainer = InOrder(model_init=Net, args=arguments(tmp_path), train_dataset=dataset())
+    trainer = InOrder(model_init=Net, args=training_arguments(tmp_path), train_dataset=dataset())
     handle = install(trainer)
     with pytest.raises(RuntimeError, match="made when training begins"):
         _ = handle.monitor
