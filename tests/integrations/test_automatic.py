@@ -122,9 +122,6 @@ def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool, clip
         assert scalars["loss"].tolist() == pytest.approx([loss for loss, _ in firsts])
 
 
-# Behind a loss scaler or a clip ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def _nothing_else_is_watched() -> None:
     """Optimizers of other tests may be waiting to be collected."""

@@ -257,9 +257,6 @@ def weights(run: Run) -> list[Tensor]:
     return [p.detach() for p in run.net.parameters()]
 
 
-# A healthy training -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("accumulate", "clip"), [(3, 0.5), (1, None)])
 def test_a_training_is_that_of_a_plain_loop_and_every_step_is_measured(
     under: Any, accumulate: int, clip: float | None, tmp_path: Path
@@ -293,8 +290,6 @@ def test_max_norm_clips_where_the_program_does_not(under: Any, limit: Any, tmp_p
     run = under(case._replace(watch=options))
     torch.testing.assert_close(weights(run), weights(plain(case._replace(clip=0.5))), rtol=1e-4, atol=1e-6)
 
-
-# A fault ----------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -438,9 +433,6 @@ def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path) -> None:
     assert {warning.filename for warning in told} == {__file__}
 
 
-# Several ranks ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", UNDER)
 @on_ranks(2, timeout=60.0)
 def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
@@ -461,9 +453,6 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     assert run.handle.should_stop
     replays = name == "trainer" and dist.get_rank() == 1  # a replay is each rank's own
     assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
-
-
-# What is refused --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

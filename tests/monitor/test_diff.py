@@ -281,9 +281,6 @@ def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
     assert all(line.isprintable() for line in str(comparison).split("\n"))
 
 
-# The commands.
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[str, str]:
     a, b = run(), run()
