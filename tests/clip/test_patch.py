@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import parameter_with
 from torch import Tensor, nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad
@@ -53,9 +54,7 @@ def _no_trace() -> Iterator[None]:
 
 def huge() -> nn.Parameter:
     """A parameter whose gradient's norm torch overflows and gradstat does not."""
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3e20, 4e20])
-    return parameter
+    return parameter_with(torch.tensor([3e20, 4e20]))
 
 
 def is_gradstats(clip: Callable[..., Tensor]) -> bool:

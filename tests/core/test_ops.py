@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import parameter_with
 
 import gradstat
 
@@ -89,8 +90,7 @@ def test_clipping_compiles_without_a_break(backend: str, call: str, sizes: tuple
 
 
 def test_what_clipping_cannot_do_inside_a_graph_is_refused() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.ones(3)
+    parameter = parameter_with(torch.ones(3))
 
     @torch.compile(fullgraph=True, backend="eager")
     def clip() -> torch.Tensor:
