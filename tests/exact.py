@@ -143,11 +143,3 @@ def rounded_product(values: Tensor, coefficients: Tensor, dtype: torch.dtype) ->
     if dtype == torch.float8_e4m3fn:  # where torch 2.10 makes NaN of what is too large
         multiplied = multiplied.clamp(-448.0, 448.0)
     return multiplied.to(dtype)
-
-
-def real_dtype(tensors: list[Tensor]) -> torch.dtype:
-    """What torch promotes the gradients' real dtypes to."""
-    promoted = tensors[0].dtype.to_real()
-    for tensor in tensors[1:]:
-        promoted = torch.promote_types(promoted, tensor.dtype.to_real())
-    return promoted

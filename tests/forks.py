@@ -1,7 +1,5 @@
 """Short programs, each in a process forked from one that has imported torch and nothing of gradstat."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -85,11 +85,6 @@ def _special(format: Format, rng: np.random.Generator, count: int) -> Bits:
     return rng.choice(np.array(special_bits(format), dtype=format.unsigned), count)
 
 
-def _same(format: Format, rng: np.random.Generator, count: int) -> Bits:
-    """One number over and over."""
-    return np.repeat(_any_bits(format, rng, 1), count)
-
-
 def _of_exponents(format: Format, rng: np.random.Generator, count: int, first: int, number: int) -> Bits:
     bits = _any_bits(format, rng, count)
     keep = format.unsigned(1 << (format.bits - 1) | ((1 << format.mantissa) - 1))
@@ -108,15 +103,6 @@ def _where_squares_end(format: Format, rng: np.random.Generator, count: int) -> 
     edges = [-511, -487, 486, 511, 485] if format.bits == 64 else [-75, -63, -43, 60, 63]
     first = min(max(edges[rng.integers(5)] + format.bias - 1, 0), (1 << format.exponent) - 4)
     return _of_exponents(format, rng, count, first, 3)
-
-
-def _subnormal(format: Format, rng: np.random.Generator, count: int) -> Bits:
-    return _of_exponents(format, rng, count, 0, 1)
-
-
-def _top_exponent(format: Format, rng: np.random.Generator, count: int) -> Bits:
-    """In most formats, NaN of all payloads."""
-    return _of_exponents(format, rng, count, (1 << format.exponent) - 1, 1)
 
 
 def _zeros(format: Format, rng: np.random.Generator, count: int) -> Bits:
@@ -145,11 +131,12 @@ FILLS: dict[str, Callable[[Format, np.random.Generator, int], Bits]] = {
     "ordinary": _ordinary,
     "any bits": _any_bits,
     "special": _special,
-    "same": _same,
+    "same": lambda format, rng, count: np.repeat(_any_bits(format, rng, 1), count),
     "of one size": _of_one_size,
     "where squares end": _where_squares_end,
-    "subnormal": _subnormal,
-    "top exponent": _top_exponent,
+    "subnormal": lambda format, rng, count: _of_exponents(format, rng, count, 0, 1),
+    # In most formats, NaN of all payloads.
+    "top exponent": lambda format, rng, count: _of_exponents(format, rng, count, (1 << format.exponent) - 1, 1),
     "zeros": _zeros,
     "few special": _with_few(_special),
     "few of any bits": _with_few(_any_bits),

@@ -1,7 +1,5 @@
 """Parameters that have given gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Calls of the CUDA kernels compiled for the CPU (tests/gpu_on_host), on tensors placed in memory at will."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 

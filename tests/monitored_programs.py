@@ -3,13 +3,10 @@
 `tests/life/test_life_monitor.py` runs some; with ``GRADSTAT_LONG=1`` 500 others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 import gradstat
 from gradstat.monitor import AnomalyError
 from gradstat.monitor.recording import load
-from gradstat.monitor.segments import PendingRows
 
 POLICIES = ("record", "skip", "rollback", "stop", "snapshot", "raise")
 WATCHED = ("parameters", "buffers", "optimizer", "outputs", "updates", "activations")
@@ -75,7 +71,7 @@ class Program:
     Args:
         seed: Of all randomness.
         folder: For recordings.
-        late: Whether numbers arrive a step later, as from a GPU; see `arriving`.
+        late: Whether numbers arrive a step later, as from a GPU.
     """
 
     def __init__(self, seed: int, folder: Path, late: bool = False) -> None:
@@ -305,18 +301,6 @@ class Program:
             assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
         loaded = load(self.monitor.save(self.folder / "now.gradstat"))
         assert loaded.steps.tolist() == wanted
-
-
-@contextlib.contextmanager
-def arriving(late: bool) -> Iterator[None]:
-    """While it lasts, all numbers say that they are on their way, and so are read a step later, if ``late``."""
-    travels = PendingRows.travels
-    if late:
-        PendingRows.travels = True  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        PendingRows.travels = travels  # type: ignore[method-assign]
 
 
 def finite_norm(tensor: Tensor) -> float:

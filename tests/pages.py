@@ -14,8 +14,6 @@ what differs:
     <!-- not run: needs a GPU -->                  the next block does not run here, for that reason
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -27,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gradstat.__main__ import main
 from gradstat.monitor import AnomalyWarning
 
@@ -39,12 +35,6 @@ PAGES = sorted(
         *(ROOT / "docs").rglob("*.md"),
     ]
 )
-# For tests that run examples: what frameworks say of themselves.
-OF_FRAMEWORKS = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-]
 LANGUAGES = {"python", "sh", "text"}
 MARKS = {"run", "file", "raises", "warns", "prints", "ranks", "not run"}
 

@@ -1,7 +1,5 @@
 """Programs of a few lines, run by another Python with a limit of time, for tests of how processes begin and end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,45 +1,31 @@
-"""What tests of frameworks share: ranks of the pool as those of a framework; running examples."""
-
-from __future__ import annotations
+"""What tests of ranks share: those of the pool as ranks of a framework, and what all of them have to agree in."""
 
 import contextlib
-import io
-import os
-import runpy
-import sys
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from trainers import forget_accelerators
+
+import gradstat
 
 
 @contextlib.contextmanager
 def accelerate_on_ranks() -> Iterator[None]:
     """Inside, ``Accelerator(cpu=True)`` joins the process group that there is."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    wanted = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        forget_accelerators()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    wanted = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in wanted.items():
+            patch.setenv(name, value)
+        try:
+            yield
+        finally:
+            forget_accelerators()
 
 
 def lightning_on_ranks() -> Any:
@@ -60,32 +46,28 @@ def lightning_on_ranks() -> Any:
     return Here()
 
 
+def assert_same_stats(ours: gradstat.TensorStats, theirs: gradstat.TensorStats, rel: float, abs: float) -> None:
+    """That those over several ranks are those of the whole tensor in one process."""
+    for name in ("shape", "nan_count", "inf_count", "zero_count", "first_nonfinite"):
+        assert getattr(ours, name) == getattr(theirs, name), (name, ours, theirs)
+    for name in ("l2_norm", "min", "max", "mean"):
+        close = pytest.approx(getattr(theirs, name), rel=rel, abs=abs, nan_ok=True)
+        assert getattr(ours, name) == close, (name, ours, theirs)
+
+
+def spoil(net: nn.Module, places: dict[str, list[int]], value: float) -> None:
+    """From now on some elements of parameters' gradients, by their flat indices, are not finite."""
+    for name, parameter in net.named_parameters():
+        if name in places:
+
+            def spoiled(gradient: Tensor, at: list[int] = places[name]) -> Tensor:
+                return gradient.reshape(-1).index_fill(0, torch.tensor(at, dtype=torch.long), value).view_as(gradient)
+
+            parameter.register_hook(spoiled)
+
+
 def assert_alike(values: object) -> None:
     """That all ranks have them."""
     first = [str(values)]
     dist.broadcast_object_list(first)
     assert str(values) == first[0]
-
-
-def run_example(name: str, *arguments: str) -> str:
-    """What an example of ``examples/`` shows and warns of. It runs here, where its framework is imported already."""
-    path = str(Path(__file__).resolve().parent.parent / "examples" / name)
-    shown = io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(shown),
-        contextlib.redirect_stderr(shown),
-        warnings.catch_warnings(record=True) as told,
-    ):
-        warnings.simplefilter("default")
-        patch.setattr(sys, "argv", [path, *arguments])
-        runpy.run_path(path, run_name="__main__")
-    return "\n".join([shown.getvalue(), *(str(warning.message) for warning in told)])
-
-
-def forget_accelerators() -> None:
-    """Accelerate keeps the state of its first accelerator for the process; the next one may be of another kind."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()

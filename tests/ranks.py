@@ -1,7 +1,5 @@
 """Tests of what runs on many ranks: processes for the whole session, of which a test has as many as it asks for."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Recordings for tests: random ones, ones with an incident, and names that mean harm."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

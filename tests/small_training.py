@@ -3,8 +3,6 @@
 A `Training` is one such run: everything in it may be replaced while it goes on, which is how faults are injected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ runs the tests of the kernels with Arm's Python and torch, which it downloads in
     apt-get install g++-aarch64-linux-gnu qemu-user debootstrap
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -39,25 +37,10 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     make_system()
     include = PACKAGES / "torch" / "include"
-    flags = [
-        "-O3",
-        "-std=c++17",
-        "-ffp-contract=fast",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-psabi",
-    ]
+    flags = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
+    flags += ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
     flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000", "-DUSE_CUDA"]
-    flags += [
-        f"-I{ROOT / 'csrc'}",
-        "-isystem",
-        str(include),
-        "-isystem",
-        str(include / "torch" / "csrc" / "api" / "include"),
-    ]
+    flags += [f"-I{ROOT / 'csrc'}", f"-isystem{include}", f"-isystem{include / 'torch' / 'csrc' / 'api' / 'include'}"]
     check_loops(flags)
     package = BUILD / "package" / "gradstat"
     shutil.rmtree(package, ignore_errors=True)

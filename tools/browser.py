@@ -1,7 +1,5 @@
 """A headless chromium that has no network, for what looks at pages: `tools/check_site.py` and tests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from typing import Any

@@ -7,8 +7,6 @@ only nvcc compiles (a few functions that wrap instructions of GPUs), and csrc/op
 CUDA: it registers with torch what the launchers do.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A copy of the package whose library was built otherwise: with sanitizers, or so that it counts the lines that run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -30,16 +30,8 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "word = torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.int8",
         "word = torch.int32 if size % 4 == 0 else torch.int16 if size + 2 == 0 else torch.int8",
     ): "shorter words tell the same tensors apart, and are the same on all ranks; they only take longer",
-    (
-        "gradstat/distributed/_checksum.py",
-        '_ROWS_AT_ONCE = {"cpu": 16}',
-        '_ROWS_AT_ONCE = {"cpu": 17}',
-    ): _PACES,
-    (
-        "gradstat/distributed/_checksum.py",
-        "_ROWS_AT_ONCE_ELSEWHERE = 1024",
-        "_ROWS_AT_ONCE_ELSEWHERE = 1025",
-    ): _PACES,
+    ("gradstat/distributed/_checksum.py", '_ROWS_AT_ONCE = {"cpu": 16}', '_ROWS_AT_ONCE = {"cpu": 17}'): _PACES,
+    ("gradstat/distributed/_checksum.py", "_ROWS_AT_ONCE_ELSEWHERE = 1024", "_ROWS_AT_ONCE_ELSEWHERE = 1025"): _PACES,
     (
         "gradstat/distributed/_checksum.py",
         "@functools.lru_cache(maxsize=16)",
@@ -50,11 +42,7 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "(first, most), *others = Counter(value_of.values()).most_common() or [(None, 0)]",
         "(first, most), *others = Counter(value_of.values()).most_common() or [(None, 1)]",
     ): "of nothing there are no others to compare the number with",
-    (
-        "gradstat/distributed/origin.py",
-        "@final",
-        "class OriginWatch:",
-    ): "for type checkers only",
+    ("gradstat/distributed/origin.py", "@final", "class OriginWatch:"): "for type checkers only",
     (
         "gradstat/distributed/origin.py",
         "first = torch.full((len(self._names) + 1,), _NEVER, dtype=torch.int64, device=device)",

@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
-import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,47 +174,30 @@ class Workplace:
                 target.write_text(original)
 
     def _run(self, tests: tuple[str, ...]) -> str:
-        child = os.fork()
-        if child == 0:
-            self._be_the_child(tests)
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                os_outcome = os.waitstatus_to_exitcode(status)
-                _end_group(child)
-                return "survived" if os_outcome == 0 else "killed"
-            time.sleep(0.05)
-        _end_group(child)
-        os.waitpid(child, 0)
-        return "hung"
+        child = multiprocessing.get_context("fork").Process(target=self._be_the_child, args=(tests,))
+        child.start()
+        child.join(SECONDS)
+        is_hung = child.is_alive()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        return "hung" if is_hung else "survived" if child.exitcode == 0 else "killed"
 
     def _be_the_child(self, tests: tuple[str, ...]) -> None:
-        code = 1
-        try:
-            os.setsid()  # with all processes it starts, it ends as a group
-            os.chdir(self.folder)
-            log = os.open("mutant.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (self.folder, self.folder / "tests")))
-            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-            sys.dont_write_bytecode = True
-            sys.path[:] = [str(self.folder), *(p for p in sys.path if not p.startswith(str(ROOT)))]
-            import pytest
+        os.setsid()  # with all processes it starts, it ends as a group
+        os.chdir(self.folder)
+        log = os.open("mutant.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (self.folder, self.folder / "tests")))
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.dont_write_bytecode = True
+        sys.path[:] = [str(self.folder), *(p for p in sys.path if not p.startswith(str(ROOT)))]
+        import pytest
 
-            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *_paths(tests)])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(int(code))
-
-
-def _end_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *_paths(tests)])
+        sys.stdout.flush()
+        os._exit(int(code))  # and waits for nothing that tests have left running
 
 
 def judge(outcomes: dict[Mutant, str], complete: bool) -> list[str]:

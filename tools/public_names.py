@@ -1,7 +1,5 @@
 """What is public: every name in the `__all__` of a module whose path has no underscore, as docs/versioning.md says."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ finds nothing.
     python tools/sanitize.py --quick    # the highest level, fewer tests
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -5,8 +5,6 @@
 Needs chromium and chromedriver on the path.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -339,9 +339,7 @@ def test_verifying_leaves_the_gradients_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES[:4], ids=str)
-def test_a_clipped_clip_finds_something_to_clip_every_time(
-    dtype: torch.dtype, plan: suite.Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clipped_clip_finds_something_to_clip_every_time(dtype: torch.dtype, plan: suite.Plan) -> None:
     norms = []
 
     def run(given: cases.Input) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """The libraries that `make gpu-bundle` makes: put in when they belong to the sources here, refused when not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

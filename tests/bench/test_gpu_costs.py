@@ -3,8 +3,6 @@
 Without a GPU the same promises are held against a runtime that stands in for CUDA's, in test_cuda_launchers.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_counts import Counts, count

@@ -1,7 +1,5 @@
 """How calls are measured on a GPU, with a clock in its place: device time, launches, goals, figures of others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -128,9 +126,6 @@ def test_counting_reaches_every_call_and_step(monkeypatch: pytest.MonkeyPatch) -
     assert {row.value for row in made} == {0.0}  # of a CPU
     assert {"gradstat native stats", "gradstat native check", "gradstat native clip"} < {row.provider for row in made}
     assert {optimizer_steps.OPTIMIZERS[-1].name in row.case for row in made} == {True, False}
-
-
-# What is wanted there -----------------------------------------------------------------------------------------
 
 
 def of_gpu(provider: str, case: str, value: float, metric: str = "wall time", **others: Any) -> rows.Row:

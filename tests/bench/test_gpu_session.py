@@ -1,7 +1,5 @@
 """The commands for a rented GPU: limits, rows as they come, what the sanitizer is asked, and merging, without a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -17,7 +15,6 @@ import rows
 from gpu_plan import COMMANDS, Command, Part, Session
 
 ROOT = gpu_session.ROOT
-APPEND = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write(sys.argv[2] + '\\n'); "
 Run = Callable[..., tuple[bool, list[rows.Row], str]]
 
 
@@ -165,8 +162,6 @@ def test_modules_with_tests_on_a_device_are_known() -> None:
     assert found - {"gpu_session", "gpu_costs"} <= set(gpu_plan.ON_A_DEVICE)
 
 
-# The sanitizer ---------------------------------------------------------------------------------------------------
-
 FAKE = """#!/bin/sh
 echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" >> {log}
 case "$2" in {failing}) exit 9;; esac
@@ -194,9 +189,6 @@ def test_every_tool_watches_ours_and_memory_is_not_cached(
         assert ("--kernel-name-exclude" in words) == (words[2] != "initcheck")
         assert words[words.index("--error-exitcode") + 1 :][:2] == ["9", sys.executable]
         assert words[words.index(sys.executable) + 1] in ("tools/gpu_gates/short_set.py", "tools/fuzz.py")
-
-
-# Merging ---------------------------------------------------------------------------------------------------------
 
 
 def measured(**others: object) -> rows.Row:

@@ -63,9 +63,6 @@ def test_what_torch_cannot_clamp_is_refused_in_its_words() -> None:
             assert errors[0] == errors[1]
 
 
-# On purpose unlike torch ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("limit", [-1.0, -1e-30, math.nan, -math.inf], ids=str)
 def test_a_negative_or_nan_limit_is_refused_before_anything_changes(limit: float) -> None:
     parameters = parameters_with([torch.ones(3)])
@@ -87,9 +84,6 @@ def test_the_elements_of_a_sparse_gradient_are_clamped_and_not_its_terms(foreach
         gradstat.clip_grad_value_(parameters, 1.0, foreach)
         assert id(parameters[0].grad) == identity
         torch.testing.assert_close(parameters[0].grad.to_dense(), expected, equal_nan=True)  # type: ignore[union-attr]
-
-
-# Bad input --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])

@@ -1,7 +1,5 @@
 """What every call that clips has in common: which parameters it takes, what it refuses, what it leaves as it was."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -130,10 +128,7 @@ def test_gradients_are_clipped_where_they_lie(clip: str, where: tuple[str, str])
 def test_sparse_gradients_are_clipped(clip: str, where: tuple[str, str]) -> None:
     backend, device = where
     sparse = uncoalesced(device)
-    parameters = [
-        parameter_with(sparse.clone()),
-        parameter_with(torch.zeros(3, device=device)),
-    ]
+    parameters = [parameter_with(sparse.clone()), parameter_with(torch.zeros(3, device=device))]
     WRITING[clip](parameters, backend=backend)
     torch.testing.assert_close(parameters[0].grad.to_dense(), sparse.to_dense() / 10)  # type: ignore[union-attr]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import parameter_with
 from torch import Tensor, nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad
@@ -53,9 +54,7 @@ def _no_trace() -> Iterator[None]:
 
 def huge() -> nn.Parameter:
     """A parameter whose gradient's norm torch overflows and gradstat does not."""
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3e20, 4e20])
-    return parameter
+    return parameter_with(torch.tensor([3e20, 4e20]))
 
 
 def is_gradstats(clip: Callable[..., Tensor]) -> bool:
@@ -167,9 +166,6 @@ def test_an_empty_generator_warns_once_and_points_at_the_caller() -> None:
     ]
 
 
-# Putting back -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)], ids=str)
 def test_patches_are_removed_in_any_order(order: tuple[int, ...]) -> None:
     patches = [gradstat.patch_torch() for _ in order]
@@ -237,9 +233,6 @@ def test_threads_patch_and_remove_at_once() -> None:
         sys.setswitchinterval(interval)
     assert not failures
     assert is_untouched()
-
-
-# What torch's own functions still do ------------------------------------------------------------------------
 
 
 def test_other_kinds_of_tensors_are_handed_to_torch() -> None:

@@ -48,9 +48,6 @@ def test_parameters_themselves_have_a_norm_without_a_graph() -> None:
         assert gradstat.get_total_norm(nothing).item() == 0.0
 
 
-# On purpose unlike torch ------------------------------------------------------------------------------------
-
-
 def test_the_norm_may_be_a_number(where: tuple[str, str]) -> None:
     backend, device = where
     for total in (5.0, 5, torch.tensor(5), torch.tensor(5.0, requires_grad=True)):
@@ -91,9 +88,6 @@ def test_lazily_conjugated_gradients_are_scaled(where: tuple[str, str]) -> None:
     torch.testing.assert_close(parameter.grad.resolve_conj(), expected)
     gradstat.clip_grads_with_norm_([parameter], 1.0, 2.0, backend=backend)
     torch.testing.assert_close(parameter.grad.resolve_conj(), expected / 2)
-
-
-# Bad input --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_a_list_of_tensors_is_refused() -> None:

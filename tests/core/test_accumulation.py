@@ -102,9 +102,6 @@ def test_a_step_starts_over_behind_its_result_and_when_it_is_given_up() -> None:
         micro_batches.result()
 
 
-# What changes between micro-batches -------------------------------------------------------------------------
-
-
 def test_a_gradient_may_appear_late_and_be_freed() -> None:
     model = make_model()
     micro_batches = gradstat.MicroBatches(model)
@@ -152,9 +149,6 @@ def test_a_check_that_fails_leaves_the_others() -> None:
     assert micro_batches.result().micro_batches == 1
 
 
-# In words ---------------------------------------------------------------------------------------------------
-
-
 def broken(parameters: int = 2) -> gradstat.AccumulationReport:
     """Four micro-batches over parameters p0, p1, ...; the i-th goes bad after micro-batch i % 4."""
     named = [(f"p{i}", nn.Parameter(torch.zeros(2, 3))) for i in range(parameters)]
@@ -192,9 +186,6 @@ def test_error_and_text_tell_who_when_and_where_also_from_a_pickle() -> None:
     assert repr(report) == "AccumulationReport(4 micro-batches, 2 not finite, first in 0)"
     again = pickle.loads(pickle.dumps(report))
     assert (again.first_bad, str(again)) == ({"p0": 0, "p1": 1}, text)
-
-
-# On a GPU ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda

@@ -198,8 +198,7 @@ MONITOR_LAYERS = [
 
 
 @pytest.mark.parametrize(
-    ("package", "layers"),
-    [("gradstat", LAYERS), ("gradstat._core", CORE_LAYERS), ("gradstat.monitor", MONITOR_LAYERS)],
+    ("package", "layers"), [("gradstat", LAYERS), ("gradstat._core", CORE_LAYERS), ("gradstat.monitor", MONITOR_LAYERS)]
 )
 def test_imports_point_down_only(package: str, layers: list[set[str]]) -> None:
     import ast

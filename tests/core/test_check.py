@@ -86,8 +86,7 @@ def test_tied_parameters_appear_once_in_a_module_and_twice_in_a_list() -> None:
 
 
 def test_a_pending_report_shows_the_gradients_as_they_were(device: str) -> None:
-    parameter = nn.Parameter(torch.zeros(4, device=device))
-    parameter.grad = torch.ones(4, device=device)
+    parameter = parameter_with(torch.ones(4, device=device))
     pending = gradstat.check_async([parameter])
     parameter.grad.zero_()
     assert pending.result().total_norm == 2.0
@@ -134,13 +133,8 @@ def test_inference_mode(device: str) -> None:
     with torch.inference_mode():
         x = torch.ones(9, device=device)
         assert gradstat.check_tensors([x]).total_norm == 3.0
-        parameter = nn.Parameter(torch.zeros(9, device=device), requires_grad=False)
-        parameter.grad = x
-        assert gradstat.clip_grad_norm_([parameter], 1.0) == 3.0
+        assert gradstat.clip_grad_norm_([parameter_with(x)], 1.0) == 3.0
         assert x.norm().item() == pytest.approx(1.0, rel=1e-5)
-
-
-# Bad input --------------------------------------------------------------------------------------------------
 
 
 def quantized() -> torch.Tensor:
@@ -207,9 +201,6 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors() -> None:
     measured = Measurement([torch.zeros(2, 3), torch.ones(3, 3)], [0, 3, 1, 2, 4], ())
     assert measured.table()[:, 0].tolist() == [0, 1, 1, 0, 1]
     assert HostRows(measured).table()[:, 0].tolist() == [0, 1, 1, 0, 1]
-
-
-# On a GPU ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda

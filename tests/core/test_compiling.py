@@ -1,7 +1,5 @@
 """Inside torch.compile: what reads numbers on the host leaves the graph, quietly; operators are there when needed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

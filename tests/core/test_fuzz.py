@@ -1,7 +1,5 @@
 """Random bits in random layouts through every operation: a fixed set of them here, a million by `make fuzz`."""
 
-from __future__ import annotations
-
 import random
 from fractions import Fraction
 

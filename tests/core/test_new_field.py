@@ -4,8 +4,6 @@ In the copy they are defined, and lifted in the reference; merging, reductions o
 keeps have to follow by themselves.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Without a GPU the kernels run in Triton's interpreter, which is slow: sizes here
 something changes, the ends of vectors, steps and chunks.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os

@@ -1,7 +1,5 @@
 """Gradients over several ranks: every layout against one process with the same model and data."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random
@@ -12,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import parameter_with, parameters_with
+from ranked import assert_same_stats
 from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,13 +29,8 @@ def whole(tensor: Tensor) -> Tensor:
 def same_report(spread: gradstat.Report, single: gradstat.Report) -> None:
     assert [name.removeprefix("module.") for name in spread.names] == list(single.names)
     assert spread.total_norm == pytest.approx(single.total_norm, rel=1e-6)
-    assert spread.numel == single.numel
     for ours, theirs in zip(spread, single, strict=True):
-        assert ours.shape == theirs.shape
-        for field in ("l2_norm", "min", "max", "sum"):
-            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-5, abs=1e-6), (ours, field)
-        for field in ("nan_count", "inf_count", "numel"):
-            assert getattr(ours, field) == getattr(theirs, field)
+        assert_same_stats(ours, theirs, rel=1e-5, abs=1e-6)
 
 
 def measured(name: str) -> float:
@@ -157,11 +152,7 @@ def random_layouts(seed: int) -> None:
     for name in ("nan_count", "inf_count", "zero_count", "min", "max"):
         assert torch.equal(ours[:, column[name]], theirs[:, column[name]]), (seed, name)
     torch.testing.assert_close(ours[:, column["sq_sum"]], theirs[:, column["sq_sum"]], rtol=1e-6, atol=0)
-    parameters = []
-    for spread in spreads:
-        parameter = nn.Parameter(torch.zeros_like(spread), requires_grad=False)
-        parameter.grad = spread
-        parameters.append(parameter)
+    parameters = parameters_with(spreads)
     report, expected = gradstat.check(parameters), gradstat.check_tensors(wholes)
     assert report.total_norm == pytest.approx(expected.total_norm, rel=1e-6, nan_ok=True)
     for bad, whole_bad in zip(report.nonfinite, expected.nonfinite, strict=True):
@@ -340,8 +331,7 @@ def test_a_rank_that_fails_tells_the_others() -> None:
 @on_ranks(2)
 def test_groups_that_are_none_are_refused_before_anyone_waits() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
+    parameter = parameter_with(torch.ones(2))
     with pytest.raises(ValueError, match=r"a mesh of 2 dimensions; pass the dimension that is meant, mesh\['name'\]"):
         gradstat.check([parameter], extra_groups=mesh)
     with pytest.raises(TypeError, match="extra_groups has str where a process group"):

@@ -1,7 +1,5 @@
 """The kit that tries clips on several ranks: what is right passes, and copies of bugs that shipped are named."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -35,9 +33,6 @@ def pool() -> Iterator[Ranks]:
 @pytest.fixture
 def _pooled(pool: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "Ranks", lambda *_, **__: contextlib.nullcontext(pool))
-
-
-# Copies of bugs ----------------------------------------------------------------------------------------------
 
 
 def local(parameters: Parameters) -> list[Tensor]:
@@ -197,9 +192,6 @@ def test_copies_of_bugs_are_named(
         report.raise_if_wrong()
 
 
-# What is right -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("_pooled")
 def test_gradstats_own_clip_is_as_in_one_process() -> None:
     verdicts: list[norms.ClipVerdict] = []
@@ -220,9 +212,6 @@ def test_torchs_own_clip_is_where_it_should_be() -> None:
     assert pp.norm.startswith("x0.")
     assert "norm of what it holds itself" in pp.problems[0]
     assert mixed.norm == "raises"
-
-
-# The command -------------------------------------------------------------------------------------------------
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Which rank brought NaN or Inf, told from gradients measured before DDP's reduction spreads them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import datetime
@@ -293,8 +291,7 @@ def test_all_is_well(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "who"),
-    [([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))],
+    ("bad", "who"), [([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))]
 )
 def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: list[int], who: str) -> None:
     answers = ranks.run(4, spoken, bad)

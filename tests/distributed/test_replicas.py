@@ -1,7 +1,5 @@
 """Replicas are compared bit by bit on all ranks; what differs is named, with the ranks that differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """The examples in docstrings run. What an example takes for granted stands in `TAKEN_FOR_GRANTED`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
@@ -11,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pages import OF_FRAMEWORKS
 from public_names import public_names
+from trainers import OF_FRAMEWORKS
 
 from gradstat.monitor import AnomalyWarning
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import render
 import torch
-from pages import LANGUAGES, OF_FRAMEWORKS, PAGES, ROOT, Block, blocks_of, run
+from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, run
 from ranks import Ranks
+from trainers import OF_FRAMEWORKS
 
 pytestmark = OF_FRAMEWORKS
 QUICK_START = ROOT / "docs" / "quickstart.md"

@@ -1,7 +1,5 @@
 """The runner of the pages' code: what it lets pass, and that it fails where a page does not keep its word."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every public name has a docstring, its members too, and a place in the reference."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

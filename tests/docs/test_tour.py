@@ -1,7 +1,5 @@
 """The notebook docs/tour.ipynb opens with outputs, and they are what its cells put out."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

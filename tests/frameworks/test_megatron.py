@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import assert_same_stats, spoil
 from torch import Tensor, nn
 
 import gradstat
@@ -90,30 +91,11 @@ def _hold_against(report: gradstat.Report, wholes: dict[str, Tensor]) -> None:
     assert list(report.names) == list(wholes)
     assert report.missing == ()
     for name, whole in wholes.items():
-        expected, ours = gradstat.check_tensors({name: whole})[name], report[name]
-        assert ours.shape == whole.shape
-        for value in ("nan_count", "inf_count", "zero_count", "first_nonfinite"):
-            assert getattr(ours, value) == getattr(expected, value), (name, value, ours, expected)
-        for value in ("l2_norm", "min", "max", "mean"):
-            close = pytest.approx(getattr(expected, value), rel=1e-5, abs=1e-7, nan_ok=True)
-            assert getattr(ours, value) == close, (name, value, ours, expected)
+        assert_same_stats(report[name], gradstat.check_tensors({name: whole})[name], rel=1e-5, abs=1e-7)
 
 
 def _norm(gradients: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
-
-
-def _spoil(net: nn.Module, value: float) -> None:
-    """From now on some elements of the gradients are not finite."""
-    for name, parameter in net.named_parameters():
-        if name in BAD:
-
-            def spoiled(gradient: Tensor, places: list[int] = BAD[name]) -> Tensor:
-                flat = gradient.clone().reshape(-1)
-                flat[places] = value
-                return flat.view_as(gradient)
-
-            parameter.register_hook(spoiled)
 
 
 def _reported(layouts: list[tuple[bool, bool, bool]]) -> list[str]:
@@ -129,7 +111,7 @@ def _report(is_cut: bool, overlaps: bool, is_low: bool) -> str:
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
         if step == 2 and rank == 1:
-            _spoil(net, math.nan)
+            spoil(net, BAD, math.nan)
         model.zero_grad_buffer()
         _backward(model, _batch(step, rank, dtype))
         model.finish_grad_sync()
@@ -158,7 +140,7 @@ def _named(is_cut: bool) -> None:
     net = _net(torch.float32, has_unused=True)
     model = _wrapped(net, is_cut, overlaps=False)
     model.ddp_config.check_for_nan_in_grad = True
-    _spoil(net, math.nan)
+    spoil(net, BAD, math.nan)
     _backward(model, _batch(0, dist.get_rank()))
     with pytest.raises(RuntimeError, match="found NaN in local grad norm"):
         model.finish_grad_sync()
@@ -181,7 +163,7 @@ def _watched(is_cut: bool) -> list[tuple[str, int, str]]:
     monitor = gradstat.Monitor(model, watch={"parameters": 1, "activations": 1}, on_anomaly="record")
     for step in range(30):
         if step == 25 and dist.get_rank() == 1:
-            _spoil(net, math.inf)
+            spoil(net, BAD, math.inf)
         model.zero_grad_buffer()
         loss = _backward(model, _batch(step, dist.get_rank()))
         model.finish_grad_sync()

@@ -1,7 +1,5 @@
 """The integration with Hugging Face Accelerate, in plain loops under the real Accelerator."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranked import accelerate_on_ranks, assert_alike, forget_accelerators, run_example
+from ranked import accelerate_on_ranks, assert_alike
 from ranks import on_ranks
 from torch import nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainers import QUIET, Net, forget_accelerators, run_example, samples
 
 import gradstat
 from gradstat.integrations.accelerate import AccelerateHandle, install
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
-QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -31,28 +28,8 @@ def _fresh() -> Iterator[None]:
     forget_accelerators()
 
 
-class Bad(nn.Module):
-    """Lets values through, and breaks them in chosen forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at: set[int] = set()
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
-        return torch.log(-x.abs()) if self.passes - 1 in self.at else x
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Bad(), nn.Linear(8, 1))
-
-
 def loader(batches: int) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4 * batches, 4, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+    return DataLoader(samples(4 * batches), batch_size=4)
 
 
 Prepared = tuple[Accelerator, Any, Any, Any]
@@ -68,8 +45,8 @@ def prepare(
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated, mixed_precision=precision)
     if precision == "fp16":  # which Accelerate scales on a GPU only; from here on it is the same
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=1024.0), True
-    model = network()
-    model[2].at = bad_at or set()
+    model = Net()
+    model.bad_at = bad_at or set()
     return (accelerator, *accelerator.prepare(model, optimizer(model.parameters()), loader(batches)))
 
 
@@ -80,7 +57,7 @@ def run(prepared: Prepared, clip: float | None = 0.5) -> list[float]:
     norms = []
     for x, y in data:
         with accelerator.accumulate(model):
-            accelerator.backward(mse_loss(model(x).float(), y))
+            accelerator.backward(model(x, y)["loss"])
             if accelerator.sync_gradients and clip is not None:
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
             optimizer.step()
@@ -103,9 +80,6 @@ def test_an_unhealthy_state_is_not_saved(tmp_path: Path, bad_at: set[int] | None
             saved = prepared[0].save_state(str(tmp_path / "state"))
     assert (saved is None) == (bad_at is not None) == (not (tmp_path / "state").exists())
     assert ["checkpoints are not saved" in str(one.message) for one in caught] == [True] * (bad_at is not None)
-
-
-# What a healthy run shows -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,7 +119,7 @@ def test_several_models_have_a_monitor_each() -> None:
         accelerator = Accelerator(cpu=True, mixed_precision=precision)
         if precision == "fp16":
             accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=16.0), True
-        maker, judge = network(), nn.Linear(1, 1)
+        maker, judge = nn.Linear(4, 1), nn.Linear(1, 1)
         maker, judge, first, second = accelerator.prepare(
             maker, judge, torch.optim.AdamW(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.1)
         )
@@ -169,9 +143,6 @@ def test_several_models_have_a_monitor_each() -> None:
         assert (losses[1] >= 0).all()
         handle.remove()
         forget_accelerators()
-
-
-# What a fault shows -----------------------------------------------------------------------------------------
 
 
 @QUIET
@@ -204,9 +175,6 @@ def test_a_checkpoint_brings_the_monitor_back(tmp_path: Path) -> None:
     handle.remove()
 
 
-# Clipping ---------------------------------------------------------------------------------------------------
-
-
 def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
     accelerator, model, optimizer, data = prepare(accumulated=2)
     with (
@@ -219,7 +187,7 @@ def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
     def loop() -> None:
         for x, y in data:
             with accelerator.accumulate(model):
-                accelerator.backward(mse_loss(model(x), y))
+                accelerator.backward(model(x, y)["loss"])
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -235,9 +203,6 @@ def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
     assert float(norm) == pytest.approx(math.sqrt(3))
     assert float(gradstat.check(other).total_norm) == pytest.approx(0.1, rel=1e-4)
     handle.remove()
-
-
-# Bad input --------------------------------------------------------------------------------------------------
 
 
 def test_bad_arguments_are_refused_before_training() -> None:
@@ -286,9 +251,6 @@ def test_the_example_runs_and_names_the_fault() -> None:
         assert words in shown, shown
 
 
-# Several ranks ----------------------------------------------------------------------------------------------
-
-
 @on_ranks(2, timeout=60.0)
 def test_sharded_parameters_are_whole() -> None:
     from accelerate import FullyShardedDataParallelPlugin
@@ -299,8 +261,8 @@ def test_sharded_parameters_are_whole() -> None:
         accelerator = Accelerator(cpu=True)
         # Accelerate shards on GPUs only; on a CPU it can be told that it has.
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        model = network()
-        model[2].at = {2} if torch.distributed.get_rank() == 1 else set()
+        model = Net()
+        model.bad_at = {2} if torch.distributed.get_rank() == 1 else set()
         fully_shard(model)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
         accelerator._models.append(model)
@@ -310,7 +272,7 @@ def test_sharded_parameters_are_whole() -> None:
         with install(accelerator, on_anomaly="skip") as handle:
             norms = []
             for x, y in data:
-                accelerator.backward(mse_loss(model(x), y))
+                accelerator.backward(model(x, y)["loss"])
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
                 optimizer.step()
                 optimizer.zero_grad()

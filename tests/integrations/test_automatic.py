@@ -1,8 +1,5 @@
 """`gradstat.auto`: a monitor in an optimizer that a program has already."""
 
-from __future__ import annotations
-
-import copy
 import gc
 import math
 import weakref
@@ -12,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import run_example
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from trainers import run_example
 
 import gradstat
 from gradstat import automatic
@@ -73,17 +70,6 @@ def test_names_of_the_model_or_of_the_optimizer(given: bool) -> None:
     assert handle.monitor.findings[0].name == "0.weight"
 
 
-def test_the_program_trains_as_without_it() -> None:
-    weights = []
-    for watched in (False, True):
-        model, optimizer = made()
-        if watched:
-            gradstat.auto(optimizer)
-        list(program(optimizer, model, 10))
-        weights.append(copy.deepcopy(model.state_dict()))
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-
-
 def test_clips_behind_the_check() -> None:
     model, optimizer = made()
     handle = gradstat.auto(optimizer, max_norm=1e-3, on_anomaly="record")
@@ -134,9 +120,6 @@ def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool, clip
     assert scalars["norm"].tolist() == pytest.approx([norm for _, norm in firsts])
     if not clips:  # where the loss is not known yet
         assert scalars["loss"].tolist() == pytest.approx([loss for loss, _ in firsts])
-
-
-# Behind a loss scaler or a clip ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

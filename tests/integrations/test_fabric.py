@@ -1,7 +1,5 @@
 """Lightning Fabric, where it differs from the other integrations: loss scales, closures, its own clip, ranks."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,14 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
+from trainers import QUIET
 
 import gradstat
 from gradstat.integrations.fabric import install
 
 pytestmark = [
     pytest.mark.usefixtures("_one_thread"),
-    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
+    QUIET,
 ]
 
 

@@ -1,7 +1,5 @@
 """What programs do with a model besides training it goes on as if nobody watched."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -16,8 +14,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from ranked import forget_accelerators
 from torch import nn
+from trainers import forget_accelerators
 
 import gradstat
 
@@ -107,34 +105,6 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, watcher: Any) -> None:
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 4)).square().sum()
-        loss.backward()
-        if isinstance(watcher, gradstat.Monitor):
-            watcher.step(loss)
-        optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("deed", DEEDS)
-@pytest.mark.parametrize("way", [*WAYS, *FRAMEWORKS])
-def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -> None:
-    model, optimizer = made()
-    watcher = FRAMEWORKS[way](model, optimizer, tmp_path)() if way in FRAMEWORKS else WAYS[way](model, optimizer)
-    for _ in range(2):  # as new, and in the middle of a training
-        another = DEEDS[deed](model)
-        torch.testing.assert_close(another(torch.ones(1, 4)), model(torch.ones(1, 4)))
-        train(model, optimizer, watcher)
-    torch.testing.assert_close(DEEDS[deed](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
-    getattr(watcher, "remove", lambda: None)()
-    forget_accelerators()
-
-
-# What programs do between the steps: each gets how to watch, None for not at all, and gives what came of it.
-
-
 def _steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watchers: Sequence[Any], count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     for _ in range(count):
@@ -147,6 +117,24 @@ def _steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watche
                 watcher.step(loss)
         for optimizer in optimizers:
             optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("way", [*WAYS, *FRAMEWORKS])
+def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -> None:
+    model, optimizer = made()
+    watcher = FRAMEWORKS[way](model, optimizer, tmp_path)() if way in FRAMEWORKS else WAYS[way](model, optimizer)
+    for _ in range(2):  # as new, and in the middle of a training
+        another = DEEDS[deed](model)
+        torch.testing.assert_close(another(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        _steps(model, [optimizer], [watcher], 2)
+    torch.testing.assert_close(DEEDS[deed](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    getattr(watcher, "remove", lambda: None)()
+    forget_accelerators()
+
+
+# What programs do between the steps: each gets how to watch, None for not at all, and gives what came of it.
 
 
 def _compiled_before(watch: Way) -> nn.Module:
@@ -279,7 +267,7 @@ def test_a_file_of_a_watched_model_and_optimizer_is_that_of_any_other(way: str) 
     for watched in (False, True):
         model, optimizer = made()
         watcher = WAYS[way](model, optimizer) if watched else None
-        train(model, optimizer, watcher)
+        _steps(model, [optimizer], [watcher], 2)
         whole = {"model": model, "optimizer": optimizer.state_dict(), "all of it": optimizer}
         files.append(saved(whole))  # type: ignore[arg-type]
     assert files[0] == files[1]
@@ -318,7 +306,7 @@ def test_nothing_global_is_touched(way: str, tmp_path: Path) -> None:
         if watched:
             watcher = enter() if enter is not None else WAYS[way](model, optimizer)
         if enter is None:
-            train(model, optimizer, watcher)
+            _steps(model, [optimizer], [watcher], 2)
         within = global_state()
         for end in ("remove", "detach"):
             getattr(watcher, end, lambda: None)()

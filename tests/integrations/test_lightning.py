@@ -1,9 +1,6 @@
 """The Lightning callback in real trainings on the CPU: what it measures, clips, decides, logs, keeps and refuses."""
 
-from __future__ import annotations
-
 import csv
-import logging
 import math
 import pickle
 import warnings
@@ -19,11 +16,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from programs import output_of
-from ranked import assert_alike, lightning_on_ranks, run_example
+from ranked import assert_alike, lightning_on_ranks
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer, run_example
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
@@ -31,17 +29,7 @@ from gradstat.integrations._watch import Ranks as Votes
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
-pytestmark = [
-    pytest.mark.usefixtures("_one_thread"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
-    # What a test does not ask for of what is told.
-    pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning"),
-]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = [pytest.mark.usefixtures("_one_thread"), *OF_FRAMEWORKS, QUIET]
 
 
 class Model(pl.LightningModule):
@@ -88,21 +76,8 @@ def data(batches: int = 8, seed: int = 5) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.randint(3, (4 * batches,), generator=generator)), batch_size=4)
 
 
-def trainer(callback: Any, **options: Any) -> pl.Trainer:
-    settings: dict[str, Any] = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    listed = callback if isinstance(callback, list) else [callback]
-    return pl.Trainer(callbacks=listed, **{**settings, **options})
-
-
 def fit(callback: Any, model: pl.LightningModule, batches: int = 8, **options: Any) -> pl.Trainer:
-    made = trainer(callback, **options)
+    made = lightning_trainer(callback, **options)
     made.fit(model, data(batches))
     return made
 
@@ -117,9 +92,6 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 
 def norms(callback: GradstatCallback) -> list[float]:
     return callback.monitor.recording().scalars["norm"].tolist()
-
-
-# What is measured -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fused", "own"), [(False, True), (True, False), (True, True)])
@@ -138,26 +110,11 @@ def test_under_a_loss_scale_statistics_and_losses_are_told_without_it(fused: boo
     assert set(recording.scalars["loss_scale"]) == {1024.0}
 
 
-# Clipping ---------------------------------------------------------------------------------------------------
-
-
 def trained(callback: Any, seed: int = 1, make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> list[Tensor]:
     torch.manual_seed(seed)
     model = Model(make, **options.pop("optimizer", {}))
     fit(callback, model, **options)
     return [p.detach() for p in model.parameters()]
-
-
-def test_a_clip_of_the_trainer_is_taken_over_and_given_back() -> None:
-    limit = 0.05
-    expected = trained([], gradient_clip_val=limit)
-    torch.manual_seed(1)
-    model, callback = Model(), GradstatCallback(on_anomaly="record")
-    made = fit(callback, model, gradient_clip_val=limit)
-    torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
-    assert "clip_gradients" not in made.precision_plugin.__dict__
-    assert made.gradient_clip_val == limit
-    torch.testing.assert_close(trained(GradstatCallback(max_norm=limit, on_anomaly="record")), expected)
 
 
 def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
@@ -177,7 +134,8 @@ def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
     assert set(seen) == {0.02}
     assert model.clipped == pytest.approx([0.02] * 8, rel=1e-3)
     assert made.gradient_clip_val is None
-    made = trainer(GradstatCallback(max_norm=0.01), **scaled())
+    assert "clip_gradients" not in made.precision_plugin.__dict__
+    made = lightning_trainer(GradstatCallback(max_norm=0.01), **scaled())
     with pytest.raises(ZeroDivisionError):
         made.fit(Overriding(torch.optim.AdamW, {7: "nan"}, fused=True), data())
     assert made.gradient_clip_val is None
@@ -216,9 +174,6 @@ def test_an_adaptive_clip_goes_everywhere(fused: bool) -> None:
         made = fit(GradstatCallback(max_norm=clip, on_anomaly="record"), model, **options)
         assert clip.summary().steps == 8
         assert made.gradient_clip_val is None
-
-
-# Policies ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -283,7 +238,7 @@ def test_what_a_stop_lets_others_save(tmp_path: Path, saving: dict[str, Any], sk
 
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=1, **saving)
     callback = GradstatCallback(on_anomaly=["skip", "stop"] if skips else "stop")
-    made = trainer([checkpoint, callback], max_epochs=4, enable_checkpointing=True)
+    made = lightning_trainer([checkpoint, callback], max_epochs=4, enable_checkpointing=True)
     made.fit(Logging(spoil={1: "sqrt"}), data(4), data(1))
     assert callback.should_stop
     assert made.global_step == 6
@@ -300,7 +255,7 @@ def test_an_unhealthy_state_replaces_no_checkpoint(tmp_path: Path, skips: bool) 
     """Whether parameters are finite or not; a healthy one is saved as ever."""
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
     callback = GradstatCallback(on_anomaly=["skip", "record"] if skips else "record", healthy_checkpoints=True)
-    made = trainer([checkpoint, callback], enable_checkpointing=True)
+    made = lightning_trainer([checkpoint, callback], enable_checkpointing=True)
     with pytest.warns(UserWarning, match="checkpoints are not saved until") as warned:
         made.fit(Model(spoil={5: "nan"}), data(8))
     assert made.global_step == 8
@@ -367,13 +322,10 @@ def test_the_progress_bar_tells_the_finding() -> None:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             shown.append(trainer.progress_bar_metrics.get("gradstat"))
 
-    made = trainer([GradstatCallback(on_anomaly=["skip", "record"]), Watching()], enable_progress_bar=True)
+    made = lightning_trainer([GradstatCallback(on_anomaly=["skip", "record"]), Watching()], enable_progress_bar=True)
     made.fit(Model(spoil={3: "nan"}), data())
     assert shown[2] is None
     assert shown[3].startswith("step 3: the gradient of net.2.bias has 3 NaN")
-
-
-# Several optimizers, manual optimization --------------------------------------------------------------------
 
 
 class Two(pl.LightningModule):
@@ -418,9 +370,6 @@ def test_several_optimizers_have_a_monitor_each(tmp_path: Path) -> None:
     assert "grad/1/total_norm" in header
 
 
-# Logging ----------------------------------------------------------------------------------------------------
-
-
 def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb")]
     callback = GradstatCallback(on_anomaly="record", per_tensor=("l2_norm",), top=None)
@@ -445,9 +394,6 @@ def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
     assert silent.experiment.metrics == []
 
 
-# Checkpoints ------------------------------------------------------------------------------------------------
-
-
 def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None:
     clip = gradstat.AutoClip(percentile=50)
     first = GradstatCallback(max_norm=clip, on_anomaly=["skip", "record"])
@@ -455,7 +401,8 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     made.save_checkpoint(tmp_path / "last.ckpt")
     again = gradstat.AutoClip(percentile=50)
     second = GradstatCallback(max_norm=again, on_anomaly="record")
-    trainer(second, max_epochs=2).fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    made = lightning_trainer(second, max_epochs=2)
+    made.fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
     assert second.monitor is not None
     assert first.monitor is not None
     assert second.monitor.steps == 16
@@ -464,18 +411,16 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     assert again.summary().steps == 15  # the step that was skipped had nothing to clip
 
 
-# Refusals ---------------------------------------------------------------------------------------------------
-
-
 def test_what_would_be_done_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*remove the other"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
-    made = trainer(GradstatCallback())
+    made = lightning_trainer(GradstatCallback())
     made.callbacks.append(GradstatCallback())  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"expected one GradstatCallback .* found 2.* Remove"):
         made.fit(Model(), data())
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
     with pytest.raises(ValueError, match="manual optimization"):
         fit(GradstatCallback(on_anomaly="replay"), Two())
@@ -513,9 +458,6 @@ def test_lbfgs_is_measured_in_every_evaluation() -> None:
     model = Model(torch.optim.LBFGS, max_iter=3)
     made = fit(callback, model, batches=2)
     assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
-
-
-# Imports ----------------------------------------------------------------------------------------------------
 
 
 def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> None:
@@ -558,15 +500,12 @@ def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> N
     assert printed[-1] == "True 4"  # pytorch_lightning is served under its own name
 
 
-# Several ranks ----------------------------------------------------------------------------------------------
-
-
 def fit_on_ranks(callbacks: list[Any], model: pl.LightningModule, strategy: Any = "ddp", **options: Any) -> pl.Trainer:
     """Decisions come after the reduction and are the same on all."""
     settings = {"devices": dist.get_world_size(), "plugins": [lightning_on_ranks()], "use_distributed_sampler": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = trainer(callbacks, strategy=strategy, **settings, **options)
+        made = lightning_trainer(callbacks, strategy=strategy, **settings, **options)
         made.fit(model, data(seed=dist.get_rank()))
     return made
 
@@ -694,9 +633,6 @@ def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks() -> Non
         votes = Votes(torch.device("cpu"))
         heard = [votes.any_of(wants, wait) for wants, wait in said]
     assert heard == [[False, False], [True, False], [False, False], [False, True], [False, False]]
-
-
-# The example ------------------------------------------------------------------------------------------------
 
 
 def test_the_example_tells_the_layer_and_the_line(tmp_path: Path) -> None:

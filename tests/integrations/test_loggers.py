@@ -1,7 +1,5 @@
 """Ways into loggers, real ones: what arrives is what was measured, and costs no more calls than it must."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -10,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import run_example
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
+from trainers import run_example
 
 import gradstat
 from gradstat.integrations import loggers
@@ -41,9 +39,6 @@ def step(monitor: gradstat.Monitor, model: nn.Module, optimizer: torch.optim.Opt
     monitor.step(loss)
     optimizer.step()
     return report
-
-
-# What is told -----------------------------------------------------------------------------------------------
 
 
 def test_a_report_gives_what_was_chosen() -> None:
@@ -120,9 +115,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         log_report(3, report, 0)
     with pytest.raises(ValueError, match="pass step="):
         log_report(lambda values, step: None, report)
-
-
-# Where to ---------------------------------------------------------------------------------------------------
 
 
 def events_in(folder: Path) -> EventAccumulator:
@@ -225,9 +217,6 @@ def test_every_n_steps_once() -> None:
     assert [bool(log(report, i)) for i in range(4)] == [True, False, False, True]
 
 
-# Files ------------------------------------------------------------------------------------------------------
-
-
 def test_json_lines_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "new" / "log.jsonl"
     _, report = model_and_report(bad=True)
@@ -272,9 +261,6 @@ def test_csv_rows_are_appended_under_their_columns(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not a table of scalars by step: its first column is \['time'\]"):
         CsvWriter(path)
     assert path.read_text() == "time,loss\n1,2\n"
-
-
-# The example ------------------------------------------------------------------------------------------------
 
 
 def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The integration with the Trainer of Hugging Face transformers, under the real Trainer."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings
@@ -11,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import forget_accelerators, run_example
 from safetensors.torch import load_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from trainers import QUIET, Net, forget_accelerators, run_example, samples, training_arguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
 from gradstat.monitor import AnomalyError
@@ -23,28 +21,8 @@ from gradstat.monitor.segments import PendingRows
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-class Regression(nn.Module):
-    """A model as the Trainer takes it, of which tests know every gradient, and a fault that can be switched on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.last = nn.Linear(8, 1)
-        self.bad_at: set[int] = set()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = torch.tanh(self.first(x))
-        if self.training and any(int(n) in self.bad_at for n in number):
-            hidden = torch.log(-hidden.abs())
-        out = self.last(hidden)
-        return {"loss": ((out - labels) ** 2).mean(), "logits": out}
-
-
 def dataset(count: int = 64) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, 4, generator=generator)
-    y = x.sum(1, keepdim=True)
-    return [{"x": x[i], "labels": y[i], "number": torch.tensor(i)} for i in range(count)]
+    return [{"x": x, "labels": y} for x, y in samples(count)]
 
 
 class InOrder(Trainer):
@@ -54,41 +32,13 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 5,
-        "per_device_train_batch_size": 4,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 0.01,
-        "dataloader_pin_memory": False,
-        **changes,
-    }
-    return TrainingArguments(**settings)
-
-
 Make = Callable[..., Trainer]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-
-    def made(model: nn.Module | None = None, kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
-        optimizers = changes.pop("optimizers", (None, None))
-        torch.manual_seed(1)
-        if model is None:
-            model = Regression()
-        return kind(
-            model,
-            arguments(tmp_path, **changes),
-            train_dataset=dataset(),
-            eval_dataset=dataset(4),
-            optimizers=optimizers,
-        )
+    def made(kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
+        return kind(Net(), training_arguments(tmp_path, **changes), train_dataset=dataset(), eval_dataset=dataset(4))
 
     yield made
     forget_accelerators()
@@ -108,11 +58,6 @@ def told(call: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         call()
     return [str(one.message) for one in caught]
-
-
-QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
-
-# What a healthy run shows -----------------------------------------------------------------------------------
 
 
 def test_logs_are_the_same_and_their_norms_are_right(make: Make) -> None:
@@ -137,7 +82,8 @@ def test_a_real_model_with_its_default_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokens = [torch.randint(64, (16,)) for _ in range(32)]
     data = [{"input_ids": t, "labels": t} for t in tokens]
-    trainer = Trainer(GPT2LMHeadModel(config), arguments(tmp_path, bf16=True, learning_rate=1e-5), train_dataset=data)
+    settings = training_arguments(tmp_path, bf16=True, learning_rate=1e-5)
+    trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=data)
     handle = install(trainer, watch={"activations": 2, "updates": 1}, log="parameters")
     trainer.train()
     assert handle.monitor.diagnose().ok
@@ -167,18 +113,10 @@ def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
     assert handle.monitor.steps == 0
 
 
-# What a fault shows -----------------------------------------------------------------------------------------
-
-
-def at(step: int, accumulated: int = 1, micro: int = 0) -> set[int]:
-    """The first sample of a micro-batch of a step."""
-    return {(step * accumulated + micro) * 4}
-
-
 @QUIET
 def test_schedulers_advance_over_a_step_that_was_skipped(make: Make) -> None:
     trainer = make(max_steps=4, logging_steps=2)
-    trainer.model.bad_at = at(2)
+    trainer.model.bad_at = {2}
     handle = install(trainer, on_anomaly="skip")
     trainer.train()
     assert trainer.lr_scheduler.last_epoch == 4  # schedulers advance: docs/integrations-transformers.md
@@ -212,7 +150,7 @@ def test_no_clipping_does_not_poison(make: Make) -> None:
 @pytest.mark.parametrize("hidden", [True, False])
 def test_a_hidden_loss_is_told(make: Make, hidden: bool) -> None:
     trainer = make(max_steps=3, logging_nan_inf_filter=hidden)
-    trainer.model.bad_at = at(1)
+    trainer.model.bad_at = {1}
     with install(trainer, on_anomaly="skip"):
         words = told(trainer.train)
     assert sum("logging_nan_inf_filter=True puts the average" in one for one in words) == hidden
@@ -225,7 +163,7 @@ def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pyte
     """As on a GPU: nothing is waited for but on logging steps, and the step is skipped all the same."""
     monkeypatch.setattr(PendingRows, "travels", True)
     trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
-    trainer.model.bad_at = at(2, 2, 1)
+    trainer.model.bad_at = {5}  # of step 2
     found_at: list[int] = []
     handle = install(trainer, on_anomaly=["skip", lambda monitor, finding: found_at.append(monitor.steps)])
     trainer.train()
@@ -234,10 +172,6 @@ def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pyte
     assert all(value.isfinite().all() for value in trained(trainer).values())
     assert logged(trainer, "grad/total_norm") == pytest.approx(logged(trainer, "grad_norm"), rel=1e-5)
     handle.remove()
-
-
-def saved_weights(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return {path.parent.name: load_file(path) for path in folder.glob("checkpoint-*/model.safetensors")}
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -279,7 +213,7 @@ def test_an_unhealthy_state_rotates_no_checkpoint_out(make: Make, tmp_path: Path
 @QUIET
 def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> None:
     trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
-    trainer.model.bad_at = at(1)
+    trainer.model.bad_at = {1}
     install(trainer, on_anomaly="skip")
     trainer.train()
     for resume in (str(tmp_path / "checkpoint-2"), True):
@@ -332,9 +266,6 @@ def test_labels_are_looked_at_before_the_loss_fails_on_them(make: Make) -> None:
     handle.remove()
 
 
-# Clipping ---------------------------------------------------------------------------------------------------
-
-
 def test_clipping_twice_is_refused(make: Make) -> None:
     trainer = make(max_grad_norm=1.0)
     with pytest.raises(ValueError, match=r"clip configured twice: max_norm=0.5, and the Trainer's max_grad_norm=1"):
@@ -358,9 +289,6 @@ def test_a_trainer_that_clips_otherwise_is_measured_and_told(make: Make) -> None
     handle.remove()
 
 
-# Bad input --------------------------------------------------------------------------------------------------
-
-
 def test_bad_arguments_are_refused_before_training(make: Make) -> None:
     trainer = make()
     with pytest.raises(TypeError, match=r"expected a transformers.Trainer, got the class Trainer; build it first"):
@@ -374,8 +302,8 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
         trainer.add_callback(GradstatCallback)
 
 
-def test_a_monitor_that_comes_later(make: Make, tmp_path: Path) -> None:
-    trainer = InOrder(model_init=Regression, args=arguments(tmp_path), train_dataset=dataset())
+def test_a_monitor_that_comes_later(tmp_path: Path) -> None:
+    trainer = InOrder(model_init=Net, args=training_arguments(tmp_path), train_dataset=dataset())
     handle = install(trainer)
     with pytest.raises(RuntimeError, match="made when training begins"):
         _ = handle.monitor

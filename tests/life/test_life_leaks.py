@@ -1,7 +1,5 @@
 """Steps leave nothing behind: no objects by the hundred, no memory by the thousand; `make leaks` takes more of each."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

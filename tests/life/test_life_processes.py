@@ -1,7 +1,5 @@
 """Life with a program: how processes begin and end. Forks, spawned workers, interrupts, the interpreter's end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Life with a program: what it does to modules, parameters and gradients between steps, and where it calls from."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -22,9 +20,6 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 import gradstat
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
-
-
-# Modules that are not what they seem ------------------------------------------------------------------------
 
 
 class Sized(nn.Module):
@@ -62,8 +57,6 @@ def test_a_module_that_lists_what_it_likes_is_asked_each_time() -> None:
     model[0].requires_grad_(True)
     assert gradstat.check(model).names == ("0.weight", "0.bias", "1.weight", "1.bias")
 
-
-# Tensors that are not what they seem ------------------------------------------------------------------------
 
 ENTRIES: dict[str, Callable[[Tensor], object]] = {
     "check": lambda t: gradstat.check([("w", parameter_with(t))]),
@@ -165,9 +158,6 @@ def test_gradients_of_the_program_are_clipped_inside_of_a_transform(transform: s
     assert gradstat.check([parameter]).ok
 
 
-# Where new tensors of the program go ------------------------------------------------------------------------
-
-
 def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
     # "meta" stands for a GPU: what would land there by mistake has no numbers, and pinned memory is not allowed there.
     model = nn.Linear(3, 2)
@@ -209,8 +199,6 @@ def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
         scaler.update()
         assert monitor.flush() == []
 
-
-# Monitors that come and go ----------------------------------------------------------------------------------
 
 MONITORS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -322,9 +310,6 @@ def test_other_parameters_of_the_same_names_are_noticed_by_the_monitor_wherever_
     assert [reference() for reference in noted[1]] == list(model.parameters())
 
 
-# What reports keep ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["model", "optimizer", "parameters", "pairs", "one", "step"])
 def test_a_report_keeps_nothing_of_the_model(way: str) -> None:
     ways: dict[str, Callable[[nn.Sequential, torch.optim.Optimizer], gradstat.Report]] = {
@@ -346,8 +331,6 @@ def test_a_report_keeps_nothing_of_the_model(way: str) -> None:
     assert len(report.names) == count
     assert report.names[0] in str(report)
 
-
-# A program that changes everything between steps -------------------------------------------------------------
 
 Change = Callable[[nn.Module, random.Random], object]
 
@@ -480,9 +463,6 @@ def test_a_program_that_changes_everything_between_steps_gets_right_answers(seed
         for parameter in model.parameters():
             if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
                 parameter.grad = None  # torch refuses to accumulate into it
-
-
-# Exceptions in the middle -----------------------------------------------------------------------------------
 
 
 def test_a_hook_that_raises_leaves_nothing_behind() -> None:

@@ -1,7 +1,5 @@
 """Life with a program: several threads, and several streams, at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

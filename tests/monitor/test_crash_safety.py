@@ -1,7 +1,5 @@
 """Everything gradstat writes to a disk: what a crash, a full disk, damage and ill will may do to it, and what not."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing
@@ -64,9 +62,6 @@ def saved(tmp_path: Path) -> Path:
     return save(small(), tmp_path / "run.gradstat")
 
 
-# Damage ---------------------------------------------------------------------------------------------------
-
-
 def test_a_recording_that_is_cut_at_any_byte_or_of_which_a_block_never_reached_the_disk_is_refused(saved: Path) -> None:
     data = saved.read_bytes()
     assert 500 < len(data) < 5000
@@ -101,9 +96,6 @@ def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert view_main([str(path)]) == 0
         assert view_main([str(path), "--json"]) == 0
         capsys.readouterr()
-
-
-# Kills ----------------------------------------------------------------------------------------------------
 
 
 def killed(program: Callable[[Callable[[str], None]], None], after: float = 0.0) -> None:
@@ -165,8 +157,6 @@ def test_killed_at_any_time_what_was_written_is_whole(tmp_path: Path) -> None:
         assert all(row.count(",") == 2 for row in rows)
     assert len(list(tmp_path.glob(".run.gradstat.*.tmp"))) <= 3  # one for each kill at most
 
-
-# Full disks -----------------------------------------------------------------------------------------------
 
 FULL = """
 import os, resource, sys, warnings
@@ -249,9 +239,6 @@ def test_a_header_of_which_a_part_was_written_is_begun_anew(there: bytes, tmp_pa
     assert path.read_bytes() == b"text that is no table"
 
 
-# What is no file ------------------------------------------------------------------------------------------
-
-
 def test_pipes_and_devices_are_written_to_and_not_replaced(tmp_path: Path) -> None:
     pipe, received = tmp_path / "pipe", []
     os.mkfifo(pipe)
@@ -267,9 +254,6 @@ def test_pipes_and_devices_are_written_to_and_not_replaced(tmp_path: Path) -> No
     save(recording(), null)
     assert view_main([str(save(small(), tmp_path / "a.gradstat")), "--output", str(null)]) == 0
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
-
-
-# Names ----------------------------------------------------------------------------------------------------
 
 
 class _Elements(HTMLParser):
@@ -369,9 +353,6 @@ def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> No
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     assert len(written) == 4
     assert all(path.startswith("in/run") for path in written)
-
-
-# Other versions, and pickles ------------------------------------------------------------------------------
 
 
 def test_files_and_states_of_a_newer_gradstat_name_both_versions_and_the_remedy(

@@ -281,9 +281,6 @@ def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
     assert all(line.isprintable() for line in str(comparison).split("\n"))
 
 
-# The commands.
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[str, str]:
     a, b = run(), run()
@@ -350,8 +347,10 @@ def test_view_can_leave_the_page_out_and_never_overwrites_the_recording(
     assert_same(load(path), made)
     assert (tmp_path / "run.html.page.html").exists()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert main(["view", str(path)]) == 2
+    absent = tmp_path / "absent.html"
+    assert main(["view", str(path), "--output", str(absent)]) == 2
     assert 'pip install "gradstat[view]"' in capsys.readouterr().err
+    assert not absent.exists()
     assert main(["view", str(path), "--no-page"]) == 0
     with pytest.raises(SystemExit):
         main(["view", str(path), "--no-page", "--output", "x.html"])

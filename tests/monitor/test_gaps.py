@@ -220,9 +220,6 @@ def test_any_batch_can_be_shown(batch: Callable[[], Tensor]) -> None:
     assert monitor.findings == []
 
 
-# Errors of gradstat's own --------------------------------------------------------------------------------
-
-
 def out_of_memory(*_: object, **__: object) -> Any:
     raise torch.OutOfMemoryError("no memory left")
 
@@ -300,9 +297,6 @@ def test_what_the_user_raises_or_asks_for_wrongly_still_raises(monkeypatch: pyte
             gradstat.Monitor(model).step()
 
 
-# Heard whatever is silenced ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("silence", "logged"),
     [
@@ -325,9 +319,6 @@ def test_errors_are_logged_where_warnings_are_silenced(
         monitor.step(math.nan)
     assert [(r.name, r.levelname) for r in caplog.records] == [("gradstat", "ERROR")] * logged
     assert not logged or "the loss is NaN" in caplog.text
-
-
-# Where the call belongs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -355,22 +346,6 @@ def test_no_gradient_at_all_is_one_finding_that_says_where_the_call_belongs(way:
     assert any("optimizer.zero_grad() is called between" in c for c in finding.causes) == (way == "auto")
     if handle is not None:
         handle.remove()
-
-
-def test_a_position_in_an_optimizer_comes_with_its_shape() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with gradstat.auto(optimizer, on_anomaly="record") as handle:
-        model(torch.randn(8, 6)).sum().backward()
-        model[1].weight.grad[0, 0] = math.nan
-        optimizer.step()
-        (finding,) = handle.monitor.findings
-        assert finding.name == "group0.2"
-        assert finding.text.startswith("the gradient of group0.2 [6, 8] has 1 NaN in 48 elements")
-        assert "group0.2 [6, 8]" in str(handle.monitor.diagnose())
-
-
-# A replay that was not armed -----------------------------------------------------------------------------
 
 
 def test_a_replay_that_was_not_armed_runs_the_step_as_things_are_now() -> None:

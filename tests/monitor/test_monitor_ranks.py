@@ -1,7 +1,5 @@
 """A monitor on several ranks: sharded and replicated models, the same findings everywhere."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

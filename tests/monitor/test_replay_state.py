@@ -191,9 +191,6 @@ def test_a_guarded_step_is_not_counted_and_a_scaler_of_gradstat_is_put_back() ->
     assert state() == before
 
 
-# The same step again ------------------------------------------------------------------------------------------
-
-
 class Unlucky(nn.Module):
     """Bad only if dropout takes all of a row, once in eight."""
 

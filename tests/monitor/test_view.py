@@ -1,10 +1,7 @@
 """The page of a recording: what is written without a browser, and what it does in one, offline."""
 
-from __future__ import annotations
-
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +13,9 @@ from browser import offline_chromium
 from recordings import HOSTILE, recording, spoil
 
 from gradstat.monitor import Finding, Recording
-from gradstat.monitor.recording import COLUMNS, ViewerMissingError, page_data, view, write_page
+from gradstat.monitor.recording import COLUMNS, page_data, view, write_page
 
 CULPRIT = "blocks.0.mlp.down.weight"  # of `recording(names=HOSTILE)`
-
-
-def test_without_plotly_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ViewerMissingError, match=re.escape('pip install "gradstat[view]"')):
-        write_page(recording(), tmp_path / "page.html")
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_page_is_one_file_that_asks_for_no_other(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ every element type, or if the scale kernel reads memory before it has waited for
 registers, shared memory and what that allows in parallel, and the length of the hot loops.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import importlib.util

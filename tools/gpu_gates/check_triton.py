@@ -7,8 +7,6 @@ spilled, if the main loop of any element type does not load (and, for scaling, s
 if scaling bfloat16 does not round to nearest. Needs torch and Triton with its NVIDIA tools; no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -57,14 +55,7 @@ class Gate:
 GATES = (
     Gate(
         stats.stats_kernel,
-        {
-            "table": "*i64",
-            "rows": "*fp64",
-            "tickets": "*i32",
-            "out": "*fp64",
-            "tensors": "i32",
-            "chunks": "i32",
-        },
+        {"table": "*i64", "rows": "*fp64", "tickets": "*i32", "out": "*fp64", "tensors": "i32", "chunks": "i32"},
         loops=(
             (stats._read_tile, "tl.load(pointer + step * STEP + offsets)", 7 * stats.UNROLL.value),
             (stats._read_float8_tile, "tl.load(pointer + step * STEP + offsets)", 2),

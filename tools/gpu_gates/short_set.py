@@ -3,8 +3,6 @@
 Needs a GPU; run by `make gpu`. Results are held against the reference, so it also fails on wrong numbers.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
