@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -126,8 +127,14 @@ class Layer:
         return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
 
 
-def unwatched(function: _Function) -> _Function:
-    """``function`` without the layers on it that only watch."""
+def as_named(function: _Function) -> _Function:
+    """What has the name of ``function`` and can be pickled by it, if but for layers that only watch it is the same."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    there = getattr(module, getattr(function, "__qualname__", ""), None)
+    return there if there is not None and _unwatched(there) is _unwatched(function) else function
+
+
+def _unwatched(function: _Function) -> _Function:
     for layer in reversed(_layers):
         if layer._watches and layer._function is function:
             function = layer.below

@@ -222,7 +222,7 @@ def vae(session: Session) -> Outcome:
     return session.fit(model, Images(session.seed, 20, 128), loss, optimizer, session.monitor(model, optimizer))
 
 
-@program("DCGAN, two optimizers", 120, 500, None)
+@program("DCGAN, two optimizers", 100, 400, None)
 def dcgan(session: Session) -> Outcome:
     """Two optimizers; the generator's step leaves gradients in the critic."""
     generator = nn.Sequential(
@@ -241,9 +241,9 @@ def dcgan(session: Session) -> Outcome:
     by_critic, by_generator = (torch.optim.Adam(m.parameters(), 2e-4, (0.5, 0.999)) for m in (critic, generator))
     session.auto(by_critic, critic)
     session.auto(by_generator, generator)
-    images, course, ones = Images(session.seed, 16, 32), [], torch.ones(32)
+    images, course, ones = Images(session.seed, 16, 16), [], torch.ones(16)
     for _ in range(session.steps):
-        real, fake = images()[0] * 2 - 1, generator(torch.randn(32, 16, 1, 1))
+        real, fake = images()[0] * 2 - 1, generator(torch.randn(16, 16, 1, 1))
         wrong = F.binary_cross_entropy(critic(fake.detach()), 0 * ones)
         descend(by_critic, F.binary_cross_entropy(critic(real), ones) + wrong)
         descend(by_generator, F.binary_cross_entropy(critic(fake), ones))

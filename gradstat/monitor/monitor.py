@@ -158,9 +158,7 @@ class Monitor:
         self._saved = self._last_replay = -_QUIET
         self._paused = False
         skips = self._policies.uses("skip")
-        self._collector = Collector(
-            model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, skips, self._gaps
-        )
+        self._collector = Collector(model, optimizer, scaler, self._watch, classes, options, skips, self._gaps)
         self._buffer = StepBuffer(self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if skips else None

@@ -223,6 +223,13 @@ def beside_weights(
     return rows_of("gradient", rows, tables={"parameter": Table(weights)})
 
 
+def begun(weight: float, gradient: list[float] | None = None) -> Story:
+    """The first weight as large as this at both looks, and the bias larger yet."""
+    weights, gradients = [row(weight), row(1e9, 8), row()], [gradient or row(), row(0.1, 8), row()]
+    table = Table(dict.fromkeys(range(51), gradients))
+    return rows_of("parameter", {0: weights, 50: weights}, tables={"gradient": table})
+
+
 def updated(*ratios: float) -> Story:
     rows = {1 + 10 * i: [row(ratio), row(1e3, 8), row(1e-3)] for i, ratio in enumerate(ratios)}
     return rows_of("update", rows, tables={"parameter": Table({0: [row(), row(1.0, 8), row()]})})
@@ -297,6 +304,7 @@ CASES = [
          (one("parameter", [1.0, 99.0]),
           rows_of("parameter", {0: [row(1e-4), row(1, 8), row()], 50: [row(0.1), row(1, 8), row()]}),
           one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0]))),
+    Case("parameter-jump", begun(1.1e8), 0, "a.weight", (begun(0.9e8), begun(1.1e8, ABSENT), one("parameter", [1e9]))),
     Case("nonfinite-buffer", rows_of("buffer", {0: healthy_rows(), 50: with_nan(0)}), 50, "a.weight",
          (rows_of("buffer", {0: healthy_rows()}),)),
     Case("sporadic-nonfinite", incidents(0, 1, 2), 10, "a.weight",

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
-from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, series
+from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, Episodes, LastingRule, PerName, Rule, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -201,12 +201,12 @@ class _GoneRule(LastingRule):
         return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=looks)
 
 
-_NEVER_INITIALISED: dict[str, Any] = {
+_ALL_ZERO: dict[str, Any] = {
+    **NEVER_INITIALISED,
     "causes": (
-        "memory that was never initialised: to_empty() and no reset_parameters() of that module after",
+        *NEVER_INITIALISED["causes"],
         "weights in series that were all initialised to zero, so that none of them has a gradient",
     ),
-    "advice": ("initialise it, or load a checkpoint that has it, and look which other modules were left out",),
 }
 
 
@@ -251,7 +251,7 @@ class DeadGradient(_GoneRule):
                 for i in np.flatnonzero(lengths >= steps):  # which are told with it
                     self._episodes.begins(rows.names[i], int(rows.steps[look]))
                 text = f"{name} is zero throughout, and so has its gradient been for {steps} steps: it stays as it is"
-                yield self._finding(rows, lengths, since, name, text, **_NEVER_INITIALISED)
+                yield self._finding(rows, lengths, since, name, text, **_ALL_ZERO)
                 continue
             # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
             # weight lives, the weight has a zero for its input, and the cause is what makes that.
@@ -344,4 +344,5 @@ def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:
     alive = np.zeros((len(rows), len(numbers)), dtype=bool)
     looks, which = rows.present.nonzero()
     alive[looks, np.take(kinds, which)] = True
-    return (alive[:, kinds] | ~missing).all(1, keepdims=True)
+    every: Bools = np.logical_and.reduce(alive[:, kinds] | ~missing, axis=1, keepdims=True)
+    return every
