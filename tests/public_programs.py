@@ -251,7 +251,7 @@ def dcgan(session: Session) -> Outcome:
     return Outcome(course, [generator, critic])
 
 
-@program("LSTM on sines, LBFGS", 10, 30, 0.5)
+@program("LSTM, LBFGS", 10, 30, 0.5)
 def time_sequence(session: Session) -> Outcome:
     """LBFGS on all data, in float64; gradients are made in its closure."""
     phases = torch.randint(-80, 80, (8, 1)).double()
@@ -387,7 +387,7 @@ def _attention(inputs: int, outputs: int, heads: int) -> Net:
     return Net(attend, **dict(zip("Wa", weights, strict=True)))
 
 
-@program("GAT, dropout of 0.6", 200, 800, 0.9)
+@program("GAT", 200, 800, 0.9)
 def gat(session: Session) -> Outcome:
     """Graph attention, of which most is dropped."""
     words, links, subject = _citations(session.seed)
@@ -806,7 +806,7 @@ def byol(session: Session) -> Outcome:
     return session.fit(model, images, loss, optimizer, monitor, lambda _: average(target, online, 0.99))
 
 
-@program("diffusion on a spiral, average copy", 200, 1000, None)
+@program("diffusion, average copy", 200, 1000, None)
 def diffusion(session: Session) -> Outcome:
     """Noise is predicted at random times, on a spiral; an average copy."""
     model = Net(
@@ -875,7 +875,7 @@ def dlrm(session: Session) -> Outcome:
     return session.fit(model, batch, loss, optimizer, session.monitor(model, optimizer))
 
 
-@program("differential equation (PINN)", 150, 1000, None)
+@program("PINN", 150, 1000, None)
 def pinn(session: Session) -> Outcome:
     """A differential equation is the loss: gradients of gradients, tanh, ever smaller."""
     model = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
