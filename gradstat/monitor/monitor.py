@@ -38,7 +38,7 @@ from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
 from gradstat.monitor.reporting import warn
-from gradstat.monitor.rows import Facts
+from gradstat.monitor.rows import Facts, Observation
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.step_buffer import LatestStep, StepBuffer
@@ -258,9 +258,12 @@ class Monitor:
         known = len(self.findings)
         if self._replayer is not None:
             self._replayer.see_batch(batch)
+        seen: list[Observation] = []
         with self._gaps.contained(self.steps, "a batch could not be looked at"):
-            self._buffer.observations += self._collector.see_batch(self.steps, batch)
-        self._review()
+            seen = self._collector.see_batch(self.steps, batch)
+        if seen:
+            self._buffer.observations += seen
+            self._review()
         return self.findings[known:]
 
     def flush(self) -> list[Finding]:
