@@ -216,7 +216,7 @@ def _lay_on() -> None:
         if _layers:
             return
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-            _layers.extend(Layer(module, name, _clip) for name in ("clip_grad_norm_", "clip_grad_value_"))
+            _layers.extend(Layer(module, name, _clip, watches=True) for name in ("clip_grad_norm_", "clip_grad_value_"))
         for kind in _scalers(GradScaler):
             methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
             _layers.extend(Layer(kind, name, instead) for name, instead in methods.items() if name in kind.__dict__)

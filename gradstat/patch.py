@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -87,9 +88,9 @@ def patch_torch() -> TorchPatch:
 class Layer:
     """One function in the place of another, which may be a layer of an earlier patch."""
 
-    def __init__(self, owner: ModuleType | type, name: str, instead: _Function) -> None:
-        """``instead`` gets the layer as its first argument."""
-        self._owner, self._name = owner, name
+    def __init__(self, owner: ModuleType | type, name: str, instead: _Function, watches: bool = False) -> None:
+        """``instead`` gets the layer as its first argument; ``watches`` if it calls what is below in any case."""
+        self._owner, self._name, self._watches = owner, name, watches
         self.below: _Function = getattr(owner, name)
         self._removed = False
 
@@ -124,6 +125,20 @@ class Layer:
         over_ranks = norm_type in (2.0, math.inf, "inf")
         known = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
         return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
+
+
+def as_named(function: _Function) -> _Function:
+    """What has the name of ``function`` and can be pickled by it, if but for layers that only watch it is the same."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    there = getattr(module, getattr(function, "__qualname__", ""), None)
+    return there if there is not None and _unwatched(there) is _unwatched(function) else function
+
+
+def _unwatched(function: _Function) -> _Function:
+    for layer in reversed(_layers):
+        if layer._watches and layer._function is function:
+            function = layer.below
+    return function
 
 
 def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -46,6 +49,22 @@ def _frozen() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(20240229)
+
+
+@pytest.fixture(autouse=True)
+def _watched_no_longer() -> Iterator[None]:
+    """What `gradstat.auto` watched in a test does not watch torch's clips in the next."""
+    yield
+    automatic = sys.modules.get("gradstat.automatic")
+    if automatic is not None:
+        from gradstat.monitor import AnomalyError
+
+        with warnings.catch_warnings():  # the test has seen those that it was about
+            warnings.simplefilter("ignore")
+            for handle in list(automatic._handles):
+                with contextlib.suppress(AnomalyError):
+                    handle.remove()
+        automatic._take_off()
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda pair: "-".join(pair))

@@ -222,7 +222,36 @@ def vae(session: Session) -> Outcome:
     return session.fit(model, Images(session.seed, 20, 128), loss, optimizer, session.monitor(model, optimizer))
 
 
-@program("LSTM on sines, LBFGS", 10, 30, 0.5)
+@program("DCGAN, two optimizers", 100, 400, None)
+def dcgan(session: Session) -> Outcome:
+    """Two optimizers; the generator's step leaves gradients in the critic."""
+    generator = nn.Sequential(
+        nn.ConvTranspose2d(16, 32, 4, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.ConvTranspose2d(16, 1, 4, 2, 1, bias=False), nn.Tanh(),
+    )  # fmt: skip
+    critic = nn.Sequential(
+        nn.Conv2d(1, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2),
+        nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2),
+        nn.Conv2d(32, 1, 4, bias=False), nn.Sigmoid(), nn.Flatten(0),
+    )  # fmt: skip
+    for name, parameter in [*generator.named_parameters(), *critic.named_parameters()]:
+        if name.endswith("weight"):
+            nn.init.normal_(parameter, float(parameter.dim() == 1), 0.02)
+    by_critic, by_generator = (torch.optim.Adam(m.parameters(), 2e-4, (0.5, 0.999)) for m in (critic, generator))
+    session.auto(by_critic, critic)
+    session.auto(by_generator, generator)
+    images, course, ones = Images(session.seed, 16, 16), [], torch.ones(16)
+    for _ in range(session.steps):
+        real, fake = images()[0] * 2 - 1, generator(torch.randn(16, 16, 1, 1))
+        wrong = F.binary_cross_entropy(critic(fake.detach()), 0 * ones)
+        descend(by_critic, F.binary_cross_entropy(critic(real), ones) + wrong)
+        descend(by_generator, F.binary_cross_entropy(critic(fake), ones))
+        course.append(float((fake.detach().mean(0) - real.mean(0)).abs().mean()))
+    return Outcome(course, [generator, critic])
+
+
+@program("LSTM, LBFGS", 10, 30, 0.5)
 def time_sequence(session: Session) -> Outcome:
     """LBFGS on all data, in float64; gradients are made in its closure."""
     phases = torch.randint(-80, 80, (8, 1)).double()
@@ -276,48 +305,66 @@ def _returns(length: int) -> Tensor:
     return (made - made.mean()) / (made.std() + 1e-7)
 
 
+def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **parts: nn.Module) -> Outcome:
+    """A step is an episode, its loss a sum over as many moves; ``judge`` gives chances of moves, and a guess."""
+    model = Net(judge, **parts)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    session.auto(optimizer, model)
+    world, course, running = CartPole(), [], 10.0
+    while len(course) < session.steps and running <= 150:  # the pole was held for long on average
+        state, over, logs, values = world.reset(), False, [], []
+        while not over:
+            shares, value = model(torch.tensor(state))
+            choice = Categorical(shares, validate_args=False)
+            action = choice.sample()
+            logs.append(choice.log_prob(action))
+            values.append(value)
+            state, over = world.step(int(action))
+        returns, guessed = _returns(len(logs)), torch.cat(values)
+        actor = -(torch.stack(logs) * (returns - guessed.detach())).sum()
+        descend(optimizer, actor + F.smooth_l1_loss(guessed, returns, reduction="sum"))
+        course.append(-float(len(logs)))
+        running = 0.95 * running + 0.05 * len(logs)
+    return Outcome(course, [model])
+
+
+@program("REINFORCE", 40, 400, None)
+def reinforce(session: Session) -> Outcome:
+    """A policy alone, with dropout."""
+    policy = nn.Sequential(nn.Linear(4, 128), nn.Dropout(0.6), nn.ReLU(), nn.Linear(128, 2), nn.Softmax(-1))
+    return _by_episodes(session, lambda net, x: (net.policy(x), torch.zeros(1)), 1e-2, policy=policy)
+
+
 @program("actor-critic", 40, 400, None)
 def actor_critic(session: Session) -> Outcome:
-    """A step is an episode; losses are sums over as many moves. Slower than the original, which often gets stuck."""
+    """Beside the policy a critic; with some seeds it gets stuck, as the original does."""
 
     def judge(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
         x = net.affine(x).relu()
         return net.action(x).softmax(-1), net.value(x)
 
-    model = Net(judge, affine=nn.Linear(4, 128), action=nn.Linear(128, 2), value=nn.Linear(128, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    session.auto(optimizer, model)
-    world, course, running = CartPole(), [], 10.0
-    while len(course) < session.steps and running <= 150:  # the pole was held for long on average
-        state, over, kept, values = world.reset(), False, [], []
-        while not over:
-            shares, value = model(torch.tensor(state))
-            choice = Categorical(shares, validate_args=False)
-            action = choice.sample()
-            kept.append(choice.log_prob(action))
-            values.append(value)
-            state, over = world.step(int(action))
-        returns, guessed = _returns(len(kept)), torch.cat(values)
-        actor = -(torch.stack(kept) * (returns - guessed.detach())).sum()
-        descend(optimizer, actor + F.smooth_l1_loss(guessed, returns, reduction="sum"))
-        course.append(-float(len(kept)))
-        running = 0.95 * running + 0.05 * len(kept)
-    return Outcome(course, [model])
+    parts = {"affine": nn.Linear(4, 128), "action": nn.Linear(128, 2), "value": nn.Linear(128, 1)}
+    return _by_episodes(session, judge, 3e-2, **parts)
 
 
-@program("GCN, sparse matrices", 200, 1000)
-def gcn(session: Session) -> Outcome:
-    """A graph convolution without biases, on papers of a subject that cite each other and use the same words."""
-    chance = torch.Generator().manual_seed(session.seed)
+def _citations(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Papers of a subject cite each other and use the same words: words, links, subjects."""
+    chance = torch.Generator().manual_seed(seed)
     subject = torch.randint(4, (120,), generator=chance)
     is_same = subject[:, None] == subject[None]
     links = (torch.rand(120, 120, generator=chance) < torch.where(is_same, 0.1, 0.01)).float()
     links = ((links + links.T + torch.eye(120)) > 0).float()
     typical = (torch.arange(60) % 4)[None] == subject[:, None]
     words = (torch.rand(120, 60, generator=chance) < torch.where(typical, 0.15, 0.03)).float()
-    words = (words / words.sum(1, keepdim=True).clamp_min(1)).to_sparse()
+    return words / words.sum(1, keepdim=True).clamp_min(1), links, subject
+
+
+@program("GCN, sparse matrices", 200, 1000)
+def gcn(session: Session) -> Outcome:
+    """Graph convolutions without biases."""
+    words, links, subject = _citations(session.seed)
     root = links.sum(1).rsqrt()
-    links = (root[:, None] * links * root).to_sparse()
+    words, links = words.to_sparse(), (root[:, None] * links * root).to_sparse()
     first, second = nn.Linear(60, 16, bias=False), nn.Linear(16, 4, bias=False)
     model = nn.ModuleList([first, second])
 
@@ -326,6 +373,32 @@ def gcn(session: Session) -> Outcome:
         return F.nll_loss(torch.sparse.mm(links, second(hidden)).log_softmax(1)[:80], subject[:80])
 
     return session.fit(model, tuple, loss, torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4))
+
+
+def _attention(inputs: int, outputs: int, heads: int) -> Net:
+    def attend(net: Net, x: Tensor, links: Tensor) -> Tensor:
+        values = F.dropout(x @ net.W, 0.6).view(len(x), heads, outputs).transpose(0, 1)
+        scores = values @ net.a[:, :outputs] + (values @ net.a[:, outputs:]).mT
+        shares = F.leaky_relu(scores, 0.2).masked_fill(links == 0, -9e16).softmax(-1)
+        return (F.dropout(shares, 0.6) @ values).mean(0)
+
+    weights = (nn.Parameter(nn.init.xavier_normal_(torch.empty(s)))
+               for s in ((inputs, heads * outputs), (heads, 2 * outputs, 1)))  # fmt: skip
+    return Net(attend, **dict(zip("Wa", weights, strict=True)))
+
+
+@program("GAT", 200, 800, 0.9)
+def gat(session: Session) -> Outcome:
+    """Graph attention, of which most is dropped."""
+    words, links, subject = _citations(session.seed)
+    first, second = _attention(60, 16, 4), _attention(16, 4, 1)
+    model = nn.ModuleList([first, second])
+
+    def loss() -> Tensor:
+        return F.nll_loss(second(F.elu(first(words, links)), links).log_softmax(1)[:80], subject[:80])
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=5e-4)
+    return session.fit(model, tuple, loss, optimizer, session.monitor(model, optimizer))
 
 
 @program("word language model, no optimizer", 150, 1000, 0.9)
@@ -566,7 +639,8 @@ def _by_epochs(optimizer: Optimizer, first: float, epochs: int) -> Callable[[int
     """A warm-up over 5 epochs from a share of the learning rate, and a cosine; an epoch has 40 steps."""
 
     def share(epoch: int) -> float:
-        return first + (epoch / 5 if epoch < 5 else 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs))))
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs)))
+        return first + (1 - first) * (epoch / 5 if epoch < 5 else cosine)
 
     return every(40, LambdaLR(optimizer, share).step)
 
@@ -732,7 +806,7 @@ def byol(session: Session) -> Outcome:
     return session.fit(model, images, loss, optimizer, monitor, lambda _: average(target, online, 0.99))
 
 
-@program("diffusion on a spiral, average copy", 200, 1000, None)
+@program("diffusion, average copy", 200, 1000, None)
 def diffusion(session: Session) -> Outcome:
     """Noise is predicted at random times, on a spiral; an average copy."""
     model = Net(
@@ -801,7 +875,7 @@ def dlrm(session: Session) -> Outcome:
     return session.fit(model, batch, loss, optimizer, session.monitor(model, optimizer))
 
 
-@program("differential equation (PINN)", 150, 1000, None)
+@program("PINN", 150, 1000, None)
 def pinn(session: Session) -> Outcome:
     """A differential equation is the loss: gradients of gradients, tanh, ever smaller."""
     model = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))

@@ -24,6 +24,7 @@ from gradstat._core.collectives import in_words
 from gradstat._core.importing import attribute_of
 from gradstat.distributed._ranks import LostRankError, RankError, Ranks
 from gradstat.distributed.layouts import LAYOUTS, Layout, laid_out
+from gradstat.patch import as_named
 
 WORLD = 4
 ORDERS = (2.0, math.inf, 1.0)
@@ -134,6 +135,7 @@ def verify_clip(
         ValueError: There is no layout of that name, or an order is not above zero.
         RuntimeError: The ranks could not be started, or a layout not be made.
     """
+    clip = as_named(clip)  # the ranks import it
     wanted, cases = list(layouts), list(_cases(orders))
     for name in wanted:
         if name not in LAYOUTS:

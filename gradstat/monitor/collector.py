@@ -22,6 +22,7 @@ from gradstat._step import loss_scale
 from gradstat.check import check_tensors
 from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
+from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.rows import Observation
 from gradstat.monitor.segments import PendingRows, Segment, measure_segments
 
@@ -54,8 +55,7 @@ class Collector:
         scaler: Any,
         watch: Mapping[str, int],
         classes: int | Mapping[str, int] | None,
-        ignore_index: int,
-        backend: str | None,
+        options: MonitorOptions,
         flagged: bool,
         gaps: Gaps,
     ) -> None:
@@ -63,13 +63,13 @@ class Collector:
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
         if optimizer is not None:
             observers.optimizers.add(optimizer)
-        self._watch, self._backend = watch, backend
+        self._watch, self._backend, self._extra_groups = watch, options.backend, options.extra_groups
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
         given: list[Any] = list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in given):
             raise ValueError(f"classes is {classes!r}; expected a number of at least 1, or several by place")
         self.classes: int | None = max(given, default=None)
-        self._ignore_index = ignore_index
+        self._ignore_index = options.ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
         source = source_of(model)
         self._engine = source.engine
@@ -80,8 +80,8 @@ class Collector:
         )
         self._buffers = observers.Buffers(inner)
         self._outputs = observers.Outputs(inner) if watch["outputs"] else None
-        self._activations = observers.Activations(inner, backend) if watch["activations"] else None
-        self._origin = _watch_origin(model, backend) if watch["origin"] else None
+        self._activations = observers.Activations(inner, options.backend) if watch["activations"] else None
+        self._origin = _watch_origin(model, options.backend) if watch["origin"] else None
         self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
@@ -123,7 +123,9 @@ class Collector:
                 segment, measured = self._activations.take()
                 others = [PendingRows([segment], measured)] if measured.tables else []
         left_out = self._gaps.left_out
-        numbers = measure_segments(segments, tensors, source.parameters, self._backend, self._flagged, left_out)
+        numbers = measure_segments(
+            segments, tensors, source.parameters, self._backend, self._flagged, left_out, self._extra_groups
+        )
         if left_out:
             self._gaps.tell_left_out(step)
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)

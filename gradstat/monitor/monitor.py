@@ -38,7 +38,7 @@ from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
 from gradstat.monitor.reporting import warn
-from gradstat.monitor.rows import Facts
+from gradstat.monitor.rows import Facts, Observation
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.step_buffer import LatestStep, StepBuffer
@@ -158,9 +158,7 @@ class Monitor:
         self._saved = self._last_replay = -_QUIET
         self._paused = False
         skips = self._policies.uses("skip")
-        self._collector = Collector(
-            model, optimizer, scaler, self._watch, classes, options.ignore_index, options.backend, skips, self._gaps
-        )
+        self._collector = Collector(model, optimizer, scaler, self._watch, classes, options, skips, self._gaps)
         self._buffer = StepBuffer(self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if skips else None
@@ -260,9 +258,12 @@ class Monitor:
         known = len(self.findings)
         if self._replayer is not None:
             self._replayer.see_batch(batch)
+        seen: list[Observation] = []
         with self._gaps.contained(self.steps, "a batch could not be looked at"):
-            self._buffer.observations += self._collector.see_batch(self.steps, batch)
-        self._review()
+            seen = self._collector.see_batch(self.steps, batch)
+        if seen:
+            self._buffer.observations += seen
+            self._review()
         return self.findings[known:]
 
     def flush(self) -> list[Finding]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gradstat._core.tensors import ExtraGroups
+
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
@@ -21,6 +23,8 @@ class MonitorOptions:
         keep_batch: Whether `Monitor.batch` keeps the batch, so that a replay calls the function with it.
         ignore_index: A label that stands for none.
         backend: As in `gradstat.check`.
+        extra_groups: As there, in lists, not iterators, since every step asks for them: norms and counts are then those
+            of all ranks, and what is found about single tensors stays on their ranks.
 
     Raises:
         ValueError: A number is not a whole one, or too small.
@@ -34,6 +38,7 @@ class MonitorOptions:
     keep_batch: bool = False
     ignore_index: int = -100
     backend: str | None = None
+    extra_groups: ExtraGroups | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("history", 0), ("max_bytes", 0), ("lag", 0), ("review_every", 1), ("rollback_every", 1)):

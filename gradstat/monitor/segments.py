@@ -13,7 +13,7 @@ from gradstat import _fields
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.tensors import is_distributed, moved, why_not_measured
+from gradstat._core.tensors import ExtraGroups, is_distributed, moved, why_not_measured
 from gradstat.monitor.kinds import STATE, kind_of
 from gradstat.monitor.rows import Floats
 
@@ -86,31 +86,35 @@ def measure_segments(
     backend: str | None,
     flagged: bool,
     left_out: dict[str, list[str]],
+    extra_groups: ExtraGroups | None = None,
 ) -> list[PendingRows]:
     """Measures tensors, those of each segment behind those of the segment before; ``flagged`` as for `PendingRows`.
 
-    Ordinary tensors on one device take one launch and one transfer. If some are distributed, each segment is measured
-    by itself, two collectives for each group of ranks. If the first segment is gradients, ``owners`` are all
-    parameters, so that ranks without some of the gradients take part as well. What cannot be measured is in no segment
-    of the result, but in ``left_out``, by kind.
+    Ordinary tensors on one device take one launch and one transfer. If some are distributed, or the first segment is
+    spread over ``extra_groups``, each is measured by itself, two collectives for each group of ranks. If the first
+    segment is gradients, ``owners`` are all parameters, so that ranks without some of the gradients take part as well.
+    What cannot be measured is in no segment of the result, but in ``left_out``, by kind.
     """
     name_of = _namer(segments)
-    measured = measure_directly(tensors, name_of, backend)
+    measured = measure_directly(tensors, name_of, backend) if extra_groups is None else None
     if measured is not None:
         return [PendingRows(segments, measured, flagged)]
     parts = []
     for i, segment in enumerate(segments):
         some, tensors = tensors[: segment.measured], tensors[segment.measured :]
         # All ranks have to keep the same: distributed gradients are for `Sharded`, which tells the others.
-        is_kept = segment.kind == "scalars" or (i == 0 and is_distributed(some))
+        is_over_ranks = i == 0 and (extra_groups is not None or is_distributed(some))
+        is_kept = segment.kind == "scalars" or is_over_ranks
         parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
-    if not any(is_distributed(some) for _, some in parts):
+    if extra_groups is None and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
         return [PendingRows(segments, measure(tensors, _namer(segments), backend), flagged)]
     numbers, error = [], None  # that of gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
-            rows = measure(some, _namer([segment]), backend, owners=owners if i == 0 and is_distributed(some) else None)
+            extra = extra_groups if i == 0 else None
+            of = owners if i == 0 and (extra is not None or is_distributed(some)) else None
+            rows = measure(some, _namer([segment]), backend, owners=of, extra_groups=extra)
         except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise
         except Exception as raised:  # the other ranks wait in the segments to come

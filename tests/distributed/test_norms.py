@@ -200,14 +200,15 @@ def test_gradstats_own_clip_is_as_in_one_process() -> None:
     assert [verdict.layout for verdict in verdicts] == list(LAYOUTS)
 
 
-def torchs(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
 @pytest.mark.usefixtures("_pooled")
 def test_torchs_own_clip_is_where_it_should_be() -> None:
-    verify_clip(torchs, layouts=["ddp", "hsdp"], orders=[2.0, 1.0]).raise_if_wrong()
-    report = verify_clip(torchs, layouts=["pp", "fsdp2+tp"], orders=[2.0])
+    verify_clip(nn.utils.clip_grad_norm_, layouts=["ddp", "hsdp"], orders=[2.0, 1.0]).raise_if_wrong()
+    known = nn.utils.clip_grad_norm_
+    with gradstat.auto(torch.optim.SGD([nn.Parameter(torch.zeros(2))])):  # which watches torch's
+        assert verify_clip(known, layouts=[]).ok
+        report = verify_clip(nn.utils.clip_grad_norm_, layouts=["pp", "fsdp2+tp"], orders=[2.0])
+    with gradstat.patch_torch(), pytest.raises(TypeError, match="cannot import clip"):  # which is not on the ranks
+        verify_clip(nn.utils.clip_grad_norm_)
     pp, mixed = report.verdicts
     assert pp.norm.startswith("x0.")
     assert "norm of what it holds itself" in pp.problems[0]

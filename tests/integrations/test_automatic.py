@@ -122,13 +122,6 @@ def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool, clip
         assert scalars["loss"].tolist() == pytest.approx([loss for loss, _ in firsts])
 
 
-@pytest.fixture
-def _nothing_else_is_watched() -> None:
-    """Optimizers of other tests may be waiting to be collected."""
-    for handle in [*automatic._handles, gradstat.auto(made()[1])]:
-        handle.remove()
-
-
 class NativeScaler:
     """As trainers wrap torch's."""
 
@@ -343,7 +336,6 @@ def test_layers_that_to_empty_left_as_they_were_are_told(memory: float) -> None:
     assert "memory that was never initialised" in found.causes[0]
 
 
-@pytest.mark.usefixtures("_nothing_else_is_watched")
 @pytest.mark.parametrize("given", [False, True])
 def test_a_scaler_that_is_off_excuses_nothing(given: bool) -> None:
     """Programs make one in any case, and switch it on for float16 only."""
@@ -377,7 +369,6 @@ def test_optimizers_with_one_scaler_are_seen_apart() -> None:
     assert (bad.findings[0].rule, bad.findings[0].step) == ("nonfinite-loss", 2)
 
 
-@pytest.mark.usefixtures("_nothing_else_is_watched")
 def test_a_clip_of_scaled_gradients_is_told() -> None:
     model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu")
@@ -401,7 +392,6 @@ def test_a_clip_of_scaled_gradients_is_told() -> None:
     assert caught[0].filename == __file__
 
 
-@pytest.mark.usefixtures("_nothing_else_is_watched")
 @pytest.mark.parametrize("way", ["step", "closure", "clip", "value", "scaler", "unscale", "schedule"])
 def test_what_is_told_points_at_the_program(way: str) -> None:
     model, optimizer = made()
@@ -437,7 +427,6 @@ def test_what_is_told_points_at_the_program(way: str) -> None:
     assert {warning.filename for warning in caught} == {__file__}
 
 
-@pytest.mark.usefixtures("_nothing_else_is_watched")
 def test_torchs_own_functions_come_back_with_the_last() -> None:
     def functions() -> list[Any]:
         return [torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_, gradstat.amp.GradScaler.step]
@@ -456,7 +445,6 @@ def broken(*_: object, **__: object) -> Any:
     raise ZeroDivisionError
 
 
-@pytest.mark.usefixtures("_nothing_else_is_watched")
 @pytest.mark.parametrize("way", ["source_of", "is_still_scaled", "_losses"])
 def test_errors_of_its_own_are_told_once_and_end_no_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []

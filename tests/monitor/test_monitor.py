@@ -407,18 +407,21 @@ def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
 
 
 def test_every_step_is_reviewed_once_in_order() -> None:
-    steps: list[int] = []
+    looks: list[list[int]] = []
 
     @rule("noting")
     def noting(self: Rule, window: Any) -> tuple[()]:
-        steps.extend(window.steps.tolist())
+        looks.append(window.steps.tolist())
         assert window.rows("gradient").steps.tolist() == window.steps.tolist()
         return ()
 
     model, optimizer, monitor = made(rules=[noting()], options={"review_every": 7})
-    trained(model, optimizer, monitor, 40, bad=17)
+    for _ in range(40):
+        monitor.batch(torch.randn(32, 8))  # one in which nothing is wrong is no reason to look
+        trained(model, optimizer, monitor, 1, bad=17)
     monitor.flush()
-    assert steps == list(range(40))
+    assert [step for steps in looks for step in steps] == list(range(40))
+    assert [len(steps) for steps in looks[:6]] == [1, 1, 2, 4, 7, 3]
 
 
 def test_a_model_that_changes() -> None:

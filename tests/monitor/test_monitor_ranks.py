@@ -88,6 +88,29 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("loss_is_known", [False, True])
+def test_experts_on_other_ranks_are_in_the_norm(loss_is_known: bool) -> None:
+    """Of gradients that do not tell of it; a rank alone steps on what others skip, and one has none at all."""
+    expert, last = nn.Linear(6, 3), dist.get_rank() == 1
+    optimizer = torch.optim.SGD(expert.parameters(), 1e-3)
+    options = {"extra_groups": [(dist.group.WORLD, list(expert.parameters()))]}
+    monitor = gradstat.Monitor(expert, optimizer, on_anomaly={"error": ("skip", "record")}, options=options)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step != 1 or last:
+            expert(torch.full((4, 6), math.nan if step == 2 and last else 1.0)).sum().backward()
+        squares = [0.0 if p.grad is None else float(p.grad.square().sum()) for p in expert.parameters()]
+        expected = math.sqrt(sum(map(sum, _gathered(squares))))  # type: ignore[arg-type]
+        monitor.step(torch.tensor(1.0) if loss_is_known else None)
+        assert monitor.latest().scalars["norm"] == pytest.approx(expected, nan_ok=True)  # type: ignore[union-attr]
+        before = expert.weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(expert.weight, before) == (step == 2 or (step == 1 and not last))
+    errors = [finding.rule for finding in monitor.findings if finding.severity == "error"]
+    assert ("nonfinite-gradient" in errors) == last
+
+
+@on_ranks(2)
 def test_an_error_on_one_rank_leaves_no_other_waiting() -> None:
     model = _model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

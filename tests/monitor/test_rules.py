@@ -223,6 +223,13 @@ def beside_weights(
     return rows_of("gradient", rows, tables={"parameter": Table(weights)})
 
 
+def begun(weight: float, gradient: list[float] | None = None) -> Story:
+    """The first weight as large as this at both looks, and the bias larger yet."""
+    weights, gradients = [row(weight), row(1e9, 8), row()], [gradient or row(), row(0.1, 8), row()]
+    table = Table(dict.fromkeys(range(51), gradients))
+    return rows_of("parameter", {0: weights, 50: weights}, tables={"gradient": table})
+
+
 def updated(*ratios: float) -> Story:
     rows = {1 + 10 * i: [row(ratio), row(1e3, 8), row(1e-3)] for i, ratio in enumerate(ratios)}
     return rows_of("update", rows, tables={"parameter": Table({0: [row(), row(1.0, 8), row()]})})
@@ -297,6 +304,7 @@ CASES = [
          (one("parameter", [1.0, 99.0]),
           rows_of("parameter", {0: [row(1e-4), row(1, 8), row()], 50: [row(0.1), row(1, 8), row()]}),
           one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0]))),
+    Case("parameter-jump", begun(1.1e8), 0, "a.weight", (begun(0.9e8), begun(1.1e8, ABSENT), one("parameter", [1e9]))),
     Case("nonfinite-buffer", rows_of("buffer", {0: healthy_rows(), 50: with_nan(0)}), 50, "a.weight",
          (rows_of("buffer", {0: healthy_rows()}),)),
     Case("sporadic-nonfinite", incidents(0, 1, 2), 10, "a.weight",
@@ -335,6 +343,9 @@ CASES = [
     Case("exploding-gradient", series("norm", [*NORMS, 20.1]), 96, "norm",
          (series("norm", [*NORMS, 19.9]), series("norm", [*NORMS, math.nan, math.inf]),
           series("norm", [1.0] * 30 + [9.0]))),
+    # One that leaps does not excuse the next, and what has grown from step to step is no leap.
+    Case("exploding-gradient", series("norm", [*NORMS, 5.0, 30.0]), 97, "norm",
+         (series("norm", [*NORMS, 0.9, 5.0, 30.0]),)),
     Case("exploding-gradient", series("norm", [*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), 96, "norm",
          (series("norm", [*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), series("norm", [*NORMS, 0.9, 0.9, 0.9, 0.9]))),
     Case("exploding-gradient", series("norm", [1.0, 2.0, 1.0, 1.0, 1.0, 2001.0]), 5, "norm",
@@ -481,6 +492,20 @@ def test_gradients_that_come_and_go_are_an_info() -> None:
         asked = new("missing-gradient")
         (found,) = [found for window in story.windows(size) for found in asked.review(window)]
         assert (found.severity, found.step, found.name) == ("info", 10, "a.weight")
+
+
+@pytest.mark.parametrize(("other", "shape", "after"), [("x.1.up", 8, 300), ("y.1.up", 8, 30), ("x.1.up", 4, 30)])
+def test_one_of_several_that_are_alike_is_missed_later(other: str, shape: int, after: int) -> None:
+    """As experts are, of which a router chooses."""
+    names, shapes = ("x.0.up", other, "out"), [(8, 8), (shape, 8), (8, 8)]
+    rows = {step: [ABSENT, row(), row()] for step in range(310)}
+    weights = Table({0: [row()] * 3}, names, shapes)
+    seen = [Observation("missing", step, [0]) for step in range(310)]
+    story = rows_of("gradient", rows, names=names, shapes=shapes, tables={"parameter": weights}, observations=seen)
+    for size in (1, 64):
+        asked = new("missing-gradient")
+        (found,) = [found for window in story.windows(size) for found in asked.review(window)]
+        assert (found.severity, found.evidence["in_a_row"], found.name) == ("warning", after, "x.0.up")
 
 
 @pytest.mark.parametrize(("zeros", "severity"), [((0, 8), "info"), ((64, 8), "warning")])

@@ -16,6 +16,12 @@ from gradstat.monitor.rows import Bools, Floats, Rows, Window
 Band = tuple[float, float]
 """A closed interval of a scalar in which a rule has nothing to say."""
 
+# What rules of weights and of gradients say of a parameter that nobody has set.
+NEVER_INITIALISED: dict[str, Any] = {
+    "causes": ("memory that was never initialised: to_empty() and no reset_parameters() of that module after",),
+    "advice": ("initialise it, or load a checkpoint that has it, and look which other modules were left out",),
+}
+
 
 class Rule:
     """Looks at new steps and tells what is wrong. A subclass sets the attributes and writes `review`.

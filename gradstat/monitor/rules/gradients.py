@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
-from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, series
+from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, Episodes, LastingRule, PerName, Rule, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -200,12 +201,12 @@ class _GoneRule(LastingRule):
         return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=looks)
 
 
-_NEVER_INITIALISED: dict[str, Any] = {
+_ALL_ZERO: dict[str, Any] = {
+    **NEVER_INITIALISED,
     "causes": (
-        "memory that was never initialised: to_empty() and no reset_parameters() of that module after",
+        *NEVER_INITIALISED["causes"],
         "weights in series that were all initialised to zero, so that none of them has a gradient",
     ),
-    "advice": ("initialise it, or load a checkpoint that has it, and look which other modules were left out",),
 }
 
 
@@ -250,7 +251,7 @@ class DeadGradient(_GoneRule):
                 for i in np.flatnonzero(lengths >= steps):  # which are told with it
                     self._episodes.begins(rows.names[i], int(rows.steps[look]))
                 text = f"{name} is zero throughout, and so has its gradient been for {steps} steps: it stays as it is"
-                yield self._finding(rows, lengths, since, name, text, **_NEVER_INITIALISED)
+                yield self._finding(rows, lengths, since, name, text, **_ALL_ZERO)
                 continue
             # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
             # weight lives, the weight has a zero for its input, and the cause is what makes that.
@@ -281,6 +282,8 @@ class MissingGradient(_GoneRule):
 
     Args:
         in_a_row: For so many steps.
+        chosen: For so many, where each of them has a twin with a gradient: one of the same shape, whose name differs
+            in numbers alone. A router may leave some of its experts out for long before they take turns.
     """
 
     name = "missing-gradient"
@@ -294,8 +297,9 @@ class MissingGradient(_GoneRule):
         "if it is meant to rest, requires_grad_(False) says so and saves its memory",
     )
 
-    def __init__(self, in_a_row: int = 30) -> None:
+    def __init__(self, in_a_row: int = 30, chosen: int = 300) -> None:
         super().__init__(in_a_row)
+        self.chosen = chosen
         self._resting: list[str] = []  # as a target network does, which `OptimizerCoverage` tells of
 
     def come_and_go(self, names: tuple[str, ...]) -> bool:
@@ -315,10 +319,30 @@ class MissingGradient(_GoneRule):
         if self._resting:
             missing &= ~np.isin(rows.names, self._resting)
         looks = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
+        if missing.any():
+            looks = np.where(_have_twins(window, rows, missing), max(self.chosen, self.in_a_row), looks)
         for look, fresh, lengths, since in self.lasting(rows, missing, looks):
             if not rows.present[look].any():
                 yield self._of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)
                 continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: those before it are cut off with it
-            text = f"{name} has had no gradient for {self.in_a_row} steps: it is detached from the loss"
+            text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: it is detached from the loss"
             yield self._finding(rows, lengths, since, name, text)
+
+
+def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:
+    """``[m, 1]``: in which steps all that are ``missing`` have twins with a gradient."""
+    parameters = window.latest.get("parameter")
+    if parameters is None:
+        return np.zeros((len(rows), 1), dtype=bool)
+    shapes = (info and info.shape for info in parameters.of(rows.names).layout.infos)
+    numbers: dict[Any, int] = {}
+    kinds = [
+        numbers.setdefault((re.sub(r"\d+", "", name), shape), len(numbers))
+        for name, shape in zip(rows.names, shapes, strict=True)
+    ]
+    alive = np.zeros((len(rows), len(numbers)), dtype=bool)
+    looks, which = rows.present.nonzero()
+    alive[looks, np.take(kinds, which)] = True
+    every: Bools = np.logical_and.reduce(alive[:, kinds] | ~missing, axis=1, keepdims=True)
+    return every

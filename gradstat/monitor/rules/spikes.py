@@ -37,7 +37,7 @@ class SpikeRule(Rule):
             quartile of the first 20 values.
         floor: And at least so far above it.
         times, within: So many values above the limit within so many steps are a leap, told of the first of them.
-        beyond: A single value is one if it is above so many times that of the beginning and the window's largest.
+        beyond: A single value is one if it is above so many times that of the beginning and the largest before it.
         early: Before half a window is known, it takes so many times the largest of at least five.
         window: Of how many steps; compared from half of them on.
         quiet: A leap so many steps after the last is another one.
@@ -67,6 +67,8 @@ class SpikeRule(Rule):
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within), step]
         if (alone or (is_high and len(self._leaps) >= self.times)) and self._episodes.begins("leap", step):
             began = step if alone else self._leaps[0]
+        if value <= self.factor * max(self._values[-self.within :], default=math.inf):
+            self._beyond = max(self._beyond, self.beyond * value)  # what grows from step to step is no single leap
         if len(self._first) < _BEGINNING:
             self._first.append(value)
         self._values.append(value)

@@ -11,7 +11,7 @@ import numpy as np
 from gradstat import _fields
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
-from gradstat.monitor.rules.base import Episodes, LastingRule, PerName, Rule, runs
+from gradstat.monitor.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, runs
 
 # What cannot stay the same if any element changes, but by chance.
 _SUMS = slice(_fields.INDEX["sum"], _fields.INDEX["max"] + 1)
@@ -123,10 +123,12 @@ class UpdateWeightRatio(LastingRule):
 class ParameterJump(Rule):
     """A parameter whose largest magnitude has leapt since the last look: overwritten, or hit by a wild update.
 
-    It has to leap beyond all weights there were, too: what begins near zero may grow by any factor.
+    It has to leap beyond all weights there were, too: what begins near zero may grow by any factor. Or one with a
+    gradient that is huge at the first look.
 
     Args:
         factor: By how much.
+        huge: Above it nothing begins that was initialised.
     """
 
     name = "parameter-jump"
@@ -139,8 +141,8 @@ class ParameterJump(Rule):
         "go back to the checkpoint: on_anomaly='rollback'",
     )
 
-    def __init__(self, factor: float = 100.0) -> None:
-        self.factor = factor
+    def __init__(self, factor: float = 100.0, huge: float = 1e8) -> None:
+        self.factor, self.huge = factor, huge
         self._largest = PerName(math.nan)
         self._episodes = Episodes()
 
@@ -150,6 +152,13 @@ class ParameterJump(Rule):
             return
         known = self._largest.of(rows.names)
         judged = rows.layout.matrices
+        if "gradient" in window.latest:
+            fresh = judged & np.isnan(known) & window.latest["gradient"].of(rows.names).present[-1]
+            for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
+                self._episodes.begins(rows.names[i], rows.steps[0])
+                text = f"{rows.names[i]} has an element of {rows.max_abs[0, i]:.3g} from the start"
+                more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
+                yield self.found(rows.steps[0], rows.names[i], text, "parameter", "error", **more)
         for look, step in enumerate(rows.steps.tolist()):
             largest = rows.max_abs[look]
             leapt = judged & (known > 0) & (largest > self.factor * known)
