@@ -262,9 +262,9 @@ Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor) {
   const Work work(entries);
   std::vector<Row> slots(work.slots());
   work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
-    Row row = identity_row();
+    Row& row = work.has_slots(tensor) ? slots[slot] : table[tensor];
+    row = identity_row();
     read(entries[tensor], first, count, factor, row);
-    (work.has_slots(tensor) ? slots[slot] : table[tensor]) = row;
   });
   Row total = identity_row();
   auto slot = slots.begin();

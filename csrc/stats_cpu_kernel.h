@@ -56,6 +56,28 @@ GRADSTAT_INLINE void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// The vector at `p` of which only the first `count` values are there, fewer than all; `fill` stands in for others.
+template <class T>
+GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
+  using V = Vector<T>;
+#if GRADSTAT_X86_LEVEL == 4
+  const auto there = static_cast<uint64_t>((uint64_t{1} << count) - 1);
+  const __m512i others = bitcast<__m512i>(V{} + fill);
+  if constexpr (sizeof(T) == 2) {
+    return bitcast<V>(_mm512_mask_loadu_epi16(others, static_cast<__mmask32>(there), p));
+  } else if constexpr (sizeof(T) == 4) {
+    return bitcast<V>(_mm512_mask_loadu_epi32(others, static_cast<__mmask16>(there), p));
+  } else {
+    return bitcast<V>(_mm512_mask_loadu_epi64(others, static_cast<__mmask8>(there), p));
+  }
+#else
+  T part[kVectorBytes / sizeof(T)];
+  store(part, V{} + fill);
+  std::memcpy(part, p, count * sizeof(T));
+  return load<V>(part);
+#endif
+}
+
 // Asks for what will be read soon, so that memory is at work during the arithmetic. It may lie behind the end.
 template <size_t kBytes>
 GRADSTAT_INLINE void prefetch(const void* p) {
@@ -193,7 +215,8 @@ GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
 #endif
 #endif
 
-// Lanes to one number: halved down to 16 bytes, then one by one, always in the same order.
+// Lanes to one number by halves, always in the same order. Only where lanes could not hold the result are the last
+// 16 bytes taken one by one.
 constexpr auto kAdd = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
 constexpr auto kMin = [](auto a, auto b) __attribute__((always_inline)) { return b < a ? b : a; };
 constexpr auto kMax = [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; };
@@ -203,6 +226,14 @@ GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
     Vector<T, kBytes / 2> half[2];
     std::memcpy(half, &x, sizeof(x));
     return reduce<T, Total, Merge, kBytes / 2>(merge(half[0], half[1]), merge);
+  } else if constexpr (std::is_same_v<T, Total>) {
+    using Halves = Vector<uint64_t, 16>;
+    const auto halves = bitcast<Halves>(x);
+    x = merge(x, bitcast<Vector<T, 16>>(Halves{halves[1], halves[1]}));
+    for (unsigned bits = 32; bits >= 8 * sizeof(T); bits /= 2) {
+      x = merge(x, bitcast<Vector<T, 16>>(bitcast<Halves>(x) >> bits));
+    }
+    return x[0];
   } else {
     Total total = x[0];
     for (unsigned lane = 1; lane < kBytes / sizeof(T); ++lane)
@@ -226,6 +257,10 @@ struct FloatExtremes {
     low = vmin(vmin(vmin(vmin(x[0], x[1]), vmin(x[2], x[3])), vmin(vmin(x[4], x[5]), vmin(x[6], x[7]))), low);
     high = vmax(vmax(vmax(vmax(x[0], x[1]), vmax(x[2], x[3])), vmax(vmax(x[4], x[5]), vmax(x[6], x[7]))), high);
   }
+  GRADSTAT_INLINE void add_vector(const typename Type::Storage* p) {
+    low = vmin(load<V>(p), low);
+    high = vmax(load<V>(p), high);
+  }
   GRADSTAT_INLINE void merge(const FloatExtremes& other) {
     low = vmin(other.low, low);
     high = vmax(other.high, high);
@@ -247,12 +282,13 @@ struct BitExtremes {
   VShort unsigned_max = {};
 
   GRADSTAT_INLINE void add(const uint16_t* p) {
-    for (int k = 0; k < 4; ++k) {
-      const VShort x = load<VShort>(p + k * 2 * kLanes);
-      signed_max = vmax(signed_max, x);
-      signed_min = vmin(signed_min, x);
-      unsigned_max = vmax_unsigned(unsigned_max, x);
-    }
+    for (int k = 0; k < 4; ++k) add_vector(p + k * 2 * kLanes);
+  }
+  GRADSTAT_INLINE void add_vector(const uint16_t* p) {
+    const VShort x = load<VShort>(p);
+    signed_max = vmax(signed_max, x);
+    signed_min = vmin(signed_min, x);
+    unsigned_max = vmax_unsigned(unsigned_max, x);
   }
   GRADSTAT_INLINE void merge(const BitExtremes& other) {
     signed_max = vmax(signed_max, other.signed_max);
@@ -392,6 +428,22 @@ GRADSTAT_INLINE void store_two(typename Type::Storage* p, typename Type::V a, ty
   }
 }
 
+// Values in a vector as they are stored: one vector of V, or two.
+template <class Type>
+constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(typename Type::Storage));
+
+template <class Type>
+GRADSTAT_INLINE Sums<VDouble> sums_of_vector(const typename Type::Storage* p) {
+  if constexpr (kPerVector<Type> == Type::kValues) {
+    return Type::lifted(Type::load_vector(p));
+  } else {
+    typename Type::V a, b;
+    load_two<Type>(p, a, b);
+    const auto pair = Sums<typename Type::V>::of_pair(a, b);
+    return {Type::promote(pair.sq_sum), Type::promote(pair.sum)};
+  }
+}
+
 // One step of the fast loop.
 template <class Type>
 GRADSTAT_INLINE Sums<VDouble> sums_of_step(const typename Type::Storage* p) {
@@ -427,11 +479,12 @@ struct Zeros {
   Counter<Integer> count = {};
 
   GRADSTAT_INLINE void add(const typename Type::Storage* p) {
-    for (int i = 0; i < Type::kStep; i += kVectorBytes / static_cast<int>(sizeof(*p))) {
-      V x = load<V>(p + i);
-      if constexpr (kTwoLanes) x |= swap_pairs(x);
-      count = count_without(count, x, V{} + kMask);
-    }
+    for (int i = 0; i < Type::kStep; i += kPerVector<Type>) add_vector(p + i);
+  }
+  GRADSTAT_INLINE void add_vector(const typename Type::Storage* p) {
+    V x = load<V>(p);
+    if constexpr (kTwoLanes) x |= swap_pairs(x);
+    count = count_without(count, x, V{} + kMask);
   }
   int64_t total() const {
     constexpr int kLanesPerElement = kTwoLanes ? 2 : 1;
@@ -456,20 +509,20 @@ struct Pass {
 
   // One step.
   GRADSTAT_INLINE void add(const Storage* p) {
-    add_sums(p);
+    sums = sums + sums_of_step<Type>(p);
+    zeros.add(p);
     extremes.add(p);
   }
-  // The last values of a tensor, fewer than a step: zeros behind them leave sums alone, more of the same leave
-  // the extremes alone. Both are written before either is read, as reads wait for what was just written.
-  void add_rest(const Storage* p, int64_t count) {
-    alignas(kVectorBytes) Storage with_zeros[Type::kStep] = {};
-    alignas(kVectorBytes) Storage with_copies[Type::kStep];
-    std::fill(with_copies, with_copies + Type::kStep, p[0]);
-    std::memcpy(with_zeros, p, count * sizeof(Storage));
-    std::memcpy(with_copies, p, count * sizeof(Storage));
-    add_sums(with_zeros);
-    extremes.add(with_copies);
-    padding += (Type::kStep - count) / kPerElement;
+  // The last values of a tensor, fewer than a step, vector by vector: zeros behind them leave sums alone, more of
+  // the same leave the extremes alone.
+  GRADSTAT_INLINE void add_rest(const Storage* p, int64_t count) {
+    for (; count >= kPerVector<Type>; p += kPerVector<Type>, count -= kPerVector<Type>) add_vector(p, p);
+    if (count == 0) return;
+    Storage with_zeros[kPerVector<Type>], with_copies[kPerVector<Type>];
+    store(with_zeros, load_part(p, count, Storage{}));
+    store(with_copies, load_part(p, count, p[0]));
+    add_vector(with_zeros, with_copies);
+    padding += (kPerVector<Type> - count) / kPerElement;
   }
   GRADSTAT_INLINE void merge(const Pass& other) {
     sums = sums + other.sums;
@@ -491,9 +544,10 @@ struct Pass {
   }
 
  private:
-  GRADSTAT_INLINE void add_sums(const Storage* p) {
-    sums = sums + sums_of_step<Type>(p);
-    zeros.add(p);
+  GRADSTAT_INLINE void add_vector(const Storage* p, const Storage* for_extremes) {
+    sums = sums + sums_of_vector<Type>(p);
+    zeros.add_vector(p);
+    extremes.add_vector(for_extremes);
   }
 };
 
