@@ -12,8 +12,7 @@
 //   sums of values      groups of eight: three additions
 // Nothing in this fast loop looks for NaN, Inf, overflow or underflow: each of them shows in the block's sum
 // of squares, which then leaves Type::kSafeLow..kSafeHigh, and the block, still in cache, is read again
-// exactly. What a block gave is merged lane by lane; lanes are reduced once, at the end of a call. Where values
-// are to be multiplied on the way, each block is just before it is read.
+// exactly. Where values are to be multiplied on the way, each block is just before it is read.
 
 namespace GRADSTAT_NAMESPACE {
 
@@ -82,7 +81,7 @@ GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
 template <size_t kBytes>
 GRADSTAT_INLINE void prefetch(const void* p) {
   for (size_t byte = 0; byte < kBytes; byte += 64) {
-    __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes + byte);
+    __builtin_prefetch(static_cast<const char*>(p) + prefetch_bytes + byte);
   }
 }
 
@@ -215,30 +214,24 @@ GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
 #endif
 #endif
 
-// Lanes to one number by halves, always in the same order. Only where lanes could not hold the result are the last
-// 16 bytes taken one by one.
+// Lanes to one number by halves, always in the same order.
 constexpr auto kAdd = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
 constexpr auto kMin = [](auto a, auto b) __attribute__((always_inline)) { return b < a ? b : a; };
 constexpr auto kMax = [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; };
-template <class T, class Total = T, class Merge, int kBytes = kVectorBytes>
-GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
+template <class T, class Merge, int kBytes = kVectorBytes>
+GRADSTAT_INLINE T reduce(Vector<T, kBytes> x, Merge merge) {
   if constexpr (kBytes > 16) {
     Vector<T, kBytes / 2> half[2];
     std::memcpy(half, &x, sizeof(x));
-    return reduce<T, Total, Merge, kBytes / 2>(merge(half[0], half[1]), merge);
-  } else if constexpr (std::is_same_v<T, Total>) {
+    return reduce<T, Merge, kBytes / 2>(merge(half[0], half[1]), merge);
+  } else {
     using Halves = Vector<uint64_t, 16>;
     const auto halves = bitcast<Halves>(x);
-    x = merge(x, bitcast<Vector<T, 16>>(Halves{halves[1], halves[1]}));
+    x = merge(x, bitcast<Vector<T, 16>>(Halves{halves[1], 0}));
     for (unsigned bits = 32; bits >= 8 * sizeof(T); bits /= 2) {
       x = merge(x, bitcast<Vector<T, 16>>(bitcast<Halves>(x) >> bits));
     }
     return x[0];
-  } else {
-    Total total = x[0];
-    for (unsigned lane = 1; lane < kBytes / sizeof(T); ++lane)
-      total = merge(total, static_cast<Total>(x[lane]));
-    return total;
   }
 }
 
@@ -260,10 +253,6 @@ struct FloatExtremes {
   GRADSTAT_INLINE void add_vector(const typename Type::Storage* p) {
     low = vmin(load<V>(p), low);
     high = vmax(load<V>(p), high);
-  }
-  GRADSTAT_INLINE void merge(const FloatExtremes& other) {
-    low = vmin(other.low, low);
-    high = vmax(other.high, high);
   }
   double min() const { return reduce<typename Type::Storage>(low, kMin); }
   double max() const { return reduce<typename Type::Storage>(high, kMax); }
@@ -289,11 +278,6 @@ struct BitExtremes {
     signed_max = vmax(signed_max, x);
     signed_min = vmin(signed_min, x);
     unsigned_max = vmax_unsigned(unsigned_max, x);
-  }
-  GRADSTAT_INLINE void merge(const BitExtremes& other) {
-    signed_max = vmax(signed_max, other.signed_max);
-    signed_min = vmin(signed_min, other.signed_min);
-    unsigned_max = vmax_unsigned(unsigned_max, other.unsigned_max);
   }
   double min() const {
     return value(reduce<int16_t>(ordered(unsigned_max < 0 ? unsigned_max : signed_min), kMin));
@@ -468,9 +452,7 @@ struct Zeros {
   using Integer =
       std::conditional_t<kLaneBits == 16, int16_t, std::conditional_t<kLaneBits == 32, int32_t, int64_t>>;
   using V = Vector<Integer>;
-  static_assert(kChunk / (kVectorBytes / static_cast<int>(sizeof(Integer))) <=
-                    std::numeric_limits<Integer>::max(),
-                "counts of a call fit a lane");
+  static_assert(kBlockBytes / 2 <= std::numeric_limits<Integer>::max(), "the count of a block fits a lane");
   // Every bit but the sign of each part.
   static constexpr uint64_t kPartMask = (uint64_t{1} << (kPartBits - 1)) - 1;
   static constexpr auto kMask =
@@ -491,12 +473,12 @@ struct Zeros {
     if constexpr (std::is_same_v<Counter<Integer>, int64_t>) {
       return count / kLanesPerElement;
     } else {
-      return reduce<Integer, int64_t>(count, kAdd) / kLanesPerElement;
+      return reduce<Integer>(count, kAdd) / kLanesPerElement;
     }
   }
 };
 
-// What the fast loop accumulates, lane by lane. Valid only if is_safe().
+// What the fast loop accumulates of a block, lane by lane.
 template <class Type, bool kPair>
 struct Pass {
   using Storage = typename Type::Storage;
@@ -524,23 +506,18 @@ struct Pass {
     add_vector(with_zeros, with_copies);
     padding += (kPerVector<Type> - count) / kPerElement;
   }
-  GRADSTAT_INLINE void merge(const Pass& other) {
-    sums = sums + other.sums;
-    extremes.merge(other.extremes);
-    zeros.count += other.zeros.count;
-    padding += other.padding;
-  }
-  int64_t zero_count() const { return zeros.total() - padding; }
-  bool is_safe(int64_t count) const {
+  // Adds these `count` values to a row, unless they need an exact account; returns whether it did.
+  GRADSTAT_INLINE bool add_to(Row& row, int64_t count) const {
     const double squares = total(sums.sq_sum);
-    return (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
-           (squares == 0 && zero_count() * kPerElement == count);
-  }
-  void add_to(Row& row) const {
+    const int64_t zero_count = zeros.total() - padding;
+    const bool is_safe = (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
+                         (squares == 0 && zero_count * kPerElement == count);
+    if (!is_safe) return false;
     GRADSTAT_NAMESPACE::add_to(row, sums);
-    row.zero_count += static_cast<double>(zero_count());
+    row.zero_count += static_cast<double>(zero_count);
     row.min = merge::min(row.min, extremes.min());
     row.max = merge::max(row.max, extremes.max());
+    return true;
   }
 
  private:
@@ -589,7 +566,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     std::fill(std::copy(p + i, p + count, rest), rest + Type::kValues, Type::kNan);
     add(rest);
   }
-  const auto elements = [](Bits counts) { return reduce<Integer, int64_t>(counts, kAdd) / kPerElement; };
+  const auto elements = [](Bits counts) { return reduce<Integer>(counts, kAdd) / kPerElement; };
   const int64_t zero_count = elements(zeros);
   const int64_t nan_count = elements(nans) - padding / kPerElement;
   const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
@@ -667,31 +644,23 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
 }
 
 // Adds `count` values to a tensor's row, block by block: fetch(first, count) gives the values of a block, and
-// read_block(first, count) reads one that a Pass could not account for.
-template <class Type, bool kPair, class Fetch, class ReadBlock>
+// read_block(first, count) reads one that a Pass could not account for. kPrefetch: blocks follow each other in memory.
+template <class Type, bool kPair, bool kPrefetch, class Fetch, class ReadBlock>
 GRADSTAT_INLINE void read_blocks(int64_t count, const Fetch& fetch, const ReadBlock& read_block, Row& row) {
   constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
   static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
-  Pass<Type, kPair> total;
-  bool any = false;
   for (int64_t done = 0; done < count; done += kBlock) {
     const int64_t take = std::min(kBlock, count - done);
     const typename Type::Storage* block = fetch(done, take);
     Pass<Type, kPair> pass;
     int64_t i = 0;
     for (; i + Type::kStep <= take; i += Type::kStep) {
-      prefetch<Type::kStep * sizeof(*block)>(block + i);
+      if constexpr (kPrefetch) prefetch<Type::kStep * sizeof(*block)>(block + i);
       pass.add(block + i);
     }
     if (i < take) pass.add_rest(block + i, take - i);
-    if (pass.is_safe(take)) {
-      total.merge(pass);
-      any = true;
-    } else {
-      read_block(done, take);
-    }
+    if (!pass.add_to(row, take)) read_block(done, take);
   }
-  if (any) total.add_to(row);
 }
 
 // The values at `p`, of which the first is value number `first` of its tensor, multiplied by `factor` in place
@@ -705,7 +674,7 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
   const auto read_block = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
     read_exactly<Type, kPair>(p + done, take, first + done, row);
   };
-  read_blocks<Type, kPair>(count, fetch, read_block, row);
+  read_blocks<Type, kPair, true>(count, fetch, read_block, row);
 }
 
 // Float8 codes as bfloat16, which holds all of their values.
@@ -739,12 +708,12 @@ void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
 #endif
   const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
   const Float8Values& values = float8_values(entry.dtype);
-  uint16_t widened[kBlockBytes / sizeof(uint16_t)];
+  alignas(kVectorBytes) uint16_t widened[kBlockBytes / sizeof(uint16_t)];
   const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
     widen_float8(codes + done, take, values, widened);
     return widened;
   };
-  read_blocks<BFloat16, false>(count, fetch, exactly, row);
+  read_blocks<BFloat16, false, false>(count, fetch, exactly, row);
 }
 
 // Calls body(type, first value) unless these are 8-bit ones; returns whether it did.
