@@ -327,6 +327,13 @@ struct Float32 : Narrow {
   static constexpr bool kGroupsOfEight = false;
   static constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   static GRADSTAT_INLINE VFloat load_vector(const float* p) { return load<VFloat>(p); }
+#if GRADSTAT_X86_LEVEL >= 2  // sums and extremes keep the adders of a Zen busier than its multipliers
+  static GRADSTAT_INLINE VDouble promote(VFloat x) {
+    VDouble a, b;
+    widen(x, a, b);
+    return fma(a, VDouble{} + 1.0, b);
+  }
+#endif
   static GRADSTAT_INLINE void store_vector(float* p, VFloat x) { store(p, x); }
   static float to_real(float x) { return x; }
 };
@@ -685,17 +692,22 @@ GRADSTAT_INLINE void widen_float8(const uint8_t* codes, int64_t count, const Flo
   // Two bytes looked up for each of 64 codes, by their bits but the sign.
   const __m512i low0 = load<__m512i>(values.low), low1 = load<__m512i>(values.low + 64);
   const __m512i high0 = load<__m512i>(values.high), high1 = load<__m512i>(values.high + 64);
-  const __m512i sign = _mm512_set1_epi8(-128), minus_zero = _mm512_set1_epi16(values.bfloat16[0x80]),
-                minus_zeros = _mm512_set1_epi16(INT16_MIN);
+  const __m512i sign = _mm512_set1_epi8(-128), minus_zero = _mm512_set1_epi16(INT16_MIN);
+  // What some types have where -0 would be.
+  const __m512i nan = _mm512_set1_epi16(values.bfloat16[0x80]);
+  const bool has_minus_zero = values.value[0x80] == 0;
   for (; i + 64 <= count; i += 64) {
     prefetch<64>(codes + i);
     const __m512i code = load<__m512i>(codes + i);
     const __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
     const __m512i high = _mm512_permutex2var_epi8(high0, code, high1) | (code & sign);
-    const __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
-    // Some types have a NaN where -0 would be.
-    store(to + i, _mm512_mask_mov_epi16(a, _mm512_cmpeq_epi16_mask(a, minus_zeros), minus_zero));
-    store(to + i + 32, _mm512_mask_mov_epi16(b, _mm512_cmpeq_epi16_mask(b, minus_zeros), minus_zero));
+    __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
+    if (!has_minus_zero) {
+      a = _mm512_mask_mov_epi16(a, _mm512_cmpeq_epi16_mask(a, minus_zero), nan);
+      b = _mm512_mask_mov_epi16(b, _mm512_cmpeq_epi16_mask(b, minus_zero), nan);
+    }
+    store(to + i, a);
+    store(to + i + 32, b);
   }
 #endif
   for (; i < count; ++i) to[i] = values.bfloat16[codes[i]];
