@@ -55,7 +55,7 @@ GRADSTAT_INLINE void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// The vector at `p` of which only the first `count` values are there, fewer than all; `fill` stands in for others.
+// The first `count` values of the vector at `p`, fewer than all, and `fill` in the place of the others.
 template <class T>
 GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
   using V = Vector<T>;
@@ -254,20 +254,21 @@ struct FloatExtremes {
     low = vmin(load<V>(p), low);
     high = vmax(load<V>(p), high);
   }
-  double min() const { return reduce<typename Type::Storage>(low, kMin); }
-  double max() const { return reduce<typename Type::Storage>(high, kMax); }
+  void add_to(Row& row, const typename Type::Storage*, int64_t) const {
+    row.min = merge::min(row.min, static_cast<double>(reduce<typename Type::Storage>(low, kMin)));
+    row.max = merge::max(row.max, static_cast<double>(reduce<typename Type::Storage>(high, kMax)));
+  }
 };
 
 // Smallest and largest of 16-bit floats, from their bits, twice as many to a vector as when widened. As
 // signed integers floats from +0 up are in order and those from -0 down in reverse order, below all others;
-// as unsigned integers the latter come last. So the largest is the signed maximum, unless all are negative:
-// then it is the signed minimum. The smallest is the unsigned maximum if any is negative, else the signed
-// minimum. Holds nothing sensible before the first add().
+// as unsigned integers the latter come last. So the largest is the signed maximum, and the smallest the
+// unsigned one, unless all values have the same sign: then one of the two is the signed minimum, for which they
+// are read again.
 template <class Type>
 struct BitExtremes {
-  static constexpr int16_t kLowest = INT16_MIN, kHighest = INT16_MAX;
+  static constexpr int16_t kLowest = INT16_MIN;
   VShort signed_max = VShort{} + kLowest;
-  VShort signed_min = VShort{} + kHighest;
   VShort unsigned_max = {};
 
   GRADSTAT_INLINE void add(const uint16_t* p) {
@@ -276,21 +277,18 @@ struct BitExtremes {
   GRADSTAT_INLINE void add_vector(const uint16_t* p) {
     const VShort x = load<VShort>(p);
     signed_max = vmax(signed_max, x);
-    signed_min = vmin(signed_min, x);
     unsigned_max = vmax_unsigned(unsigned_max, x);
   }
-  double min() const {
-    return value(reduce<int16_t>(ordered(unsigned_max < 0 ? unsigned_max : signed_min), kMin));
-  }
-  double max() const {
-    return value(reduce<int16_t>(ordered(signed_max >= 0 ? signed_max : signed_min), kMax));
-  }
-
- private:
-  // Integers in the order of the floats, and back.
-  static GRADSTAT_INLINE VShort ordered(VShort bits) { return bits ^ ((bits >> 15) & kHighest); }
-  static double value(int16_t order) {
-    return Type::to_real(static_cast<uint16_t>(order ^ ((order >> 15) & kHighest)));
+  void add_to(Row& row, const uint16_t* p, int64_t count) const {
+    const auto highest = reduce<int16_t>(signed_max, kMax);
+    const auto lowest = reduce<uint16_t>(bitcast<Vector<uint16_t>>(unsigned_max), kMax);
+    auto between = static_cast<int16_t>(INT16_MAX);
+    if (highest < 0 || lowest <= INT16_MAX) {
+      for (int64_t i = 0; i < count; ++i) between = std::min(between, static_cast<int16_t>(p[i]));
+    }
+    const auto value = [](int16_t bits) { return double{Type::to_real(static_cast<uint16_t>(bits))}; };
+    row.min = merge::min(row.min, value(lowest <= INT16_MAX ? between : static_cast<int16_t>(lowest)));
+    row.max = merge::max(row.max, value(highest < 0 ? between : highest));
   }
 };
 
@@ -502,8 +500,8 @@ struct Pass {
     zeros.add(p);
     extremes.add(p);
   }
-  // The last values of a tensor, fewer than a step, vector by vector: zeros behind them leave sums alone, more of
-  // the same leave the extremes alone.
+  // The last values of a tensor, fewer than a step, vector by vector: zeros behind them leave sums alone, more
+  // of the same leave the extremes alone.
   GRADSTAT_INLINE void add_rest(const Storage* p, int64_t count) {
     for (; count >= kPerVector<Type>; p += kPerVector<Type>, count -= kPerVector<Type>) add_vector(p, p);
     if (count == 0) return;
@@ -513,8 +511,8 @@ struct Pass {
     add_vector(with_zeros, with_copies);
     padding += (kPerVector<Type> - count) / kPerElement;
   }
-  // Adds these `count` values to a row, unless they need an exact account; returns whether it did.
-  GRADSTAT_INLINE bool add_to(Row& row, int64_t count) const {
+  // Adds these values, `count` at `p`, to a row, unless they need an exact account; returns whether it did.
+  GRADSTAT_INLINE bool add_to(Row& row, const Storage* p, int64_t count) const {
     const double squares = total(sums.sq_sum);
     const int64_t zero_count = zeros.total() - padding;
     const bool is_safe = (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
@@ -522,8 +520,7 @@ struct Pass {
     if (!is_safe) return false;
     GRADSTAT_NAMESPACE::add_to(row, sums);
     row.zero_count += static_cast<double>(zero_count);
-    row.min = merge::min(row.min, extremes.min());
-    row.max = merge::max(row.max, extremes.max());
+    extremes.add_to(row, p, count);
     return true;
   }
 
@@ -651,7 +648,8 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
 }
 
 // Adds `count` values to a tensor's row, block by block: fetch(first, count) gives the values of a block, and
-// read_block(first, count) reads one that a Pass could not account for. kPrefetch: blocks follow each other in memory.
+// read_block(first, count) reads one that a Pass could not account for. kPrefetch: it is
+// worth asking for what follows a block.
 template <class Type, bool kPair, bool kPrefetch, class Fetch, class ReadBlock>
 GRADSTAT_INLINE void read_blocks(int64_t count, const Fetch& fetch, const ReadBlock& read_block, Row& row) {
   constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
@@ -666,7 +664,7 @@ GRADSTAT_INLINE void read_blocks(int64_t count, const Fetch& fetch, const ReadBl
       pass.add(block + i);
     }
     if (i < take) pass.add_rest(block + i, take - i);
-    if (!pass.add_to(row, take)) read_block(done, take);
+    if (!pass.add_to(row, block, take)) read_block(done, take);
   }
 }
 
