@@ -8,6 +8,7 @@ documents comes from.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -139,7 +140,7 @@ def _fits(plan: Plan, size: int) -> bool:
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()
         return 2.5 * size < torch.cuda.mem_get_info(plan.device)[0]
-    return True
+    return 2.5 * size < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def lists(plan: Plan) -> Work:
@@ -164,13 +165,13 @@ def _growing(given: Input) -> list[Provider]:
     return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(LIMIT)]
 
 
-BYTES = tuple(1 << power for power in range(20, 35))  # to 16 GB, the last four on a GPU only
-BYTES_ON_CPU = 1 << 30
+BYTES = tuple(1 << power for power in range(20, 35))  # to 16 GB, the last two on a GPU only
+BYTES_ON_CPU = 1 << 32
 TENSORS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 20_000)
 
 
 def growth_in_bytes(plan: Plan) -> Work:
-    """One float32 tensor, from 1 MB to 1 GB on a CPU and to 16 GB on a GPU."""
+    """One float32 tensor, from 1 MB to 4 GB on a CPU and to 16 GB on a GPU."""
     flush = Flush(plan.device)
     for size in BYTES:
         if _fits(plan, size) and (plan.device.type == "cuda" or size <= BYTES_ON_CPU):

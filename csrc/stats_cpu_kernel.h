@@ -12,8 +12,7 @@
 //   sums of values      groups of eight: three additions
 // Nothing in this fast loop looks for NaN, Inf, overflow or underflow: each of them shows in the block's sum
 // of squares, which then leaves Type::kSafeLow..kSafeHigh, and the block, still in cache, is read again
-// exactly. What a block gave is merged lane by lane; lanes are reduced once, at the end of a call. Where values
-// are to be multiplied on the way, each block is just before it is read.
+// exactly. Where values are to be multiplied on the way, each block is just before it is read.
 
 namespace GRADSTAT_NAMESPACE {
 
@@ -56,11 +55,33 @@ GRADSTAT_INLINE void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// The first `count` values of the vector at `p`, fewer than all, and `fill` in the place of the others.
+template <class T>
+GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
+  using V = Vector<T>;
+#if GRADSTAT_X86_LEVEL == 4
+  const auto there = static_cast<uint64_t>((uint64_t{1} << count) - 1);
+  const __m512i others = bitcast<__m512i>(V{} + fill);
+  if constexpr (sizeof(T) == 2) {
+    return bitcast<V>(_mm512_mask_loadu_epi16(others, static_cast<__mmask32>(there), p));
+  } else if constexpr (sizeof(T) == 4) {
+    return bitcast<V>(_mm512_mask_loadu_epi32(others, static_cast<__mmask16>(there), p));
+  } else {
+    return bitcast<V>(_mm512_mask_loadu_epi64(others, static_cast<__mmask8>(there), p));
+  }
+#else
+  T part[kVectorBytes / sizeof(T)];
+  store(part, V{} + fill);
+  std::memcpy(part, p, count * sizeof(T));
+  return load<V>(part);
+#endif
+}
+
 // Asks for what will be read soon, so that memory is at work during the arithmetic. It may lie behind the end.
 template <size_t kBytes>
 GRADSTAT_INLINE void prefetch(const void* p) {
   for (size_t byte = 0; byte < kBytes; byte += 64) {
-    __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes + byte);
+    __builtin_prefetch(static_cast<const char*>(p) + prefetch_bytes + byte);
   }
 }
 
@@ -193,21 +214,24 @@ GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
 #endif
 #endif
 
-// Lanes to one number: halved down to 16 bytes, then one by one, always in the same order.
+// Lanes to one number by halves, always in the same order.
 constexpr auto kAdd = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
 constexpr auto kMin = [](auto a, auto b) __attribute__((always_inline)) { return b < a ? b : a; };
 constexpr auto kMax = [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; };
-template <class T, class Total = T, class Merge, int kBytes = kVectorBytes>
-GRADSTAT_INLINE Total reduce(Vector<T, kBytes> x, Merge merge) {
+template <class T, class Merge, int kBytes = kVectorBytes>
+GRADSTAT_INLINE T reduce(Vector<T, kBytes> x, Merge merge) {
   if constexpr (kBytes > 16) {
     Vector<T, kBytes / 2> half[2];
     std::memcpy(half, &x, sizeof(x));
-    return reduce<T, Total, Merge, kBytes / 2>(merge(half[0], half[1]), merge);
+    return reduce<T, Merge, kBytes / 2>(merge(half[0], half[1]), merge);
   } else {
-    Total total = x[0];
-    for (unsigned lane = 1; lane < kBytes / sizeof(T); ++lane)
-      total = merge(total, static_cast<Total>(x[lane]));
-    return total;
+    using Halves = Vector<uint64_t, 16>;
+    const auto halves = bitcast<Halves>(x);
+    x = merge(x, bitcast<Vector<T, 16>>(Halves{halves[1], 0}));
+    for (unsigned bits = 32; bits >= 8 * sizeof(T); bits /= 2) {
+      x = merge(x, bitcast<Vector<T, 16>>(bitcast<Halves>(x) >> bits));
+    }
+    return x[0];
   }
 }
 
@@ -226,51 +250,45 @@ struct FloatExtremes {
     low = vmin(vmin(vmin(vmin(x[0], x[1]), vmin(x[2], x[3])), vmin(vmin(x[4], x[5]), vmin(x[6], x[7]))), low);
     high = vmax(vmax(vmax(vmax(x[0], x[1]), vmax(x[2], x[3])), vmax(vmax(x[4], x[5]), vmax(x[6], x[7]))), high);
   }
-  GRADSTAT_INLINE void merge(const FloatExtremes& other) {
-    low = vmin(other.low, low);
-    high = vmax(other.high, high);
+  GRADSTAT_INLINE void add_vector(const typename Type::Storage* p) {
+    low = vmin(load<V>(p), low);
+    high = vmax(load<V>(p), high);
   }
-  double min() const { return reduce<typename Type::Storage>(low, kMin); }
-  double max() const { return reduce<typename Type::Storage>(high, kMax); }
+  void add_to(Row& row, const typename Type::Storage*, int64_t) const {
+    row.min = merge::min(row.min, static_cast<double>(reduce<typename Type::Storage>(low, kMin)));
+    row.max = merge::max(row.max, static_cast<double>(reduce<typename Type::Storage>(high, kMax)));
+  }
 };
 
 // Smallest and largest of 16-bit floats, from their bits, twice as many to a vector as when widened. As
 // signed integers floats from +0 up are in order and those from -0 down in reverse order, below all others;
-// as unsigned integers the latter come last. So the largest is the signed maximum, unless all are negative:
-// then it is the signed minimum. The smallest is the unsigned maximum if any is negative, else the signed
-// minimum. Holds nothing sensible before the first add().
+// as unsigned integers the latter come last. So the largest is the signed maximum, and the smallest the
+// unsigned one, unless all values have the same sign: then one of the two is the signed minimum, for which they
+// are read again.
 template <class Type>
 struct BitExtremes {
-  static constexpr int16_t kLowest = INT16_MIN, kHighest = INT16_MAX;
+  static constexpr int16_t kLowest = INT16_MIN;
   VShort signed_max = VShort{} + kLowest;
-  VShort signed_min = VShort{} + kHighest;
   VShort unsigned_max = {};
 
   GRADSTAT_INLINE void add(const uint16_t* p) {
-    for (int k = 0; k < 4; ++k) {
-      const VShort x = load<VShort>(p + k * 2 * kLanes);
-      signed_max = vmax(signed_max, x);
-      signed_min = vmin(signed_min, x);
-      unsigned_max = vmax_unsigned(unsigned_max, x);
+    for (int k = 0; k < 4; ++k) add_vector(p + k * 2 * kLanes);
+  }
+  GRADSTAT_INLINE void add_vector(const uint16_t* p) {
+    const VShort x = load<VShort>(p);
+    signed_max = vmax(signed_max, x);
+    unsigned_max = vmax_unsigned(unsigned_max, x);
+  }
+  void add_to(Row& row, const uint16_t* p, int64_t count) const {
+    const auto highest = reduce<int16_t>(signed_max, kMax);
+    const auto lowest = reduce<uint16_t>(bitcast<Vector<uint16_t>>(unsigned_max), kMax);
+    auto between = static_cast<int16_t>(INT16_MAX);
+    if (highest < 0 || lowest <= INT16_MAX) {
+      for (int64_t i = 0; i < count; ++i) between = std::min(between, static_cast<int16_t>(p[i]));
     }
-  }
-  GRADSTAT_INLINE void merge(const BitExtremes& other) {
-    signed_max = vmax(signed_max, other.signed_max);
-    signed_min = vmin(signed_min, other.signed_min);
-    unsigned_max = vmax_unsigned(unsigned_max, other.unsigned_max);
-  }
-  double min() const {
-    return value(reduce<int16_t>(ordered(unsigned_max < 0 ? unsigned_max : signed_min), kMin));
-  }
-  double max() const {
-    return value(reduce<int16_t>(ordered(signed_max >= 0 ? signed_max : signed_min), kMax));
-  }
-
- private:
-  // Integers in the order of the floats, and back.
-  static GRADSTAT_INLINE VShort ordered(VShort bits) { return bits ^ ((bits >> 15) & kHighest); }
-  static double value(int16_t order) {
-    return Type::to_real(static_cast<uint16_t>(order ^ ((order >> 15) & kHighest)));
+    const auto value = [](int16_t bits) { return double{Type::to_real(static_cast<uint16_t>(bits))}; };
+    row.min = merge::min(row.min, value(lowest <= INT16_MAX ? between : static_cast<int16_t>(lowest)));
+    row.max = merge::max(row.max, value(highest < 0 ? between : highest));
   }
 };
 
@@ -307,6 +325,13 @@ struct Float32 : Narrow {
   static constexpr bool kGroupsOfEight = false;
   static constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   static GRADSTAT_INLINE VFloat load_vector(const float* p) { return load<VFloat>(p); }
+#if GRADSTAT_X86_LEVEL >= 2  // sums and extremes keep the adders of a Zen busier than its multipliers
+  static GRADSTAT_INLINE VDouble promote(VFloat x) {
+    VDouble a, b;
+    widen(x, a, b);
+    return fma(a, VDouble{} + 1.0, b);
+  }
+#endif
   static GRADSTAT_INLINE void store_vector(float* p, VFloat x) { store(p, x); }
   static float to_real(float x) { return x; }
 };
@@ -392,6 +417,22 @@ GRADSTAT_INLINE void store_two(typename Type::Storage* p, typename Type::V a, ty
   }
 }
 
+// Values in a vector as they are stored: one vector of V, or two.
+template <class Type>
+constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(typename Type::Storage));
+
+template <class Type>
+GRADSTAT_INLINE Sums<VDouble> sums_of_vector(const typename Type::Storage* p) {
+  if constexpr (kPerVector<Type> == Type::kValues) {
+    return Type::lifted(Type::load_vector(p));
+  } else {
+    typename Type::V a, b;
+    load_two<Type>(p, a, b);
+    const auto pair = Sums<typename Type::V>::of_pair(a, b);
+    return {Type::promote(pair.sq_sum), Type::promote(pair.sum)};
+  }
+}
+
 // One step of the fast loop.
 template <class Type>
 GRADSTAT_INLINE Sums<VDouble> sums_of_step(const typename Type::Storage* p) {
@@ -416,9 +457,7 @@ struct Zeros {
   using Integer =
       std::conditional_t<kLaneBits == 16, int16_t, std::conditional_t<kLaneBits == 32, int32_t, int64_t>>;
   using V = Vector<Integer>;
-  static_assert(kChunk / (kVectorBytes / static_cast<int>(sizeof(Integer))) <=
-                    std::numeric_limits<Integer>::max(),
-                "counts of a call fit a lane");
+  static_assert(kBlockBytes / 2 <= std::numeric_limits<Integer>::max(), "the count of a block fits a lane");
   // Every bit but the sign of each part.
   static constexpr uint64_t kPartMask = (uint64_t{1} << (kPartBits - 1)) - 1;
   static constexpr auto kMask =
@@ -427,23 +466,24 @@ struct Zeros {
   Counter<Integer> count = {};
 
   GRADSTAT_INLINE void add(const typename Type::Storage* p) {
-    for (int i = 0; i < Type::kStep; i += kVectorBytes / static_cast<int>(sizeof(*p))) {
-      V x = load<V>(p + i);
-      if constexpr (kTwoLanes) x |= swap_pairs(x);
-      count = count_without(count, x, V{} + kMask);
-    }
+    for (int i = 0; i < Type::kStep; i += kPerVector<Type>) add_vector(p + i);
+  }
+  GRADSTAT_INLINE void add_vector(const typename Type::Storage* p) {
+    V x = load<V>(p);
+    if constexpr (kTwoLanes) x |= swap_pairs(x);
+    count = count_without(count, x, V{} + kMask);
   }
   int64_t total() const {
     constexpr int kLanesPerElement = kTwoLanes ? 2 : 1;
     if constexpr (std::is_same_v<Counter<Integer>, int64_t>) {
       return count / kLanesPerElement;
     } else {
-      return reduce<Integer, int64_t>(count, kAdd) / kLanesPerElement;
+      return reduce<Integer>(count, kAdd) / kLanesPerElement;
     }
   }
 };
 
-// What the fast loop accumulates, lane by lane. Valid only if is_safe().
+// What the fast loop accumulates of a block, lane by lane.
 template <class Type, bool kPair>
 struct Pass {
   using Storage = typename Type::Storage;
@@ -456,44 +496,39 @@ struct Pass {
 
   // One step.
   GRADSTAT_INLINE void add(const Storage* p) {
-    add_sums(p);
+    sums = sums + sums_of_step<Type>(p);
+    zeros.add(p);
     extremes.add(p);
   }
-  // The last values of a tensor, fewer than a step: zeros behind them leave sums alone, more of the same leave
-  // the extremes alone. Both are written before either is read, as reads wait for what was just written.
-  void add_rest(const Storage* p, int64_t count) {
-    alignas(kVectorBytes) Storage with_zeros[Type::kStep] = {};
-    alignas(kVectorBytes) Storage with_copies[Type::kStep];
-    std::fill(with_copies, with_copies + Type::kStep, p[0]);
-    std::memcpy(with_zeros, p, count * sizeof(Storage));
-    std::memcpy(with_copies, p, count * sizeof(Storage));
-    add_sums(with_zeros);
-    extremes.add(with_copies);
-    padding += (Type::kStep - count) / kPerElement;
+  // The last values of a tensor, fewer than a step, vector by vector: zeros behind them leave sums alone, more
+  // of the same leave the extremes alone.
+  GRADSTAT_INLINE void add_rest(const Storage* p, int64_t count) {
+    for (; count >= kPerVector<Type>; p += kPerVector<Type>, count -= kPerVector<Type>) add_vector(p, p);
+    if (count == 0) return;
+    Storage with_zeros[kPerVector<Type>], with_copies[kPerVector<Type>];
+    store(with_zeros, load_part(p, count, Storage{}));
+    store(with_copies, load_part(p, count, p[0]));
+    add_vector(with_zeros, with_copies);
+    padding += (kPerVector<Type> - count) / kPerElement;
   }
-  GRADSTAT_INLINE void merge(const Pass& other) {
-    sums = sums + other.sums;
-    extremes.merge(other.extremes);
-    zeros.count += other.zeros.count;
-    padding += other.padding;
-  }
-  int64_t zero_count() const { return zeros.total() - padding; }
-  bool is_safe(int64_t count) const {
+  // Adds these values, `count` at `p`, to a row, unless they need an exact account; returns whether it did.
+  GRADSTAT_INLINE bool add_to(Row& row, const Storage* p, int64_t count) const {
     const double squares = total(sums.sq_sum);
-    return (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
-           (squares == 0 && zero_count() * kPerElement == count);
-  }
-  void add_to(Row& row) const {
+    const int64_t zero_count = zeros.total() - padding;
+    const bool is_safe = (squares >= Type::kSafeLow && squares <= Type::kSafeHigh) ||
+                         (squares == 0 && zero_count * kPerElement == count);
+    if (!is_safe) return false;
     GRADSTAT_NAMESPACE::add_to(row, sums);
-    row.zero_count += static_cast<double>(zero_count());
-    row.min = merge::min(row.min, extremes.min());
-    row.max = merge::max(row.max, extremes.max());
+    row.zero_count += static_cast<double>(zero_count);
+    extremes.add_to(row, p, count);
+    return true;
   }
 
  private:
-  GRADSTAT_INLINE void add_sums(const Storage* p) {
-    sums = sums + sums_of_step<Type>(p);
-    zeros.add(p);
+  GRADSTAT_INLINE void add_vector(const Storage* p, const Storage* for_extremes) {
+    sums = sums + sums_of_vector<Type>(p);
+    zeros.add_vector(p);
+    extremes.add_vector(for_extremes);
   }
 };
 
@@ -535,7 +570,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     std::fill(std::copy(p + i, p + count, rest), rest + Type::kValues, Type::kNan);
     add(rest);
   }
-  const auto elements = [](Bits counts) { return reduce<Integer, int64_t>(counts, kAdd) / kPerElement; };
+  const auto elements = [](Bits counts) { return reduce<Integer>(counts, kAdd) / kPerElement; };
   const int64_t zero_count = elements(zeros);
   const int64_t nan_count = elements(nans) - padding / kPerElement;
   const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
@@ -613,31 +648,24 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
 }
 
 // Adds `count` values to a tensor's row, block by block: fetch(first, count) gives the values of a block, and
-// read_block(first, count) reads one that a Pass could not account for.
-template <class Type, bool kPair, class Fetch, class ReadBlock>
+// read_block(first, count) reads one that a Pass could not account for. kPrefetch: it is
+// worth asking for what follows a block.
+template <class Type, bool kPair, bool kPrefetch, class Fetch, class ReadBlock>
 GRADSTAT_INLINE void read_blocks(int64_t count, const Fetch& fetch, const ReadBlock& read_block, Row& row) {
   constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
   static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
-  Pass<Type, kPair> total;
-  bool any = false;
   for (int64_t done = 0; done < count; done += kBlock) {
     const int64_t take = std::min(kBlock, count - done);
     const typename Type::Storage* block = fetch(done, take);
     Pass<Type, kPair> pass;
     int64_t i = 0;
     for (; i + Type::kStep <= take; i += Type::kStep) {
-      prefetch<Type::kStep * sizeof(*block)>(block + i);
+      if constexpr (kPrefetch) prefetch<Type::kStep * sizeof(*block)>(block + i);
       pass.add(block + i);
     }
     if (i < take) pass.add_rest(block + i, take - i);
-    if (pass.is_safe(take)) {
-      total.merge(pass);
-      any = true;
-    } else {
-      read_block(done, take);
-    }
+    if (!pass.add_to(row, block, take)) read_block(done, take);
   }
-  if (any) total.add_to(row);
 }
 
 // The values at `p`, of which the first is value number `first` of its tensor, multiplied by `factor` in place
@@ -651,7 +679,7 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
   const auto read_block = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
     read_exactly<Type, kPair>(p + done, take, first + done, row);
   };
-  read_blocks<Type, kPair>(count, fetch, read_block, row);
+  read_blocks<Type, kPair, true>(count, fetch, read_block, row);
 }
 
 // Float8 codes as bfloat16, which holds all of their values.
@@ -662,17 +690,22 @@ GRADSTAT_INLINE void widen_float8(const uint8_t* codes, int64_t count, const Flo
   // Two bytes looked up for each of 64 codes, by their bits but the sign.
   const __m512i low0 = load<__m512i>(values.low), low1 = load<__m512i>(values.low + 64);
   const __m512i high0 = load<__m512i>(values.high), high1 = load<__m512i>(values.high + 64);
-  const __m512i sign = _mm512_set1_epi8(-128), minus_zero = _mm512_set1_epi16(values.bfloat16[0x80]),
-                minus_zeros = _mm512_set1_epi16(INT16_MIN);
+  const __m512i sign = _mm512_set1_epi8(-128), minus_zero = _mm512_set1_epi16(INT16_MIN);
+  // What some types have where -0 would be.
+  const __m512i nan = _mm512_set1_epi16(values.bfloat16[0x80]);
+  const bool has_minus_zero = values.value[0x80] == 0;
   for (; i + 64 <= count; i += 64) {
     prefetch<64>(codes + i);
     const __m512i code = load<__m512i>(codes + i);
     const __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
     const __m512i high = _mm512_permutex2var_epi8(high0, code, high1) | (code & sign);
-    const __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
-    // Some types have a NaN where -0 would be.
-    store(to + i, _mm512_mask_mov_epi16(a, _mm512_cmpeq_epi16_mask(a, minus_zeros), minus_zero));
-    store(to + i + 32, _mm512_mask_mov_epi16(b, _mm512_cmpeq_epi16_mask(b, minus_zeros), minus_zero));
+    __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
+    if (!has_minus_zero) {
+      a = _mm512_mask_mov_epi16(a, _mm512_cmpeq_epi16_mask(a, minus_zero), nan);
+      b = _mm512_mask_mov_epi16(b, _mm512_cmpeq_epi16_mask(b, minus_zero), nan);
+    }
+    store(to + i, a);
+    store(to + i + 32, b);
   }
 #endif
   for (; i < count; ++i) to[i] = values.bfloat16[codes[i]];
@@ -685,12 +718,12 @@ void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
 #endif
   const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
   const Float8Values& values = float8_values(entry.dtype);
-  uint16_t widened[kBlockBytes / sizeof(uint16_t)];
+  alignas(kVectorBytes) uint16_t widened[kBlockBytes / sizeof(uint16_t)];
   const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
     widen_float8(codes + done, take, values, widened);
     return widened;
   };
-  read_blocks<BFloat16, false>(count, fetch, exactly, row);
+  read_blocks<BFloat16, false, false>(count, fetch, exactly, row);
 }
 
 // Calls body(type, first value) unless these are 8-bit ones; returns whether it did.

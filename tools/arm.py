@@ -27,7 +27,7 @@ REQUIRED = (
 REQUIRED += " pytest sortedcontainers sympy typing_extensions"
 TESTS = ("conformance", "multiply")
 # Float32, and float64, of numbers and of pairs; bfloat16; float16, of numbers and of pairs; float8, as bfloat16.
-HOT_LOOPS = 8
+HOT_LOOPS = 7
 SCALAR = re.compile(r"\t(f\w+|dup|ins|umov)\s+[sdhwx]\d+,")
 
 

@@ -25,10 +25,19 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        described = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+        described = Path("/proc/cpuinfo").read_text()
     except OSError:
-        described = None
-    return described[1].strip() if described else platform.processor() or platform.machine()
+        described = ""
+    return _processor_name(described) or platform.processor() or platform.machine()
+
+
+def _processor_name(cpuinfo: str) -> str:
+    """The name in such a text, empty if it has none; with family and model where it has no number."""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*?)\s*$", cpuinfo, re.MULTILINE))
+    name = found.get("model name", "")
+    if not name or re.search(r"\d", name.partition("@")[0]) or not {"cpu family", "model"} <= found.keys():
+        return name
+    return f"{name} (family {found['cpu family']} model {found['model']})"
 
 
 @cache

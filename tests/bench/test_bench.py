@@ -24,7 +24,7 @@ from torch import nn
 
 import gradstat
 from gradstat.__main__ import main
-from gradstat.bench import command, steps, timing
+from gradstat.bench import command, machine, steps, timing
 from gradstat.bench.memory import peak_bytes
 from gradstat.demo.model import GPT, GPT2, MODEST, TINY
 
@@ -221,6 +221,20 @@ def test_costs_hold_every_variant() -> None:
     assert "detect_anomaly" in steps.table(measured)
     assert "gradstat.check" in command.verdict(measured)
     assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize(
+    ("model_name", "expected"),
+    [
+        ("AMD EPYC", "AMD EPYC (family 26 model 2)"),
+        ("Intel(R) Xeon(R) Processor @ 2.60GHz", "Intel(R) Xeon(R) Processor @ 2.60GHz (family 26 model 2)"),
+        ("AMD EPYC 9654 96-Core Processor", "AMD EPYC 9654 96-Core Processor"),
+    ],
+)
+def test_processors_are_told_apart(model_name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo = f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: {model_name}\nstepping\t: 1\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: cpuinfo)
+    assert machine.device_name.__wrapped__(CPU) == expected
 
 
 def test_turns_are_taken_and_caches_flushed() -> None:
