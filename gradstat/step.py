@@ -185,7 +185,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
     rewrites = request.limit != math.inf or request.loss_scale is not None
     clip = request.clip if gradients else None
     if isinstance(clip, NormClip):
-        measured.limit_(clip.coefficient(measured.numbers[1], keep=measured.verdict[0] == 0))
+        measured.limit_(clip)
         rewrites = True
     elif isinstance(clip, TensorClip):
         # Before it is known whether to skip, so that a clip sees the same steps with every optimizer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,3 +94,38 @@ def stats(
     )
     assert not tickets.any(), "tickets must be back at zero"
     return table, norm[0], float(coefficient[0])
+
+
+def decide_clip_on(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
+    """The operator ``decide_clip_`` as the block of a GPU computes it."""
+
+    def decide(
+        rule: int,
+        options: Sequence[float],
+        state: torch.Tensor,
+        window: int,
+        measured: torch.Tensor,
+        weights: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> torch.Tensor:
+        def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+            return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+        is_table = measured.dim() == 2
+        out = torch.full((len(measured) + 1 if is_table else 2,), 77.0, dtype=torch.float64)
+        library.run_decide_clip(
+            ctypes.c_int64(rule),
+            (ctypes.c_double * 5)(*options),
+            ctypes.c_int64(len(options)),
+            at(state),
+            ctypes.c_int64(window),
+            at(None if is_table else measured),
+            at(measured if is_table else None),
+            ctypes.c_int64(len(measured) if is_table else 0),
+            *map(at, (weights, factor, skip, out)),
+            int(state[0]),
+        )
+        return out
+
+    return decide

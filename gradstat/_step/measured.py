@@ -60,8 +60,11 @@ class Measured(NamedTuple):
         streams = streams_of([rows.decision.verdict, *rows.tables])
         return cls(rows, labels, *rows.decision, step.loss_scale is not None, backend, streams)
 
-    def limit_(self, coefficient: Tensor) -> None:
-        """Takes up a coefficient of clipping that was decided after measuring, 0-d float64."""
+    def limit_(self, clip: NormClip) -> None:
+        """Takes up what a clip decides about all gradients together."""
+        norm = self.numbers[1]
+        kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
+        coefficient = clip.decide(kernels, norm, skip=self.verdict[0])[0]
         self.numbers[0].mul_(coefficient)
         self.verdict[1].div_(coefficient)
 

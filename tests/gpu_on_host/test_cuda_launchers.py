@@ -23,6 +23,7 @@ import rows
 import torch
 from host_build import SOURCES, build, needs_compiler
 
+import gradstat
 from gradstat import _fields
 
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "overlaps")
@@ -452,3 +453,23 @@ def test_a_variant_that_cannot_launch_says_why(fresh: ctypes.CDLL, monkeypatch: 
     with pytest.raises(RuntimeError, match="gradstat: allocating"):
         kernels(1.0, True)
     fresh.refuse_allocations(0)
+
+
+def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.CDLL) -> None:
+    """Also as the first launch of a process that was captured, once statistics have been launched."""
+    stream = Stream(fresh)
+    stream.stats([np.ones(10, dtype=np.float32)])
+    stream.synchronize()
+    clip = gradstat.AutoClip(50, window=5)
+    state = gradstat.adaptive._history.extended(None, 5, (0, 0.0), torch.device("cpu")).numpy()
+    norm, out = np.ones(1), np.full(2, 77.0)
+    with stream.capture() as replay:
+        held = pointer(state), ctypes.c_int64(5), pointer(norm), ctypes.c_double(50), pointer(out)
+        stream.check(fresh.start_decide(stream.handle, *held))
+    for given in (3.0, 1.0, 7.0, 2.0, math.inf, 9.0, 4.0):
+        norm[:] = given
+        replay(stream)
+        assert fresh.last_blocks() == 1
+        stream.synchronize()
+        np.testing.assert_allclose(out, [clip.coefficient(torch.tensor(given, dtype=torch.float64)).item(), given])
+    np.testing.assert_array_equal(state[6:], clip.state_dict()["tensors"]["norms"].numpy())
