@@ -31,5 +31,6 @@ void launch_scale(const std::vector<Entry>& entries, const Coefficients& coeffic
 
 // Decides about a step and remembers it. One kernel of one block.
 void launch_decide(const ClipRequest& request, int32_t device, void* stream);
+void launch_guard(const GuardRequest& request, int32_t device, void* stream);
 
 }  // namespace gradstat

@@ -190,4 +190,126 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   request.out[decides_each ? request.count : 1] = norm;
 }
 
+// A guard of an optimizer's steps (gradstat/guard.py) judges so many series: losses, norms and sizes of
+// updates.
+constexpr int kGuarded = 3;
+constexpr int kGuardOptions = 8;
+
+// Its state begins with these, and rings of the last values of each series follow.
+struct GuardTotals {
+  double steps, refused, by[kGuarded], nonfinite;  // counts; one step may be refused by several series
+  double in_a_row;                                 // refused, since the last that was not
+  double reason;                                   // of the last step, as in the verdict
+  double recorded[kGuarded];                       // values
+};
+constexpr int64_t kGuardTotals = sizeof(GuardTotals) / sizeof(double);
+// A verdict (entry.h), and behind it why: 0, or 1 for what is not finite, else 2, 4 and 8 for the series,
+// added.
+constexpr int kGuardVerdict = 4;
+
+struct GuardRequest {
+  // Whether the rule is that of sigmas; threshold; values needed; the most refused in a row; what a refused
+  // step is multiplied by, 0 to skip it; the largest values that are taken.
+  double options[kGuardOptions];
+  double* state;
+  int64_t window;
+  double* numbers;         // coefficient and norm of the step (entry.h)
+  const float* verdict;    // as measured
+  const void* loss;        // may be null, as
+  const void* update;      // this
+  DType dtypes[kGuarded];  // of these two, in the places of their series
+  float* out;              // kGuardVerdict
+  int64_t* counters;       // kCounters (entry.h), or null
+};
+
+namespace guards {
+
+enum Judgement : int { kOrdinary, kStandsOut, kAboveLimit, kMissing, kNonfinite };
+
+GRADSTAT_HD double value_of(const GuardRequest& request, int series) {
+  if (series == 1) return request.numbers[1];
+  return value_at(reinterpret_cast<uint64_t>(series == 0 ? request.loss : request.update),
+                  request.dtypes[series], 0);
+}
+
+template <class Team>
+GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team& team) {
+  if (series != 1 && (series == 0 ? request.loss : request.update) == nullptr) return kMissing;
+  const double value = value_of(request, series);
+  if (!clips::is_finite(value)) return kNonfinite;
+  const double* const options = request.options;
+  if (value > options[5 + series]) return kAboveLimit;
+  const auto& totals = *reinterpret_cast<const GuardTotals*>(request.state);
+  const double* const ring = request.state + kGuardTotals + series * request.window;
+  const double recorded = totals.recorded[series];
+  if (recorded < options[2]) return kOrdinary;
+  const auto count = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
+  double centre = 0, spread = 0;
+  if (options[0] != 0) {
+    const auto sum_of = [&](auto&& term) {
+      double mine = 0;
+      for (int64_t i = team.rank(); i < count; i += team.size()) mine += term(ring[i]);
+      return team.merged(mine, [](double a, double b) { return merge::sum(a, b); });
+    };
+    centre = sum_of([](double x) { return x; }) / static_cast<double>(count);
+    spread =
+        sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
+  } else {
+    // The median and the median distance from it, as a standard deviation of normal numbers, or a hundredth of
+    // the median if that is more: where most values are the same any other would stand out.
+    centre = quantile(team, [&](int64_t i) { return ring[i]; }, count, 0.5);
+    spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(ring[i] - centre); }, count, 0.5);
+    spread = merge::max(spread, 0.01 * fabs(centre));
+  }
+  return value - centre <= options[1] * spread ? kOrdinary : kStandsOut;
+}
+
+// By one thread.
+GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
+  const double* const options = request.options;
+  auto& totals = *reinterpret_cast<GuardTotals*>(request.state);
+  bool is_finite = request.verdict[0] == 0, is_above = false, stands_out = false;
+  for (int series = 0; series < kGuarded; ++series) {
+    is_finite = is_finite && judgements[series] != kNonfinite;
+    is_above = is_above || judgements[series] == kAboveLimit;
+    stands_out = stands_out || judgements[series] == kStandsOut;
+  }
+  // So many in a row are no spike but another level, which is to be learned anew.
+  const bool gives_in = is_finite && stands_out && !is_above && totals.in_a_row >= options[3];
+  const bool refused = is_finite && (is_above || (stands_out && !gives_in));
+  const bool by_sigmas = options[0] != 0;
+  double reason = is_finite ? 0 : 1;
+  for (int series = 0; series < kGuarded; ++series) {
+    const bool is_why = refused && (judgements[series] == kAboveLimit || judgements[series] == kStandsOut);
+    totals.by[series] += is_why ? 1 : 0;
+    reason += is_why ? 2 << series : 0;
+    double& recorded = totals.recorded[series];
+    if (gives_in) recorded = 0;
+    if (is_finite && judgements[series] != kMissing && (by_sigmas || !refused)) {
+      double* const ring = request.state + kGuardTotals + series * request.window;
+      ring[static_cast<int64_t>(recorded) % request.window] = value_of(request, series);
+      recorded += 1;
+    }
+  }
+  const bool skip = !is_finite || (refused && options[4] == 0);
+  const double coefficient = refused && options[4] != 0 ? options[4] : 1.0;
+  totals.steps += 1;
+  totals.refused += refused ? 1 : 0;
+  totals.nonfinite += is_finite ? 0 : 1;
+  if (is_finite) totals.in_a_row = refused ? totals.in_a_row + 1 : 0;
+  totals.reason = reason;
+  request.numbers[0] *= coefficient;
+  request.out[0] = skip ? 1.0f : 0.0f;
+  request.out[1] = static_cast<float>(request.verdict[1] / coefficient);
+  request.out[2] = request.verdict[2];
+  request.out[3] = static_cast<float>(reason);
+  if (request.counters != nullptr) {
+    request.counters[0] += 1;
+    request.counters[1] += skip;
+    request.counters[2] = skip ? request.counters[2] + 1 : 0;
+  }
+}
+
+}  // namespace guards
+
 }  // namespace gradstat

@@ -27,4 +27,11 @@ struct Alone {
   }
 };
 
+inline void guard_step(const GuardRequest& request) {
+  int judgements[kGuarded];
+  for (int series = 0; series < kGuarded; ++series)
+    judgements[series] = guards::judge(request, series, Alone{});
+  guards::conclude(request, judgements);
+}
+
 }  // namespace gradstat

@@ -30,6 +30,7 @@ struct Cpu {
   }
 
   static void decide(const ClipRequest& request, int32_t) { decide_clip(request, Alone{}); }
+  static void guard(const GuardRequest& request, int32_t) { guard_step(request); }
 };
 
 }  // namespace gradstat
@@ -50,6 +51,10 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
       "decide_clip_(int rule, float[] options, Tensor(a!) state, int window, Tensor measured, Tensor? "
       "weights=None, "
       "Tensor? factor=None, Tensor? skip=None) -> Tensor");
+  library.def(
+      "guard_(float[] options, Tensor(a!) state, int window, Tensor(b!) numbers, Tensor verdict, Tensor? "
+      "loss=None, "
+      "Tensor? update=None, Tensor(c!)? counters=None) -> Tensor");
   library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
 }
 

@@ -53,6 +53,11 @@ struct Cuda {
     const torch::stable::accelerator::DeviceGuard guard(device);
     launch_decide(request, device, current_stream(device));
   }
+
+  static void guard(const GuardRequest& request, int32_t device) {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    launch_guard(request, device, current_stream(device));
+  }
 };
 
 }  // namespace gradstat

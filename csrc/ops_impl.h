@@ -4,7 +4,7 @@
 //   measure              norm and factor may be null; with a factor no address may occur twice
 //   are_known_to_be_one  without waiting for the device
 //   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
-//   decide               about a clip's coefficients, in the memory of the device with that index
+//   decide, guard        about a clip's coefficients, or a step, in the memory of the device with that index
 // A `Memory` is new memory that becomes a tensor: made from sizes, dtype and device index; has data().
 #pragma once
 
@@ -207,6 +207,17 @@ struct Ops {
     scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list), 1}, false);
   }
 
+  // Throws unless all that is there lies where a `state` does, on this type of device.
+  static void require_together(const Tensor& state, std::initializer_list<const Tensor*> tensors) {
+    for (const Tensor* tensor : tensors) {
+      if (tensor == nullptr) continue;
+      int32_t type = 0;
+      TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor->get(), &type));
+      STD_TORCH_CHECK(type == Device::type() && tensor->get_device_index() == state.get_device_index(),
+                      "gradstat: all tensors of a decision must be on the device of its state");
+    }
+  }
+
   // `measured`: the norm, 0-d, or the rows of tensors or units.
   static Tensor decide_clip_(int64_t rule, const std::vector<double>& options, Tensor state, int64_t window,
                              const Tensor& measured, const std::optional<Tensor>& weights,
@@ -216,13 +227,8 @@ struct Ops {
     const bool decides_each = rule_ == ClipRule::kTensors || rule_ == ClipRule::kUnits;
     const int64_t own = rule_ == ClipRule::kZScore ? 2 : rule_ == ClipRule::kTensors ? rows : 0;
     const int32_t device = state.get_device_index();
-    for (const Tensor& tensor :
-         {measured, weights.value_or(measured), factor.value_or(measured), skip.value_or(measured)}) {
-      int32_t type = 0;
-      TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
-      STD_TORCH_CHECK(type == Device::type() && tensor.get_device_index() == device,
-                      "gradstat: all tensors of a decision must be on the device of its state");
-    }
+    require_together(state, {&measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
+                             skip ? &*skip : nullptr});
     STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: at most ", kClipOptions, " options");
     STD_TORCH_CHECK(!decides_each || measured.dim() == 2,
                     "gradstat: what was measured of tensors must be a table");
@@ -249,6 +255,41 @@ struct Ops {
     return out.tensor;
   }
 
+  static Tensor guard_(const std::vector<double>& options, Tensor state, int64_t window, Tensor numbers,
+                       const Tensor& verdict, const std::optional<Tensor>& loss,
+                       const std::optional<Tensor>& update, std::optional<Tensor> counters) {
+    require_together(state, {&state, &numbers, &verdict, loss ? &*loss : nullptr, update ? &*update : nullptr,
+                             counters ? &*counters : nullptr});
+    STD_TORCH_CHECK(options.size() == kGuardOptions && window > 0, "gradstat: expected ", kGuardOptions,
+                    " options and a positive window");
+    const int32_t device = state.get_device_index();
+    const Memory out({kGuardVerdict}, DType::kFloat32, device);
+    GuardRequest request{};
+    std::copy(options.begin(), options.end(), request.options);
+    request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "the state");
+    request.window = window;
+    request.numbers = numbers_in<double>(numbers, 2, "numbers");
+    request.verdict = numbers_in<float>(verdict, kVerdict, "the verdict");
+    if (loss) request.loss = number_of(*loss, request.dtypes[0]);
+    if (update) request.update = number_of(*update, request.dtypes[2]);
+    if (counters) request.counters = numbers_in<int64_t>(*counters, kCounters, "counters");
+    request.out = static_cast<float*>(out.data());
+    Device::guard(request, device);
+    return out.tensor;
+  }
+
+  // Where one number of any real type lies, and which type that is.
+  static const void* number_of(const Tensor& tensor, DType& dtype) {
+    int32_t code = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+    const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
+                                     [&](const KnownType& type) { return type.torch_code() == code; });
+    STD_TORCH_CHECK(known != std::end(kKnownTypes) && !known->element.is_pair && tensor.numel() == 1,
+                    "gradstat: expected one real floating number");
+    dtype = known->element.dtype;
+    return tensor.data_ptr();
+  }
+
   // scale_ and check in one pass. A tensor listed twice is scaled twice before either is measured.
   static std::tuple<Tensor, int64_t> unscale_(const Tensors& tensors, const Tensor& factor) {
     const TensorList list = tensors_of(tensors);
@@ -273,5 +314,6 @@ struct Ops {
   library.impl("unscale_", TORCH_BOX(&gradstat::Ops<Device>::unscale_));         \
   library.impl("unit_stats", TORCH_BOX(&gradstat::Ops<Device>::unit_stats));     \
   library.impl("scale_units_", TORCH_BOX(&gradstat::Ops<Device>::scale_units_)); \
+  library.impl("guard_", TORCH_BOX(&gradstat::Ops<Device>::guard_));             \
   library.impl("decide_clip_", TORCH_BOX(&gradstat::Ops<Device>::decide_clip_)); \
   library.impl("clip_", TORCH_BOX(&gradstat::Ops<Device>::clip_))

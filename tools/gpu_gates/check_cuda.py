@@ -32,6 +32,7 @@ EXPECTED = {
     "unscale": {"LDG": 11 * 12, "STG": 11 * 8},
     "scale": {"LDG": 5 * 4, "STG": 5 * 4},
     "decide_clip": {},
+    "guard": {},
 }
 THREADS = 256
 # Per multiprocessor: registers, and threads at most.
@@ -81,7 +82,7 @@ def find_nvdisasm(nvcc: str) -> str:
 
 
 def short_name(mangled: str) -> str:
-    kind = re.search(r"\d(stats|unscale|scale|decide_clip)_kernel", mangled)
+    kind = re.search(r"\d(stats|unscale|scale|decide_clip|guard)_kernel", mangled)
     capacity = re.search(r"ParameterTableILi(\d+)E", mangled)
     return f"{kind[1] if kind else mangled}/{capacity[1] if capacity else 'uploaded'}"
 
