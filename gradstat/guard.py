@@ -201,13 +201,12 @@ class SpikeGuard:
             refuse_capture(device, "the state of a guard")
             self._memory = (self._new_memory() if self._memory is None else self._memory).to(device)
         self._streams = streams
-        given = [None if value is None else moved(value.detach(), device) for value in (loss, update)]
-        if given[0] is not None:
-            given[0] = moved(self._over_ranks(given[0]), device)
+        loss = None if loss is None else _on(self._over_ranks(loss.detach()), device)
+        update = None if update is None else _on(update.detach(), device)
         options = (float(self._by_sigmas), *self._numbers)
         if kernels.guard_ is not None:
-            return kernels.guard_(options, self._memory, self._window, numbers, verdict, *given, counters)
-        return _judge(options, self._memory, self._window, numbers, verdict, [given[0], numbers[1], given[1]], counters)
+            return kernels.guard_(options, self._memory, self._window, numbers, verdict, loss, update, counters)
+        return _judge(options, self._memory, self._window, numbers, verdict, [loss, numbers[1], update], counters)
 
     @property
     def reason(self) -> Tensor | None:
@@ -231,6 +230,10 @@ class SpikeGuard:
             return loss
         mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
         return collectives.reduce_(mean, dist.ReduceOp.SUM, [group], "guarded_step with a guard")
+
+
+def _on(value: Tensor, device: torch.device) -> Tensor:
+    return value if value.device == device else moved(value, device)
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:

@@ -353,8 +353,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     if counts and request.guard is not None:
         counters = counters_on(request.optimizer, measured.verdict.device).tensor
         remember_guard(request.optimizer, request.guard)
-        with torch.no_grad():
-            measured = measured.guarded(request.guard, request.loss, request.update, counters)
+        measured = measured.guarded(request.guard, request.loss, request.update, counters)
     elif counts and not counts_itself:
         _count(request, measured)
     return found.tensors, measured

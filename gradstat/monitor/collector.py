@@ -19,6 +19,7 @@ from gradstat._core.parameters import Source, gradients_of, source_of
 from gradstat._core.tensors import is_distributed
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
+from gradstat.guard import guard_of
 from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.rows import Observation
@@ -212,6 +213,9 @@ class Collector:
             scale = getattr(self.scaler, "_scale", None)
             if scale is not None:
                 on_device["loss_scale"] = scale
+        guard = guard_of(self._optimizer)
+        if guard is not None and guard.reason is not None:
+            on_device["refused"] = guard.reason
         return known, on_device
 
     def see_batch(self, step: int, batch: Any) -> list[Observation]:

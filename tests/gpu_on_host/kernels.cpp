@@ -85,6 +85,14 @@ void run_decide_clip(int64_t rule, const double* options, int64_t option_count, 
   cuda_on_host::launch(1, kThreads, seed, [&] { decide_clip_kernel(request); });
 }
 
+// As the operator guard_ for float32 values, likewise.
+void run_guard(const double* options, double* state, int64_t window, double* numbers, const float* verdict,
+               const float* loss, const float* update, int64_t* counters, float* out, uint32_t seed) {
+  GuardRequest request{{}, state, window, numbers, verdict, loss, update, {}, out, counters};
+  std::copy(options, options + kGuardOptions, request.options);
+  cuda_on_host::launch(1, kThreads, seed, [&] { guard_kernel(request); });
+}
+
 void run_scale(int64_t count, const uint64_t* addresses, const int64_t* numels, const int32_t* dtypes,
                const uint8_t* pairs, uint32_t most_blocks, uint32_t seed, const double* coefficients,
                int64_t stride) {

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradstat.counters import _counters
+from gradstat.guard import _guards
 from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_version
 
 
@@ -138,6 +139,9 @@ class Undo:
         counts = dict(_counters)  # of guarded steps, which are counted by kernels, before any hook of an optimizer
         for counters in counts.values():
             self.copy(counters.tensor)
+        for guard in _guards.values():
+            if guard._memory is not None:
+                self.copy(guard._memory)
         self._then.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
