@@ -181,7 +181,7 @@ class SpikeGuard:
         memory = torch.cat([state["tensors"]["totals"], values.reshape(-1)])
         self._memory = memory if self._memory is None else self._memory.copy_(memory)
 
-    def judge(
+    def _decide(
         self,
         kernels: Kernels,
         numbers: Tensor,

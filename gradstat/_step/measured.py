@@ -72,14 +72,14 @@ class Measured(NamedTuple):
     ) -> Measured:
         """With the verdict of a guard, which counts the step. Refusing by scaling down changes ``numbers``."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
-        verdict = guard.judge(kernels, self.numbers, self.verdict, loss, update, counters, self.streams)
+        verdict = guard._decide(kernels, self.numbers, self.verdict, loss, update, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
     def limit_(self, clip: NormClip) -> None:
         """Takes up what a clip decides about all gradients together."""
         norm = self.numbers[1]
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
-        coefficient = clip.decide(kernels, norm, skip=self.verdict[0])[0]
+        coefficient = clip._decide(kernels, norm, skip=self.verdict[0])[0]
         self.numbers[0].mul_(coefficient)
         self.verdict[1].div_(coefficient)
 

@@ -150,7 +150,7 @@ class AdaptiveClip(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._options.items())})"
 
-    def decide(
+    def _decide(
         self,
         kernels: Kernels,
         measured: Tensor,
@@ -203,14 +203,14 @@ class NormClip(AdaptiveClip):
             keep: 0-d bool on that device. Where False the step is treated likewise. None keeps every step.
         """
         skip = None if keep is None else (~keep).to(torch.float32)
-        return self.decide(resolve(None, norm.device.type), norm, skip=skip)[0]
+        return self._decide(resolve(None, norm.device.type), norm, skip=skip)[0]
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         measured = _measured(gradients, name_of, backend, norms.StepRequest(math.inf, None, None))
         assert measured.decision is not None
         norm = measured.decision.numbers[1]
         kernels = resolve_for(backend, norm.device.type, name_of, 0)
-        scale_gradients_(gradients, self.decide(kernels, norm), name_of, backend)
+        scale_gradients_(gradients, self._decide(kernels, norm), name_of, backend)
         return norm
 
 

@@ -103,7 +103,7 @@ class AdaGC(TensorClip):
                 f"{len(known)}. The parameters with a gradient must be the same on every step: use "
                 "zero_grad(set_to_none=False), or make a new clip for a new list"
             )
-        decided = self.decide(kernels, table, factor=inverse_scale, skip=skip)
+        decided = self._decide(kernels, table, factor=inverse_scale, skip=skip)
         _scale_each_(gradients, decided[:-1], kernels, name_of)
         self._known = known
         return decided[-1]
@@ -170,7 +170,7 @@ class AGC(TensorClip):
         groups = by_device(targets)
         units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]
         of_weights = [kernels.unit_stats([weights[i] for i in at]) for at in groups.values()]
-        decided = self.decide(kernels, _together(units, first), _together(of_weights, first), inverse_scale, skip)
+        decided = self._decide(kernels, _together(units, first), _together(of_weights, first), inverse_scale, skip)
         coefficients = decided[:-1].split([len(table) for table in units])
         for (device, at), own in zip(groups.items(), coefficients, strict=True):
             kernels.scale_units_([targets[i] for i in at], moved(own, device))

@@ -67,7 +67,7 @@ def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels) -> 
     for step, norm in enumerate(norms(300)):
         given = torch.tensor(norm, dtype=torch.float64)
         skip = torch.tensor(float(step % 11 == 5))
-        decisions.append((ours.decide(kernels, given, skip=skip), theirs.decide(reference, given, skip=skip)))
+        decisions.append((ours._decide(kernels, given, skip=skip), theirs._decide(reference, given, skip=skip)))
     assert_alike(ours, theirs, decisions)
     assert sum(own[0] < 1 for own, _ in decisions) > 10 or "percentile=100" in repr(ours)
 
@@ -76,7 +76,7 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels) -
     """As numpy.percentile has it, of a window that wraps."""
     window, kept = 2500, norms(6000)
     clip = AutoClip(90, window)
-    clip.decide(kernels, torch.tensor(1.0, dtype=torch.float64))
+    clip._decide(kernels, torch.tensor(1.0, dtype=torch.float64))
     held = [norm for norm in kept if math.isfinite(norm)][: window + 700]
     clip.load_state_dict(
         {
@@ -89,7 +89,7 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels) -
         }
     )
     expected = np.percentile([*held[-700:], 1e9, *held[701:window]], 90)
-    coefficient = clip.decide(kernels, torch.tensor(1e9, dtype=torch.float64))[0]
+    coefficient = clip._decide(kernels, torch.tensor(1e9, dtype=torch.float64))[0]
     assert coefficient.item() == pytest.approx(expected / 1e9, rel=1e-12)
 
 
@@ -109,7 +109,7 @@ def test_the_same_rows_give_the_same_decisions(make: Any, count: int, factor: fl
         if isinstance(ours, AGC):
             weights = gradstat.stats([torch.randn(4, generator=generator) for _ in range(count)])
         skip = torch.tensor(float(step == 6))
-        decided = [clip.decide(by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
+        decided = [clip._decide(by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
         decisions.append((decided[0], decided[1]))
     assert_alike(ours, theirs, decisions)
     assert any((own < 1).any() for own, _ in decisions)

@@ -107,7 +107,7 @@ def judge(guard: SpikeGuard, kernels: Kernels, values: list[float | None], bad: 
     assert norm is not None
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64)
     verdict = torch.tensor([float(bad), 2.0, 8.0])
-    return guard.judge(kernels, numbers, verdict, loss, update, None, ()), numbers
+    return guard._decide(kernels, numbers, verdict, loss, update, None, ()), numbers
 
 
 @pytest.mark.parametrize(("make", "rule"), GUARDS, ids=[repr(make()) for make, _ in GUARDS])
@@ -182,7 +182,7 @@ def test_losses_of_any_type_are_read(dtype: torch.dtype, backend: str) -> None:
     for loss, skip in ((1.5, 0), (1.625, 1), (-3.0, 0)):
         numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
         given = torch.full((1,), loss, dtype=dtype)
-        assert guard.judge(backends.resolve(backend, "cpu"), numbers, verdict, given, None, None, ())[0] == skip
+        assert guard._decide(backends.resolve(backend, "cpu"), numbers, verdict, given, None, None, ())[0] == skip
 
 
 # Steps --------------------------------------------------------------------------------------------------------
