@@ -113,6 +113,24 @@ int32_t start_decide(FakeStream* stream, double* state, int64_t window, const do
   });
 }
 
+// A guard that refuses norms above a limit, and counts.
+int32_t start_guard(FakeStream* stream, double* state, int64_t window, double* numbers, const float* verdict,
+                    double max_norm, float* out, int64_t* counters) {
+  return guarded([&] {
+    GuardRequest request{{0, 6, 64, 10, 0, kInf, max_norm, kInf},
+                         state,
+                         window,
+                         numbers,
+                         verdict,
+                         nullptr,
+                         nullptr,
+                         {},
+                         out,
+                         counters};
+    launch_guard(request, 0, stream);
+  });
+}
+
 // With `times` scale kernels right behind the statistics kernel, as clipping launches them: all in one
 // workspace, since the allocator gives the second kernel the memory of the first.
 int32_t start_stats(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
