@@ -2,6 +2,7 @@
 // compiled with the macros that benchmarks/kernel_variants.py lists.
 #include "launch_state.cpp"
 //
+#include "decide_cuda.cu"
 #include "scale_cuda.cu"
 #include "stats_cuda.cu"
 

@@ -14,7 +14,6 @@ from cases import CASES, Case, Shape, input_of
 from torch import Tensor, nn
 
 from gradstat import amp
-from gradstat.adaptive import AdaptiveClip
 from gradstat.bench.steps import LEARNING_RATE
 
 GROUP = "optimizer steps"
@@ -150,7 +149,7 @@ class Setting:
     def forget(self) -> None:
         """Makes scalers and clips anew."""
         self.torch_scaler, self.gradstat_scaler = self._scaler(torch.amp.GradScaler), self._scaler(amp.GradScaler)
-        self._clips: dict[Callable[[Setting], AdaptiveClip], AdaptiveClip] = {}
+        self._made: dict[Callable[[Setting], Any], Any] = {}
 
     def _scaler(self, kind: Callable[..., torch.amp.GradScaler]) -> torch.amp.GradScaler:
         enabled = self.circumstance.scaled
@@ -158,11 +157,11 @@ class Setting:
         scaler.scale(torch.zeros(1, device=self.device))  # a scaler has no scale before
         return scaler
 
-    def clip(self, make: Callable[[Setting], AdaptiveClip]) -> AdaptiveClip:
-        """The clip that ``make`` makes, the same one every time."""
-        if make not in self._clips:
-            self._clips[make] = make(self)
-        return self._clips[make]
+    def made(self, make: Callable[[Setting], Any]) -> Any:
+        """The clip or guard that ``make`` makes, the same one every time."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What a step changes, parameters and state, each with a name."""

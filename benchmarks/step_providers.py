@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from optimizer_steps import LOSS_SCALE, OPTIMIZERS, Setting
@@ -77,9 +78,9 @@ def _torch_passes(setting: Setting) -> int:
     return unscaling + _READ + _MULTIPLY + setting.choice.passes
 
 
-def _guarded_step(setting: Setting, max_norm: float | AdaptiveClip) -> Tensor:
+def _guarded_step(setting: Setting, max_norm: float | AdaptiveClip, **guard: Any) -> Tensor:
     scaler = setting.gradstat_scaler
-    norm = gradstat.guarded_step(setting.optimizer, max_norm, scaler=scaler).total_norm
+    norm = gradstat.guarded_step(setting.optimizer, max_norm, scaler=scaler, **guard).total_norm
     scaler.update()
     return norm
 
@@ -113,6 +114,17 @@ def _auto_clip(setting: Setting) -> gradstat.AutoClip:
     return clip
 
 
+def _spike_guard(setting: Setting) -> dict[str, Any]:
+    # Past its warm-up, so that every step is judged; never refused, whatever the norms of the run.
+    guard, loss = gradstat.SpikeGuard(1e9), torch.ones((), device=setting.device)
+    parameter = nn.Parameter(loss.clone())
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for step in range(200):
+        parameter.grad = loss + step % 7
+        gradstat.guarded_step(optimizer, loss=loss + step % 5, guard=guard)
+    return {"guard": guard, "loss": loss}
+
+
 def _unit_limit(setting: Setting) -> float:
     units = sum(len(gradient) if gradient.dim() > 1 else 1 for gradient in setting.gradients)
     return setting.limit / math.sqrt(units)
@@ -132,7 +144,7 @@ def _adaptive(
     """A guarded step with an adaptive clip: of one optimizer, and where it clips, as some always do."""
     return lambda name: StepProvider(
         name,
-        lambda setting: _guarded_step(setting, setting.clip(make)),
+        lambda setting: _guarded_step(setting, setting.made(make)),
         passes,
         serves=lambda setting: setting.choice is OPTIMIZERS[0] and setting.circumstance.share < 1,
         factor=factor,
@@ -156,9 +168,16 @@ _ADAPTIVE = {
     ),
 }
 ADAPTIVE = tuple(f"{GUARDED}, {name}" for name in _ADAPTIVE)
+GUARD = f"{GUARDED}, SpikeGuard"
 
 PROVIDERS = (
     StepProvider(GUARDED, lambda setting: _guarded_step(setting, setting.limit), _guarded_passes),
+    StepProvider(
+        GUARD,
+        lambda setting: _guarded_step(setting, setting.limit, **setting.made(_spike_guard)),
+        _guarded_passes,
+        serves=lambda setting: setting.choice is OPTIMIZERS[0],
+    ),
     StepProvider(AMP, _amp_step, _amp_passes, serves=lambda setting: setting.circumstance.scaled),
     StepProvider(
         TORCH, _torch_step, _torch_passes, skips=lambda setting: setting.circumstance.scaled, tolerance=_TORCH_ERROR

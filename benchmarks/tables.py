@@ -23,7 +23,7 @@ from cases import (
 )
 from optimizer_steps import GROUP, OPTIMIZERS, SEPARATOR
 from rows import Row
-from step_providers import ADAPTIVE, ALONE, AMP, GUARDED, TORCH
+from step_providers import ADAPTIVE, ALONE, AMP, GUARD, GUARDED, TORCH
 
 from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
@@ -296,7 +296,7 @@ def adaptive_steps(rows: Sequence[Row], short: bool = False) -> str:
     moved, lines = _by_case(rows, "bytes moved"), []
     cases = [each for each in _by_case(rows, "wall time").items() if ADAPTIVE[0] in each[1]]
     for key, found in cases[:1] if short else cases:
-        for name in (GUARDED, *ADAPTIVE):
+        for name in (GUARDED, GUARD, *ADAPTIVE):
             if name in found:
                 time = _relative(found[name], None if name == GUARDED else found[GUARDED])
                 lines.append([*key[0].split(SEPARATOR)[short:], name, _passes(moved[key][name], None), time])

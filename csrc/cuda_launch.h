@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "decide.h"
 #include "entry.h"
 #include "stat.h"
 
@@ -27,5 +28,9 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
 // stream since launch_stats but other calls of this: it may then start while those are still running.
 void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, bool follows_stats,
                   void* workspace, int32_t device, void* stream);
+
+// Decides about a step and remembers it. One kernel of one block.
+void launch_decide(const ClipRequest& request, int32_t device, void* stream);
+void launch_guard(const GuardRequest& request, int32_t device, void* stream);
 
 }  // namespace gradstat

@@ -131,6 +131,7 @@ DeviceFacts facts_of(int32_t device) {
     const OnDevice on_device(device);
     const AllowMemoryCalls allow;
     const LoadedKernels stats = load_stats_kernels(), scale = load_scale_kernels();
+    load_decide_kernels();
     facts.blocks_per_multiprocessor =
         std::max(1, std::min(stats.blocks_per_multiprocessor, scale.blocks_per_multiprocessor));
     const char* overlap = std::getenv("GRADSTAT_CUDA_PDL");

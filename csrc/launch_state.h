@@ -57,6 +57,7 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
       reinterpret_cast<const void*>(kernel<DeviceTable>)
 LoadedKernels load_stats_kernels();  // in stats_cuda.cu
 LoadedKernels load_scale_kernels();  // in scale_cuda.cu
+void load_decide_kernels();          // in decide_cuda.cu
 
 // The same of all kernels together, and the device's size; found out once.
 struct DeviceFacts {

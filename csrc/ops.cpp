@@ -1,5 +1,6 @@
 // Schemas of all operators, and their CPU implementations. The CUDA ones are registered by ops_cuda.cpp,
 // which lives in a library of its own because a CPU-only torch lacks symbols it needs.
+#include "decide_cpu.h"
 #include "module_plan.h"
 #include "ops_impl.h"
 #include "python_ops.h"
@@ -17,7 +18,7 @@ struct Cpu {
 
   static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
     const Row total = rows_cpu(list.entries(), table, factor != nullptr ? *factor : 1.0);
-    if (norm != nullptr) write_value(norm->norm, norm->dtype, decide(*norm, total));
+    if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
 
   static bool are_known_to_be_one(const Coefficients& coefficients) {
@@ -27,6 +28,9 @@ struct Cpu {
   static void scale(const std::vector<Entry>& entries, int32_t, const Coefficients& coefficients, bool) {
     scale_cpu(entries, coefficients);
   }
+
+  static void decide(const ClipRequest& request, int32_t) { decide_clip(request, Alone{}); }
+  static void guard(const GuardRequest& request, int32_t) { guard_step(request); }
 };
 
 }  // namespace gradstat
@@ -43,6 +47,14 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
   library.def("unscale_(Tensor(a!)[] tensors, Tensor factor) -> (Tensor table, int signature)");
   library.def("unit_stats(Tensor[] tensors) -> Tensor");
   library.def("scale_units_(Tensor(a!)[] tensors, Tensor coefficients) -> ()");
+  library.def(
+      "decide_clip_(int rule, float[] options, Tensor(a!) state, int window, Tensor measured, Tensor? "
+      "weights=None, "
+      "Tensor? factor=None, Tensor? skip=None) -> Tensor");
+  library.def(
+      "guard_(float[] options, Tensor(a!) state, int window, Tensor(b!) numbers, Tensor verdict, Tensor? "
+      "loss=None, "
+      "Tensor? update=None, Tensor(c!)? counters=None) -> Tensor");
   library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
 }
 

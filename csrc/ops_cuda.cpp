@@ -48,6 +48,16 @@ struct Cuda {
     const Tensor memory = workspace(scale_workspace_bytes(entries, device), device);
     launch_scale(entries, coefficients, follows_measure, memory.data_ptr(), device, current_stream(device));
   }
+
+  static void decide(const ClipRequest& request, int32_t device) {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    launch_decide(request, device, current_stream(device));
+  }
+
+  static void guard(const GuardRequest& request, int32_t device) {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    launch_guard(request, device, current_stream(device));
+  }
 };
 
 }  // namespace gradstat

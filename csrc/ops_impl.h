@@ -4,6 +4,7 @@
 //   measure              norm and factor may be null; with a factor no address may occur twice
 //   are_known_to_be_one  without waiting for the device
 //   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
+//   decide, guard        about a clip's coefficients, or a step, in the memory of the device with that index
 // A `Memory` is new memory that becomes a tensor: made from sizes, dtype and device index; has data().
 #pragma once
 
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "decide.h"
 #include "stable_tensors.h"
 
 namespace gradstat {
@@ -124,20 +126,26 @@ struct Operations {
   }
 };
 
-// Where the `count` numbers lie that come along with `list`.
+// Where `count` numbers lie, at least, of the tensor that operators call `what`.
 template <class Number>
-Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list) {
+Number* numbers_in(const Tensor& numbers, int64_t count, const char* what) {
   const auto [type, name] = std::is_same_v<Number, double>  ? std::pair{aoti_torch_dtype_float64(), "float64"}
                             : std::is_same_v<Number, float> ? std::pair{aoti_torch_dtype_float32(), "float32"}
                                                             : std::pair{aoti_torch_dtype_int64(), "int64"};
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(numbers.get(), &dtype));
-  STD_TORCH_CHECK(dtype == type, "gradstat: the numbers that come with the tensors must be ", name);
-  STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: expected ", count,
-                  " contiguous numbers to come with the tensors, got ", numbers.numel());
+  STD_TORCH_CHECK(dtype == type, "gradstat: ", what, " must be ", name);
+  STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: ", what, " must be ", count,
+                  " contiguous numbers, got ", numbers.numel());
+  return static_cast<Number*>(numbers.data_ptr());
+}
+
+// Where the `count` numbers lie that come along with `list`.
+template <class Number>
+Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list) {
   STD_TORCH_CHECK(list.size() == 0 || numbers.get_device_index() == list.device_index(),
                   "gradstat: the numbers that come with the tensors must be on their device");
-  return static_cast<Number*>(numbers.data_ptr());
+  return numbers_in<Number>(numbers, count, "what comes with the tensors");
 }
 
 // The operators as torch's dispatcher calls them, with the schemas of ops.cpp.
@@ -199,6 +207,89 @@ struct Ops {
     scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list), 1}, false);
   }
 
+  // Throws unless all that is there lies where a `state` does, on this type of device.
+  static void require_together(const Tensor& state, std::initializer_list<const Tensor*> tensors) {
+    for (const Tensor* tensor : tensors) {
+      if (tensor == nullptr) continue;
+      int32_t type = 0;
+      TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor->get(), &type));
+      STD_TORCH_CHECK(type == Device::type() && tensor->get_device_index() == state.get_device_index(),
+                      "gradstat: all tensors of a decision must be on the device of its state");
+    }
+  }
+
+  // `measured`: the norm, 0-d, or the rows of tensors or units.
+  static Tensor decide_clip_(int64_t rule, const std::vector<double>& options, Tensor state, int64_t window,
+                             const Tensor& measured, const std::optional<Tensor>& weights,
+                             const std::optional<Tensor>& factor, const std::optional<Tensor>& skip) {
+    const auto rule_ = static_cast<ClipRule>(rule);
+    const int64_t rows = measured.dim() == 2 ? measured.size(0) : 0;
+    const bool decides_each = rule_ == ClipRule::kTensors || rule_ == ClipRule::kUnits;
+    const int64_t own = rule_ == ClipRule::kZScore ? 2 : rule_ == ClipRule::kTensors ? rows : 0;
+    const int32_t device = state.get_device_index();
+    require_together(state, {&measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
+                             skip ? &*skip : nullptr});
+    STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: at most ", kClipOptions, " options");
+    STD_TORCH_CHECK(!decides_each || measured.dim() == 2,
+                    "gradstat: what was measured of tensors must be a table");
+    STD_TORCH_CHECK(window > 0 && weights.has_value() == (rule_ == ClipRule::kUnits),
+                    "gradstat: window must be positive, and weights are for units only");
+    const Memory out({decides_each ? rows + 1 : 2}, DType::kFloat64, device);
+    ClipRequest request{};
+    request.rule = rule_;
+    std::copy(options.begin(), options.end(), request.options);
+    request.state = numbers_in<double>(state, kClipTotals + window + own, "the state");
+    request.window = window;
+    auto* const numbers =
+        numbers_in<double>(measured, measured.dim() == 2 ? rows * kFields : 1, "what was measured");
+    request.rows = reinterpret_cast<const Row*>(numbers);
+    request.norm = measured.dim() == 2 ? nullptr : numbers;
+    request.count = rows;
+    if (weights) {
+      request.weights = reinterpret_cast<const Row*>(numbers_in<double>(*weights, rows * kFields, "weights"));
+    }
+    if (factor) request.factor = numbers_in<float>(*factor, 1, "the factor");
+    if (skip) request.skip = numbers_in<float>(*skip, 1, "skip");
+    request.out = static_cast<double*>(out.data());
+    Device::decide(request, device);
+    return out.tensor;
+  }
+
+  static Tensor guard_(const std::vector<double>& options, Tensor state, int64_t window, Tensor numbers,
+                       const Tensor& verdict, const std::optional<Tensor>& loss,
+                       const std::optional<Tensor>& update, std::optional<Tensor> counters) {
+    require_together(state, {&state, &numbers, &verdict, loss ? &*loss : nullptr, update ? &*update : nullptr,
+                             counters ? &*counters : nullptr});
+    STD_TORCH_CHECK(options.size() == kGuardOptions && window > 0, "gradstat: expected ", kGuardOptions,
+                    " options and a positive window");
+    const int32_t device = state.get_device_index();
+    const Memory out({kGuardVerdict}, DType::kFloat32, device);
+    GuardRequest request{};
+    std::copy(options.begin(), options.end(), request.options);
+    request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "the state");
+    request.window = window;
+    request.numbers = numbers_in<double>(numbers, 2, "numbers");
+    request.verdict = numbers_in<float>(verdict, kVerdict, "the verdict");
+    if (loss) request.loss = number_of(*loss, request.dtypes[0]);
+    if (update) request.update = number_of(*update, request.dtypes[2]);
+    if (counters) request.counters = numbers_in<int64_t>(*counters, kCounters, "counters");
+    request.out = static_cast<float*>(out.data());
+    Device::guard(request, device);
+    return out.tensor;
+  }
+
+  // Where one number of any real type lies, and which type that is.
+  static const void* number_of(const Tensor& tensor, DType& dtype) {
+    int32_t code = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+    const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
+                                     [&](const KnownType& type) { return type.torch_code() == code; });
+    STD_TORCH_CHECK(known != std::end(kKnownTypes) && !known->element.is_pair && tensor.numel() == 1,
+                    "gradstat: expected one real floating number");
+    dtype = known->element.dtype;
+    return tensor.data_ptr();
+  }
+
   // scale_ and check in one pass. A tensor listed twice is scaled twice before either is measured.
   static std::tuple<Tensor, int64_t> unscale_(const Tensors& tensors, const Tensor& factor) {
     const TensorList list = tensors_of(tensors);
@@ -223,4 +314,6 @@ struct Ops {
   library.impl("unscale_", TORCH_BOX(&gradstat::Ops<Device>::unscale_));         \
   library.impl("unit_stats", TORCH_BOX(&gradstat::Ops<Device>::unit_stats));     \
   library.impl("scale_units_", TORCH_BOX(&gradstat::Ops<Device>::scale_units_)); \
+  library.impl("guard_", TORCH_BOX(&gradstat::Ops<Device>::guard_));             \
+  library.impl("decide_clip_", TORCH_BOX(&gradstat::Ops<Device>::decide_clip_)); \
   library.impl("clip_", TORCH_BOX(&gradstat::Ops<Device>::clip_))

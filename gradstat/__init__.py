@@ -14,6 +14,7 @@ from gradstat.check import PendingReport, check, check_async, check_tensors, sta
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
 from gradstat.counters import StepCounters, StepCounts, step_counters
+from gradstat.guard import GuardCounts, SpikeGuard
 from gradstat.report import NonFiniteGradientError, Report
 from gradstat.step import StepResult, guarded_step
 from gradstat.tensor_stats import TensorStats
@@ -37,11 +38,13 @@ __all__ = [
     "BackendUnavailableError",
     "ClipSummary",
     "FixedClip",
+    "GuardCounts",
     "MicroBatches",
     "Monitor",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",
+    "SpikeGuard",
     "StaleExtensionError",
     "StepCounters",
     "StepCounts",

@@ -59,8 +59,10 @@ class Report(RowValues):
         what: str = "gradient",
         loss_scale: float | None = None,
         total: Array | None = None,
+        refused: tuple[str, ...] = (),
     ) -> None:
         """``total`` is the row of all tensors of all ranks, if there are more than the table has."""
+        self._refused = refused
         self._total_row = total
         self._names = names
         self._table = table
@@ -72,7 +74,8 @@ class Report(RowValues):
     def __reduce__(self) -> tuple[Any, ...]:
         names, missing = functools.partial(tuple, self.names), functools.partial(tuple, self.missing)
         infos = tuple(self._infos)
-        return Report, (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row)
+        given = (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row, self._refused)
+        return Report, given
 
     def _column(self, field: str) -> Array:
         column: Array = self._table[:, _fields.INDEX[field]]
@@ -98,6 +101,11 @@ class Report(RowValues):
     def loss_scale(self) -> float | None:
         """What the loss was multiplied by, which is divided out of all values here; None outside of scaled steps."""
         return self._loss_scale
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Why a `gradstat.SpikeGuard` did not take the step, as in `gradstat.GuardCounts`; empty if it did."""
+        return self._refused
 
     @property
     def overflowed(self) -> bool:

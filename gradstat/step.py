@@ -24,6 +24,7 @@ from gradstat._step.measured import Measured
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
+from gradstat.guard import SpikeGuard, checked_value, remember_guard
 
 
 class StepResult:
@@ -35,7 +36,7 @@ class StepResult:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
             gradient's device, of the gradients' promoted real dtype.
         counters: This optimizer's `StepCounters`.
-        loss: What the closure returned, or else the optimizer's step; None if it was skipped on the host.
+        loss: What was passed, or the closure returned, or else the optimizer's step; None if that was skipped.
     """
 
     def __init__(self, measured: Measured, counters: StepCounters, skips: bool, loss: Any) -> None:
@@ -54,6 +55,12 @@ class StepResult:
         """Whether the step was skipped, 0-d bool on the device."""
         found_inf = self._measured.verdict[0] != 0
         return found_inf if self._skips else torch.zeros_like(found_inf)
+
+    @property
+    def refused(self) -> Tensor:
+        """Whether a guard refused the step, skipped it or scaled it down, as out of the ordinary: 0-d bool likewise."""
+        verdict = self._measured.verdict
+        return verdict[3] > 1 if len(verdict) > 3 else torch.zeros_like(verdict[0], dtype=torch.bool)
 
     @property
     def report(self) -> PendingReport:
@@ -77,6 +84,9 @@ def guarded_step(
     skip_nonfinite: bool = True,
     scaler: GradScaler | None = None,
     *,
+    loss: Tensor | None = None,
+    update: Tensor | None = None,
+    guard: SpikeGuard | None = None,
     closure: Callable[[], Any] | None = None,
     model: Module | None = None,
     backend: str | None = None,
@@ -99,6 +109,11 @@ def guarded_step(
         skip_nonfinite: Skip the step if a gradient is not finite. If False it is taken as it comes.
         scaler: A loss scaler whose scale the gradients carry, or have lost by ``scaler.unscale_(optimizer)``.
             ``scaler.update()`` remains to be called.
+        loss: The loss of the step, of one number, for the guard: the mean if gradients were accumulated, without a
+            loss scale.
+        update: The size of an update, likewise, the same on every rank.
+        guard: Refuses the step if ``loss``, ``update`` or the norm before clipping is out of the ordinary. An
+            adaptive clip does not see the steps that it skips, a loss scaler takes them for good ones.
         closure: Computes the gradients and returns the loss, or None. Called once, before anything else; by
             LBFGS, and optimizers that are not torch's, as often as they like, each time with gradients checked and
             clipped, and with parameters and state copied beforehand, should one of them not be finite.
@@ -107,9 +122,11 @@ def guarded_step(
         backend, extra_groups: As for `check`.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, or a gradient has no norm.
+        TypeError: ``optimizer`` is not an optimizer, ``loss`` or ``update`` no tensor, or a gradient has no norm.
         ValueError: ``max_norm`` is NaN; a gradient cannot be measured; ``skip_nonfinite`` is False with a loss
-            scaler, which cannot work without skipping; a gradient that is to be unscaled in place is float16.
+            scaler or a guard, which cannot work without skipping; ``loss`` or ``update`` is not one number or without
+            a guard; a guard that scales with `AdaGC` or `AGC`, or one with LBFGS; a gradient that is to be unscaled in
+            place is float16.
         RuntimeError: Other code has set ``grad_scale`` or ``found_inf`` on the optimizer; it has stepped since the
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a gradient
             came after ``scaler.unscale_`` or lost its scale with another optimizer's (by `gradstat.amp`'s scaler or
@@ -125,11 +142,14 @@ def guarded_step(
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
-    request = _Request(optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups)
+    request = _Request(
+        optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups, guard, loss, update
+    )
+    _check_guard(request, closure)
     if closure is None:
         if optimizers.traits_of(optimizer).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
-        return _step(request, None)
+        return _step(request, loss)
     if optimizers.traits_of(optimizer).repeats_closure:
         if clip is not None:
             raise ValueError(
@@ -138,8 +158,10 @@ def guarded_step(
             )
         return _step_repeating(request, closure)
     with torch.enable_grad():
-        loss = closure()
-    return _step(request, loss)
+        returned = closure()
+    if guard is not None and returned is not None:
+        request = request._replace(loss=checked_value("what the closure returned", returned))
+    return _step(request, returned)
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -164,6 +186,36 @@ def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: 
     return None if _scaling.is_unscaled(scaler, optimizer) else loss_scale
 
 
+def _check_guard(request: _Request, closure: object) -> None:
+    guard = request.guard
+    for name, value in (("loss", request.loss), ("update", request.update)):
+        if value is None:
+            continue
+        if guard is None:
+            raise ValueError(
+                f"{name} is what a guard judges; pass guard=gradstat.SpikeGuard() with it, or leave it out"
+            )
+        checked_value(name, value)
+    if guard is None:
+        return
+    if not isinstance(guard, SpikeGuard):
+        raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
+    if not request.skips:
+        raise ValueError("a guard refuses steps by skipping them; leave skip_nonfinite=True")
+    if closure is not None and request.loss is not None:
+        raise ValueError("the closure returns the loss; leave loss= out")
+    if closure is not None and optimizers.traits_of(request.optimizer).repeats_closure:
+        raise ValueError(
+            f"{type(request.optimizer).__name__} evaluates the loss several times in a step, each of which a guard "
+            "would take for a step; leave guard= out"
+        )
+    if guard.scales and isinstance(request.clip, TensorClip):
+        raise ValueError(
+            f"{type(request.clip).__name__} writes gradients before it is known how far to scale them down; make the "
+            "guard without scale=, which skips"
+        )
+
+
 class _Request(NamedTuple):
     """The arguments of `guarded_step`, checked."""
 
@@ -176,6 +228,9 @@ class _Request(NamedTuple):
     model: Module | None
     backend: str | None
     extra_groups: ExtraGroups | None
+    guard: SpikeGuard | None
+    loss: Tensor | None
+    update: Tensor | None
 
 
 def _step(request: _Request, loss: Any) -> StepResult:
@@ -183,9 +238,10 @@ def _step(request: _Request, loss: Any) -> StepResult:
     gradients, measured = _measure(request, counts=True)
     obeys = optimizers.obeys_verdict(optimizer)
     rewrites = request.limit != math.inf or request.loss_scale is not None
+    rewrites = rewrites or (request.guard is not None and request.guard.scales)
     clip = request.clip if gradients else None
     if isinstance(clip, NormClip):
-        measured.limit_(clip.coefficient(measured.numbers[1], keep=measured.verdict[0] == 0))
+        measured.limit_(clip)
         rewrites = True
     elif isinstance(clip, TensorClip):
         # Before it is known whether to skip, so that a clip sees the same steps with every optimizer.
@@ -200,7 +256,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
             return _result(request, measured, loss)
         rewrites = rewrites and divisor != 1.0
     if obeys:
-        found_inf, grad_scale, _ = measured.verdict.unbind()
+        found_inf, grad_scale, *_ = measured.verdict.unbind()
         # Given a divisor, an optimizer writes the gradients back even if it is 1.
         rewrites = rewrites and not measured.is_known_to_leave_gradients
         with optimizers.told(optimizer, found_inf if request.skips else None, grad_scale if rewrites else None):
@@ -214,7 +270,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
 
 def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
     if request.scaler is not None:
-        _scaling.record_step(request.scaler, request.optimizer, measured.verdict[0])
+        _scaling.record_step(request.scaler, request.optimizer, measured.found_inf)
     counters = counters_on(request.optimizer, measured.verdict.device)
     counters.streams = measured.streams
     return StepResult(measured, counters, request.skips, loss)
@@ -285,7 +341,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         before = _scaling.found_by(request.scaler, request.optimizer)
         _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
     # The kernel counts by itself what it alone decides.
-    counts_itself = counts and request.skips and before is None
+    counts_itself = counts and request.skips and before is None and request.guard is None
     home = found.tensors[0].device if found.tensors else torch.device("cpu")
     counters = counters_on(request.optimizer, home).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
@@ -294,7 +350,11 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         for tensor in before:
             measured.verdict[0].add_(moved(tensor, measured.verdict.device))
         measured.verdict[0].clamp_(max=1.0)
-    if counts and not counts_itself:
+    if counts and request.guard is not None:
+        counters = counters_on(request.optimizer, measured.verdict.device).tensor
+        remember_guard(request.optimizer, request.guard)
+        measured = measured.guarded(request.guard, request.loss, request.update, counters)
+    elif counts and not counts_itself:
         _count(request, measured)
     return found.tensors, measured
 

@@ -1,6 +1,7 @@
 """Calls of the CUDA kernels compiled for the CPU (tests/gpu_on_host), on tensors placed in memory at will."""
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,3 +92,68 @@ def stats(
     )
     assert not tickets.any(), "tickets must be back at zero"
     return table, norm[0], float(coefficient[0])
+
+
+def decide_clip_on(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
+    """The operator ``decide_clip_`` as the block of a GPU computes it."""
+
+    def decide(
+        rule: int,
+        options: Sequence[float],
+        state: torch.Tensor,
+        window: int,
+        measured: torch.Tensor,
+        weights: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> torch.Tensor:
+        def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+            return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+        is_table = measured.dim() == 2
+        out = torch.full((len(measured) + 1 if is_table else 2,), 77.0, dtype=torch.float64)
+        library.run_decide_clip(
+            ctypes.c_int64(rule),
+            (ctypes.c_double * 5)(*options),
+            ctypes.c_int64(len(options)),
+            at(state),
+            ctypes.c_int64(window),
+            at(None if is_table else measured),
+            at(measured if is_table else None),
+            ctypes.c_int64(len(measured) if is_table else 0),
+            *map(at, (weights, factor, skip, out)),
+            int(state[0]),
+        )
+        return out
+
+    return decide
+
+
+def guard_on(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
+    """The operator ``guard_`` likewise, for float32 values."""
+
+    def guard(
+        options: Sequence[float],
+        state: torch.Tensor,
+        window: int,
+        numbers: torch.Tensor,
+        verdict: torch.Tensor,
+        loss: torch.Tensor | None,
+        update: torch.Tensor | None,
+        counters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = torch.full((4,), 77.0)
+        pointers = [
+            ctypes.c_void_p(None if t is None else t.data_ptr())
+            for t in (numbers, verdict, loss, update, counters, out)
+        ]
+        library.run_guard(
+            (ctypes.c_double * 8)(*options),
+            ctypes.c_void_p(state.data_ptr()),
+            ctypes.c_int64(window),
+            *pointers,
+            int(state[0]),
+        )
+        return out
+
+    return guard

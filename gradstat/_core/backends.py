@@ -29,6 +29,8 @@ class Kernels:
     """
 
     direct: DeviceModule | None = None  # a shorter way for lists of ordinary tensors, which need no `readable`
+    decide_clip_: Callable[..., Tensor] | None = None  # csrc/decide.h; else adaptive clips decide in plain torch,
+    guard_: Callable[..., Tensor] | None = None  # and so do guards
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class NativeKernels(Kernels):
         operators = torch.ops.gradstat
         super().__init__(operators.stats.default, operators.scale_.default, operators.scale_each_.default)
         self.direct = direct
+        self.decide_clip_, self.guard_ = operators.decide_clip_.default, operators.guard_.default
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         table, signature = torch.ops.gradstat.check.default(tensors)

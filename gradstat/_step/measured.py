@@ -18,6 +18,7 @@ from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, moved
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_, scale_gradients_
+from gradstat.guard import SpikeGuard, reasons_of
 from gradstat.report import Report
 
 
@@ -32,6 +33,7 @@ class Measured(NamedTuple):
     is_scaled: bool
     backend: str | None
     streams: Streams = ()
+    before_guard: Tensor | None = None  # the verdict without what a guard made of it, if there is one
 
     @classmethod
     def nothing(cls) -> Measured:
@@ -60,8 +62,24 @@ class Measured(NamedTuple):
         streams = streams_of([rows.decision.verdict, *rows.tables])
         return cls(rows, labels, *rows.decision, step.loss_scale is not None, backend, streams)
 
-    def limit_(self, coefficient: Tensor) -> None:
-        """Takes up a coefficient of clipping that was decided after measuring, 0-d float64."""
+    @property
+    def found_inf(self) -> Tensor:
+        """Whether something is not finite, 0-d float32: what a loss scaler has to know."""
+        return (self.verdict if self.before_guard is None else self.before_guard)[0]
+
+    def guarded(
+        self, guard: SpikeGuard, loss: Tensor | None, update: Tensor | None, counters: Tensor | None
+    ) -> Measured:
+        """With the verdict of a guard, which counts the step. Refusing by scaling down changes ``numbers``."""
+        kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
+        verdict = guard._decide(kernels, self.numbers, self.verdict, loss, update, counters, self.streams)
+        return self._replace(verdict=verdict, before_guard=self.verdict)
+
+    def limit_(self, clip: NormClip) -> None:
+        """Takes up what a clip decides about all gradients together."""
+        norm = self.numbers[1]
+        kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
+        coefficient = clip._decide(kernels, norm, skip=self.verdict[0])[0]
         self.numbers[0].mul_(coefficient)
         self.verdict[1].div_(coefficient)
 
@@ -72,7 +90,8 @@ class Measured(NamedTuple):
             refuse_half(gradients, name_of)
         kernels = resolve_for(self.backend, gradients[0].device.type, name_of, 0)
         inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
-        clip.scale_(parameters, gradients, self.rows.table, kernels, inverse_scale, name_of)
+        skip = None if self.before_guard is None else self.verdict[0]
+        clip.scale_(parameters, gradients, self.rows.table, kernels, inverse_scale, name_of, skip)
         torch.autograd.graph.increment_version(gradients)
 
     def report(self) -> PendingReport:
@@ -82,7 +101,10 @@ class Measured(NamedTuple):
         def make(rows: HostRows, verdict: Any) -> Report:
             scale = float(verdict[2]) if is_scaled else None
             table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
-            return Report(labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total)
+            refused = reasons_of(int(verdict[3])) if len(verdict) > 3 else ()
+            return Report(
+                labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total, refused=refused
+            )
 
         with behind(self.streams):
             return PendingReport(self.rows, make, self.verdict)
@@ -107,7 +129,7 @@ class Measured(NamedTuple):
                 "this optimizer is told on the host whether to step, which cannot be captured into a CUDA graph; use "
                 "a fused Adam, AdamW, Adagrad or SGD (fused=True, capturable=True), or skip_nonfinite=False"
             )
-        skip, divisor, _ = self.verdict.tolist()
+        skip, divisor = self.verdict.tolist()[:2]
         return skip != 0.0, divisor
 
 

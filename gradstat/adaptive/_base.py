@@ -6,16 +6,17 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradstat._core import norms
-from gradstat._core.backends import Kernels
+from gradstat._core.backends import Kernels, resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, resolve_for
+from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
 from gradstat._core.tensors import NameOf, check_writable, refuse_distributed
 from gradstat.adaptive import _history
@@ -24,6 +25,17 @@ from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_gradients_
 
 DEFAULT_WINDOW = 1000
+
+
+class Step(NamedTuple):
+    """What a rule in plain torch decides by."""
+
+    state: State  # with the norm in it
+    norm: Tensor  # of all gradients, 0-d float64
+    norms: Tensor  # of what gets a coefficient each, float64
+    weights: Tensor | None  # of units, their norms
+    kept: Tensor  # 0-d bool: whether the norm was recorded
+    counts: Tensor  # bool, as ``norms``: finite ones of a step that is one
 
 
 class AdaptiveClip(ABC):
@@ -35,7 +47,7 @@ class AdaptiveClip(ABC):
         ...
         norm = clip.clip_(model.parameters())
 
-    Its state is a few float64 tensors, made on the gradients' device at first use and from then on only changed
+    Its state is one float64 tensor, made on the gradients' device at first use and from then on only changed
     in place there: no step waits for the device, and a step can be captured into a CUDA graph once one has run
     outside of it. A norm that is NaN or Inf changes nothing, neither gradients nor what is remembered. Use one
     clip for one list of parameters. An option that is out of range raises ValueError.
@@ -45,11 +57,13 @@ class AdaptiveClip(ABC):
     # For the summary: what to do about a clip that clips more than half of the time, or never.
     _if_often: str
     _if_never: str
+    _rule: int  # of ClipRule in csrc/decide.h
+    _numbers: tuple[float, ...]  # the options that the rule takes there
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
         self._options = {**options, "window": window}
-        self._state: State = {}
+        self._memory: Tensor | None = None
 
     @never_traced
     def clip_(self, parameters: Tensor | Iterable[Tensor], *, backend: str | None = None) -> Tensor:
@@ -78,17 +92,40 @@ class AdaptiveClip(ABC):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         """Clips ``gradients``, which are those of ``parameters``; their total norm before, 0-d float64."""
 
+    @abstractmethod
+    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The rule in plain torch: a coefficient for each of ``step.norms``, and which of them it decided about.
+
+        Remembers in place what `_own_named` names. The rule is written in csrc/decide.h as well.
+        """
+
+    def _own_start(self, count: int) -> tuple[int, float]:
+        """How many numbers the rule itself remembers of ``count`` tensors, and what each is before the first step."""
+        return 0, 0.0
+
+    def _own_named(self, own: Tensor) -> State:
+        """Views of them by name."""
+        return {}
+
+    @property
+    def _state(self) -> State:
+        """Views of what is remembered, by name."""
+        memory = self._memory
+        if memory is None:
+            memory = _history.extended(None, self._window, self._own_start(0), torch.device("cpu"))
+        state, own = _history.views(memory, self._window)
+        return {**state, **self._own_named(own)}
+
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, its name, and ``"tensors"``, by name, on their device. No host sync."""
-        tensors = self._state or self._new_state(torch.device("cpu"))
-        return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
+        return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in self._state.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, of `state_dict`, with own options; ValueError if of another rule or window.
 
-        The tensors may be on any device; at the next step they are moved to the gradients'. Where this clip has a
-        tensor of that shape already it is copied into, so that captured graphs see the values. No host sync, unless
-        values have to move from a GPU to the CPU.
+        The tensors may be on any device; at the next step they are moved to the gradients'. A state of that size which
+        this clip has already is copied into, so that captured graphs see the values. No host sync, unless values have
+        to move from a GPU to the CPU.
         """
         own = type(self).__name__
         if state["rule"] != own:
@@ -99,33 +136,54 @@ class AdaptiveClip(ABC):
                 f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make it with "
                 f"window={len(tensors['norms'])}"
             )
-        before, self._state = self._state, {}
-        for name, tensor in tensors.items():
-            if name in before and before[name].shape == tensor.shape:
-                self._state[name] = before[name].copy_(tensor)
-            else:
-                self._state[name] = tensor.clone()
+        memory = _history.joined(tensors)
+        if self._memory is not None and len(self._memory) == len(memory):
+            self._memory.copy_(memory)
+        else:
+            self._memory = memory
 
     def summary(self) -> ClipSummary:
         """What this clip has done so far, in numbers and in words. One host sync."""
-        state = self._state or self._new_state(torch.device("cpu"))
-        return summarize(repr(self), self._decides_on, state, self._if_often, self._if_never)
+        return summarize(repr(self), self._decides_on, self._state, self._if_often, self._if_never)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._options.items())})"
 
-    def _new_state(self, device: torch.device) -> State:
-        """The state before the first step."""
-        return _history.new(self._window, device)
+    def _decide(
+        self,
+        kernels: Kernels,
+        measured: Tensor,
+        weights: Tensor | None = None,
+        factor: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Decides about a step and remembers it: coefficients and then the norm, 1-d float64. No host sync.
 
-    def _state_on(self, device: torch.device) -> State:
-        if not self._state:
+        ``measured`` is the norm, 0-d float64, or a table of the gradients, for units with ``weights``, that of theirs.
+        Norms, and coefficients, are multiplied by ``factor``, 0-d float32. If ``skip``, 0-d float32, is not zero, the
+        coefficients are 1 and nothing is remembered but a norm that is not finite.
+        """
+        memory, device = self._memory, measured.device
+        own = self._own_start(len(measured) if measured.dim() else 0)
+        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
             refuse_capture(device, f"the state of {type(self).__name__}")
-            self._state = self._new_state(device)
-        if any(tensor.device != device for tensor in self._state.values()):
-            refuse_capture(device, f"the state of {type(self).__name__}")
-            self._state = {name: tensor.to(device) for name, tensor in self._state.items()}
-        return self._state
+            self._memory = memory = _history.extended(memory, self._window, own, device)
+        if kernels.decide_clip_ is not None:
+            return kernels.decide_clip_(
+                self._rule, self._numbers, memory, self._window, measured, weights, factor, skip
+            )
+        state, scale = self._state, 1.0 if factor is None else factor.to(torch.float64)
+        norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
+        each = norms.l2_norms(measured) * scale if measured.dim() else measured
+        is_step = torch.ones_like(norm, dtype=torch.bool) if skip is None else skip == 0
+        kept = norm.isfinite() & is_step
+        _history.add_norm_(state, norm, kept)
+        of_weights = None if weights is None else norms.l2_norms(weights)
+        step = Step(state, norm, each, of_weights, kept, each.isfinite() & is_step)
+        decided, counts = self._coefficients(step)
+        coefficients = torch.where(counts, decided, 1.0)
+        _history.add_coefficients_(state, coefficients, counts)
+        return torch.cat([(coefficients * scale).view(-1), norm.view(1)])
 
 
 class NormClip(AdaptiveClip):
@@ -143,24 +201,15 @@ class NormClip(AdaptiveClip):
                 number of such norms is remembered: such a step is for the caller to leave out.
             keep: 0-d bool on that device. Where False the step is treated likewise. None keeps every step.
         """
-        state = self._state_on(norm.device)
-        kept = norm.isfinite() if keep is None else norm.isfinite() & keep
-        _history.add_norm_(state, norm, kept)
-        coefficient = torch.where(kept, self._decide(state, norm, kept), 1.0)
-        _history.add_coefficients_(state, coefficient, kept)
-        return coefficient
-
-    @abstractmethod
-    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
-        """The coefficient for ``norm``, which is in the history already; ignored where ``kept`` is False.
-
-        Changes the rule's own tensors of ``state``, in place and only where ``kept`` is True.
-        """
+        skip = None if keep is None else (~keep).to(torch.float32)
+        return self._decide(resolve(None, norm.device.type), norm, skip=skip)[0]
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        norm = norms.total_norm(_table_of(gradients, name_of, backend), 2.0)
-        coefficient = self.coefficient(norm)
-        scale_gradients_(gradients, coefficient, name_of, backend)
+        measured = _measured(gradients, name_of, backend, norms.StepRequest(math.inf, None, None))
+        assert measured.decision is not None
+        norm = measured.decision.numbers[1]
+        kernels = resolve_for(backend, norm.device.type, name_of, 0)
+        scale_gradients_(gradients, self._decide(kernels, norm), name_of, backend)
         return norm
 
 
@@ -176,31 +225,35 @@ class TensorClip(AdaptiveClip):
         kernels: Kernels,
         inverse_scale: Tensor | None,
         name_of: NameOf,
+        skip: Tensor | None = None,
     ) -> Tensor:
         """Decides the coefficients of a step, scales ``gradients`` in place, and remembers the step. No host sync.
 
         None of them is distributed. ``parameters`` are theirs in the same order, ``rows`` gives their table, on the
         first one's device, ``kernels`` are those for their type of device, and ``name_of`` is what errors, those of
         `AdaptiveClip.clip_`, call the i-th. ``inverse_scale`` is the reciprocal, 0-d float32, of the loss scale that
-        they still carry, by which they are multiplied, too. Returned is the norm before, without it: 0-d float64.
+        they still carry, by which they are multiplied, too. If ``skip``, 0-d float32, is not zero nothing is clipped or
+        remembered. Returned is the norm before, without the loss scale: 0-d float64.
         """
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)
         kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
         return self.scale_(
-            parameters, gradients, lambda: _table_of(gradients, name_of, backend), kernels, None, name_of
+            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), kernels, None, name_of
         )
 
 
-def _table_of(gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-    """The table of gradients, on the first one's device. What cannot be clipped raises, before anything changes."""
+def _measured(
+    gradients: list[Tensor], name_of: NameOf, backend: str | None, step: norms.StepRequest | None = None
+) -> Measurement:
+    """What `measure` gives for gradients that are to be clipped; what cannot be raises, before anything changes."""
 
     def prepare() -> None:
         refuse_distributed(gradients, name_of)
         check_writable(gradients, name_of)
 
-    return measure(gradients, name_of, backend, over_ranks=False, prepare=prepare).table()
+    return measure(gradients, name_of, backend, step=step, over_ranks=False, prepare=prepare)
 
 
 def limited(norm: Tensor, limit: Tensor | float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a clip remembers of its steps, in three tensors on the gradients' device, changed in place and never read."""
+"""What a clip remembers of its steps: numbers in one float64 tensor, on the gradients' device, that are never read."""
 
 from __future__ import annotations
 
@@ -9,18 +9,40 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
-# The columns of "totals": norms recorded, norms not finite, coefficients decided, those below 1, and their sum.
+# Of "totals": norms recorded, norms not finite, coefficients decided, those below 1, and their sum.
 RECORDED, NONFINITE, DECIDED, CLIPPED, REMAINING = range(5)
 
+_TOTALS = 5
 
-def new(window: int, device: torch.device) -> State:
-    """The tensors of a history without steps."""
-    return {
-        # The last norms in a ring, NaN where there is none yet.
-        "norms": torch.full((window,), math.nan, dtype=torch.float64, device=device),
-        "totals": torch.zeros(5, dtype=torch.float64, device=device),
-        "smallest": torch.ones((), dtype=torch.float64, device=device),  # coefficient
-    }
+
+def size(window: int, own: tuple[int, float]) -> int:
+    """How many numbers are remembered."""
+    return _TOTALS + 1 + window + own[0]
+
+
+def extended(memory: Tensor | None, window: int, own: tuple[int, float], device: torch.device) -> Tensor:
+    """``memory``, or that of no steps, on ``device``, laid out as csrc/decide.h has it.
+
+    Behind the history are numbers of the rule itself, ``own``: how many, and what they begin with.
+    """
+    if memory is None:
+        start = [*[0.0] * _TOTALS, 1.0, *[math.nan] * window]
+        memory = torch.tensor(start, dtype=torch.float64, device="cpu")
+    missing = memory.new_full((size(window, own) - len(memory),), own[1])
+    return torch.cat([memory, missing]).to(device)
+
+
+def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
+    """The tensors of the history, and the rule's own numbers."""
+    totals, smallest, norms, own = memory.split((_TOTALS, 1, window, len(memory) - window - _TOTALS - 1))
+    # The last norms in a ring, NaN where there is none yet; the smallest coefficient.
+    return {"norms": norms, "totals": totals, "smallest": smallest[0]}, own
+
+
+def joined(state: State) -> Tensor:
+    """New memory of such tensors by name, those of the rule last."""
+    first = ("totals", "smallest", "norms")
+    return torch.cat([state[name].view(-1) for name in (*first, *(name for name in state if name not in first))])
 
 
 def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:

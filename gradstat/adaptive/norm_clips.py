@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradstat._core import norms
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, limited, number, whole_number
+from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, whole_number
 from gradstat.adaptive._history import State
 
 Target = Literal["reciprocal", "threshold", "mean"]
@@ -27,6 +27,7 @@ class FixedClip(NormClip):
         window: How many norms are kept for the summary.
     """
 
+    _rule = 0
     _if_often = (
         "max_norm then sets the size of the step rather than removing what stands out; raise it to the suggested "
         "one, or lower the learning rate"
@@ -35,10 +36,11 @@ class FixedClip(NormClip):
 
     def __init__(self, max_norm: float, window: int = DEFAULT_WINDOW) -> None:
         self._max_norm = number("max_norm", max_norm, 0.0)
+        self._numbers = (self._max_norm,)
         super().__init__(window, max_norm=max_norm)
 
-    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
-        return norms.clip_coefficient(norm, self._max_norm)
+    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+        return norms.clip_coefficient(step.norm, self._max_norm), step.kept
 
 
 class AutoClip(NormClip):
@@ -55,6 +57,7 @@ class AutoClip(NormClip):
         window: How many norms are kept.
     """
 
+    _rule = 1
     _if_never = "the norms seen do not differ"
 
     def __init__(self, percentile: float = 10.0, window: int = DEFAULT_WINDOW) -> None:
@@ -63,11 +66,12 @@ class AutoClip(NormClip):
             f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it if only "
             "what stands out is to be clipped"
         )
+        self._numbers = (self._percentile,)
         super().__init__(window, percentile=percentile)
 
-    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
-        limit = torch.nanquantile(state["norms"], self._percentile / 100)  # NaN is a place without a norm
-        return limited(norm, limit)
+    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+        limit = torch.nanquantile(step.state["norms"], self._percentile / 100)  # NaN is a place without a norm
+        return limited(step.norm, limit), step.kept
 
 
 class ZClip(NormClip):
@@ -100,6 +104,7 @@ class ZClip(NormClip):
         window: How many norms are kept for the summary.
     """
 
+    _rule = 2
     _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"
     _if_never = "no norm stood out; lower z_threshold to clip smaller spikes"
 
@@ -119,13 +124,18 @@ class ZClip(NormClip):
         self._warmup = whole_number("warmup", warmup, 1)
         self._to = to
         self._max_norm = number("max_norm", max_norm, 0.0)
+        to_number = float(get_args(Target).index(to))
+        self._numbers = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
 
-    def _new_state(self, device: torch.device) -> State:
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return {**super()._new_state(device), "mean": zero, "deviation": zero.clone()}
+    def _own_start(self, count: int) -> tuple[int, float]:
+        return 2, 0.0
 
-    def _decide(self, state: State, norm: Tensor, kept: Tensor) -> Tensor:
+    def _own_named(self, own: Tensor) -> State:
+        return {"mean": own[0], "deviation": own[1]}
+
+    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+        state, norm, kept = step.state, step.norm, step.kept
         mean, deviation, recorded = state["mean"], state["deviation"], state["totals"][_history.RECORDED]
         warming_up = recorded <= self._warmup
         excess = norm - mean
@@ -141,9 +151,9 @@ class ZClip(NormClip):
         # their mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no
         # finite norm makes them infinite.
         weight = torch.where(warming_up, 1 / recorded, 1 - self._alpha)
-        step = after - mean
-        distance = step.abs() * torch.where(warming_up, (1 - weight).sqrt(), 1 - weight)
+        move = after - mean
+        distance = move.abs() * torch.where(warming_up, (1 - weight).sqrt(), 1 - weight)
         spread = torch.hypot((1 - weight).sqrt() * deviation, weight.sqrt() * distance)
-        mean.copy_(torch.where(kept, mean + weight * step, mean))
+        mean.copy_(torch.where(kept, mean + weight * move, mean))
         deviation.copy_(torch.where(kept, spread, deviation))
-        return limited(norm, after.clamp(max=self._max_norm))
+        return limited(norm, after.clamp(max=self._max_norm)), kept

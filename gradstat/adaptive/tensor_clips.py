@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstat._core import norms as _norms
 from gradstat._core.backends import Kernels
 from gradstat._core.tensors import NameOf, by_device, changeable, check_writable, is_dense, moved, readable
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, TensorClip, limited, number, whole_number
+from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
+from gradstat.adaptive._history import State
 
 
 class AdaGC(TensorClip):
@@ -41,6 +41,7 @@ class AdaGC(TensorClip):
     """
 
     _decides_on = "tensor"
+    _rule = 3
     _if_often = (
         "the means begin at what absolute left of the first norms, and grow slowly; raise absolute to a usual total "
         "norm, or raise relative if only what stands out is to be clipped"
@@ -60,7 +61,27 @@ class AdaGC(TensorClip):
         self._warmup = whole_number("warmup", warmup, 0)
         self._absolute = number("absolute", absolute, 0.0)
         self._known: tuple[int, ...] | None = None
+        self._numbers = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
+
+    def _own_start(self, count: int) -> tuple[int, float]:
+        return count, math.inf
+
+    def _own_named(self, own: Tensor) -> State:
+        return {"means": own} if len(own) else {}
+
+    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+        means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]
+        warming_up = recorded - step.kept.to(torch.float64) < self._warmup
+        # While all are clipped together a norm says nothing unless all of them are finite.
+        counts = step.counts & (step.norms > 0) & (step.kept | ~warming_up)
+        decided = torch.where(
+            warming_up, limited(step.norm, self._absolute), limited(step.norms, self._relative * means)
+        )
+        after = decided * step.norms
+        moved = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
+        means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), moved), means))
+        return decided, counts
 
     @torch.no_grad()
     def scale_(
@@ -71,39 +92,21 @@ class AdaGC(TensorClip):
         kernels: Kernels,
         inverse_scale: Tensor | None,
         name_of: NameOf,
+        skip: Tensor | None = None,
     ) -> Tensor:
         table = rows()
-        state = self._state_on(table.device)
-        means = state.get("means")
-        if means is None:
-            means = torch.full((len(parameters),), math.inf, dtype=torch.float64, device=table.device)
+        count = 0 if self._memory is None else len(self._memory) - _history.size(self._window, (0, 0.0))
         known = tuple(map(id, parameters))
-        if len(means) != len(known) or self._known not in (None, known):
+        if count not in (0, len(known)) or self._known not in (None, known):
             raise ValueError(
-                f"AdaGC keeps a mean for each of {len(means)} parameters, by position, and this is another list, of "
+                f"AdaGC keeps a mean for each of {count} parameters, by position, and this is another list, of "
                 f"{len(known)}. The parameters with a gradient must be the same on every step: use "
                 "zero_grad(set_to_none=False), or make a new clip for a new list"
             )
-
-        norms, total = _norms.l2_norms(table), _norms.total_norm(table, 2.0)
-        if inverse_scale is not None:
-            norms, total = norms * inverse_scale, total * inverse_scale
-        finite = total.isfinite()
-        warming_up = state["totals"][_history.RECORDED] < self._warmup
-        # While all are clipped together a norm says nothing unless all of them are finite.
-        kept = norms.isfinite() & (norms > 0) & (finite | ~warming_up)
-        decided = torch.where(warming_up, limited(total, self._absolute), limited(norms, self._relative * means))
-        coefficients = torch.where(kept, decided, 1.0)
-        after = coefficients * norms
-        moved = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
-        updated = torch.where(kept, torch.where(warming_up, torch.minimum(means, after), moved), means)
-
-        _scale_each_(gradients, coefficients, kernels, inverse_scale, name_of)
+        decided = self._decide(kernels, table, factor=inverse_scale, skip=skip)
+        _scale_each_(gradients, decided[:-1], kernels, name_of)
         self._known = known
-        state["means"] = means.copy_(updated)
-        _history.add_norm_(state, total, finite)
-        _history.add_coefficients_(state, coefficients, kept)
-        return total
+        return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -133,13 +136,19 @@ class AGC(TensorClip):
     """
 
     _decides_on = "unit"
+    _rule = 4
     _if_often = "clipping then sets the size of the steps; raise it, or lower the learning rate"
     _if_never = "no gradient was large for its weights; lower clipping to clip smaller ones"
 
     def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
         self._clipping = number("clipping", clipping, 0.0)
         self._eps = number("eps", eps, 0.0)
+        self._numbers = (self._clipping, self._eps)
         super().__init__(window, clipping=clipping, eps=eps)
+
+    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+        assert step.weights is not None
+        return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
 
     @torch.no_grad()
     def scale_(
@@ -150,6 +159,7 @@ class AGC(TensorClip):
         kernels: Kernels,
         inverse_scale: Tensor | None,
         name_of: NameOf,
+        skip: Tensor | None = None,
     ) -> Tensor:
         for i, gradient in enumerate(gradients):
             if gradient.is_sparse:
@@ -157,40 +167,29 @@ class AGC(TensorClip):
         targets = check_writable(gradients, name_of)
         weights = readable(parameters, lambda i: f"the parameter of which there is {name_of(i)}")
         first = targets[0].device
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for device, at in by_device(targets).items():
-            units = kernels.unit_stats([targets[i] for i in at])
-            limits = self._clipping * _norms.l2_norms(kernels.unit_stats([weights[i] for i in at])).clamp(min=self._eps)
-            factor = 1.0 if inverse_scale is None else moved(inverse_scale, device)
-            norms = _norms.l2_norms(units) * factor
-            kept = norms.isfinite()
-            coefficients = torch.where(kept, limited(norms, limits), 1.0)
-            kernels.scale_units_([targets[i] for i in at], coefficients * factor)
-            parts.append((units, coefficients, kept))
-
-        units, coefficients, kept = (
-            torch.cat([moved(tensor, first) for tensor in tensors]) for tensors in zip(*parts, strict=True)
-        )
-        total = _norms.total_norm(units, 2.0)
-        total = total if inverse_scale is None else total * inverse_scale
-        state = self._state_on(first)
-        _history.add_norm_(state, total, total.isfinite())
-        _history.add_coefficients_(state, coefficients, kept)
-        return total
+        groups = by_device(targets)
+        units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]
+        of_weights = [kernels.unit_stats([weights[i] for i in at]) for at in groups.values()]
+        decided = self._decide(kernels, _together(units, first), _together(of_weights, first), inverse_scale, skip)
+        coefficients = decided[:-1].split([len(table) for table in units])
+        for (device, at), own in zip(groups.items(), coefficients, strict=True):
+            kernels.scale_units_([targets[i] for i in at], moved(own, device))
+        return decided[-1]
 
 
-def _scale_each_(
-    gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, inverse_scale: Tensor | None, name_of: NameOf
-) -> None:
-    """Multiplies each gradient by its coefficient, and all by ``inverse_scale``, on whatever devices they are."""
-    factors = coefficients if inverse_scale is None else coefficients * inverse_scale
-    if kernels.direct is not None and kernels.direct.scale_each_(gradients, factors):
+def _together(tables: list[Tensor], device: torch.device) -> Tensor:
+    return tables[0] if len(tables) == 1 else torch.cat([moved(table, device) for table in tables])
+
+
+def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, name_of: NameOf) -> None:
+    """Multiplies each gradient by its coefficient, on whatever devices they are."""
+    if kernels.direct is not None and kernels.direct.scale_each_(gradients, coefficients):
         return
     targets = check_writable(gradients, name_of)
     groups = by_device(targets)
     for device, at in groups.items():
-        own = factors
+        own = coefficients
         if len(groups) > 1:
-            own = moved(factors[moved(torch.tensor(at, device="cpu"), factors.device)], device)
+            own = moved(coefficients[moved(torch.tensor(at, device="cpu"), coefficients.device)], device)
         with changeable([targets[i] for i in at], is_dense) as dense:
             kernels.scale_each_(dense, own)

@@ -67,8 +67,9 @@ def scalars_of(
 
     Args:
         source: A report; or a monitor, whose newest step that has arrived is told, with its ``loss``, ``lr`` and
-            ``loss_scale``, how many gradients are ``missing``, and of the run how many ``findings`` there are and in
-            how many steps a gradient was not finite, ``nonfinite_steps``.
+            ``loss_scale``, why a `gradstat.SpikeGuard` ``refused`` the last guarded step (the sum of 2, 4 and 8 for
+            loss, norm and update), how many gradients are ``missing``, and of the run how many ``findings`` there are
+            and in how many steps a gradient was not finite, ``nonfinite_steps``.
         aggregates: Totals to log, of `AGGREGATES`.
         per_tensor: Columns to log for each tensor: ``"l2_norm"``, ``"max_abs"``, ``"mean"``, ``"std"``, ``"min"``,
             ``"max"``, ``"nan_count"``, ``"inf_count"``, ``"zero_count"``.
@@ -195,7 +196,7 @@ def _told(source: object, choice: Choice) -> tuple[int | None, Report, dict[str,
     if newest is None:
         return None
     values = choice.of(newest.report)
-    told = [name for name in ("loss", "lr", "loss_scale") if name in newest.scalars]
+    told = [name for name in ("loss", "lr", "loss_scale", "refused") if name in newest.scalars]
     values.update({choice.prefix + name: newest.scalars[name] for name in told})
     values[f"{choice.prefix}missing"] = float(len(newest.report.missing))
     values[f"{choice.prefix}findings"] = float(len(source.findings))

@@ -20,6 +20,7 @@ from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
 from gradstat.check import check_tensors
+from gradstat.guard import guard_of
 from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.options import MonitorOptions
@@ -215,6 +216,9 @@ class Collector:
             scale = getattr(self.scaler, "_scale", None)
             if scale is not None:
                 on_device["loss_scale"] = scale
+        guard = guard_of(self._optimizer)
+        if guard is not None and guard.reason is not None:
+            on_device["refused"] = guard.reason
         return known, on_device
 
     def see_batch(self, step: int, batch: Any) -> list[Observation]:

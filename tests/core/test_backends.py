@@ -160,6 +160,7 @@ LAYERS = [
     {"check"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},
+    {"guard"},
     {"_step"},
     {"step", "amp"},
     {"distributed"},

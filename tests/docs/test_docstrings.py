@@ -31,6 +31,7 @@ loss_of(model(batches[0][0]), batches[0][1]).backward()
 """
 TAKEN_FOR_GRANTED = {
     "gradstat.adaptive.AdaptiveClip": "",
+    "gradstat.SpikeGuard": "loss = model(batches[0][0]).mean()\nloss.backward()",
     "gradstat.patch_torch": """
 torchs = torch.nn.utils.clip_grad_norm_
 def train():

@@ -1,5 +1,6 @@
 // The kernels behind a C interface, for tests/gpu_on_host/test_cuda_on_host.py.
 #include "cuda_on_host.h"
+#include "decide_cuda.cuh"
 #include "scale_cuda.cuh"
 #include "stats_cuda.cuh"
 
@@ -72,6 +73,24 @@ void run_stats(int64_t count, const uint64_t* addresses, const int64_t* numels, 
       factor != nullptr ? unscale_kernel(entries_table, arguments) : stats_kernel(entries_table, arguments);
     });
   });
+}
+
+// As the operator decide_clip_, with null for what is not given.
+void run_decide_clip(int64_t rule, const double* options, int64_t option_count, double* state, int64_t window,
+                     const double* norm, const Row* rows, int64_t count, const Row* weights,
+                     const float* factor, const float* skip, double* out, uint32_t seed) {
+  ClipRequest request{
+      static_cast<ClipRule>(rule), {}, state, window, norm, rows, count, weights, factor, skip, out};
+  std::copy(options, options + option_count, request.options);
+  cuda_on_host::launch(1, kThreads, seed, [&] { decide_clip_kernel(request); });
+}
+
+// As the operator guard_ for float32 values, likewise.
+void run_guard(const double* options, double* state, int64_t window, double* numbers, const float* verdict,
+               const float* loss, const float* update, int64_t* counters, float* out, uint32_t seed) {
+  GuardRequest request{{}, state, window, numbers, verdict, loss, update, {}, out, counters};
+  std::copy(options, options + kGuardOptions, request.options);
+  cuda_on_host::launch(1, kThreads, seed, [&] { guard_kernel(request); });
 }
 
 void run_scale(int64_t count, const uint64_t* addresses, const int64_t* numels, const int32_t* dtypes,

@@ -103,6 +103,34 @@ int32_t start_scale(FakeStream* stream, int64_t count, const uint64_t* addresses
                [&](void* memory) { launch_scale(entries, {coefficients, stride}, false, memory, 0, stream); });
 }
 
+// The percentile `share` of a clip that keeps so many norms.
+int32_t start_decide(FakeStream* stream, double* state, int64_t window, const double* norm, double share,
+                     double* out) {
+  return guarded([&] {
+    launch_decide(
+        {ClipRule::kPercentile, {share}, state, window, norm, nullptr, 0, nullptr, nullptr, nullptr, out}, 0,
+        stream);
+  });
+}
+
+// A guard that refuses norms above a limit, and counts.
+int32_t start_guard(FakeStream* stream, double* state, int64_t window, double* numbers, const float* verdict,
+                    double max_norm, float* out, int64_t* counters) {
+  return guarded([&] {
+    GuardRequest request{{0, 6, 64, 10, 0, kInf, max_norm, kInf},
+                         state,
+                         window,
+                         numbers,
+                         verdict,
+                         nullptr,
+                         nullptr,
+                         {},
+                         out,
+                         counters};
+    launch_guard(request, 0, stream);
+  });
+}
+
 // With `times` scale kernels right behind the statistics kernel, as clipping launches them: all in one
 // workspace, since the allocator gives the second kernel the memory of the first.
 int32_t start_stats(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,

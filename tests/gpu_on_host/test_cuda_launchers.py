@@ -23,6 +23,7 @@ import rows
 import torch
 from host_build import SOURCES, build, needs_compiler
 
+import gradstat
 from gradstat import _fields
 
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "overlaps")
@@ -452,3 +453,42 @@ def test_a_variant_that_cannot_launch_says_why(fresh: ctypes.CDLL, monkeypatch: 
     with pytest.raises(RuntimeError, match="gradstat: allocating"):
         kernels(1.0, True)
     fresh.refuse_allocations(0)
+
+
+def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.CDLL) -> None:
+    """Also as the first launch of a process that was captured, once statistics have been launched."""
+    stream = Stream(fresh)
+    stream.stats([np.ones(10, dtype=np.float32)])
+    stream.synchronize()
+    clip = gradstat.AutoClip(50, window=5)
+    state = gradstat.adaptive._history.extended(None, 5, (0, 0.0), torch.device("cpu")).numpy()
+    norm, out = np.ones(1), np.full(2, 77.0)
+    with stream.capture() as replay:
+        held = pointer(state), ctypes.c_int64(5), pointer(norm), ctypes.c_double(50), pointer(out)
+        stream.check(fresh.start_decide(stream.handle, *held))
+    for given in (3.0, 1.0, 7.0, 2.0, math.inf, 9.0, 4.0):
+        norm[:] = given
+        replay(stream)
+        assert fresh.last_blocks() == 1
+        stream.synchronize()
+        np.testing.assert_allclose(out, [clip.coefficient(torch.tensor(given, dtype=torch.float64)).item(), given])
+    np.testing.assert_array_equal(state[6:], clip.state_dict()["tensors"]["norms"].numpy())
+
+
+def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) -> None:
+    stream = Stream(fresh)
+    stream.stats([np.ones(10, dtype=np.float32)])
+    stream.synchronize()
+    state, numbers, counters = np.zeros(11 + 3 * 8), np.ones(2), np.zeros(3, dtype=np.int64)
+    verdict, out = np.array([0, 1, 1], dtype=np.float32), np.full(4, 77, dtype=np.float32)
+    with stream.capture() as replay:
+        held = pointer(state), ctypes.c_int64(8), pointer(numbers), pointer(verdict), ctypes.c_double(5.0)
+        stream.check(fresh.start_guard(stream.handle, *held, pointer(out), pointer(counters)))
+    for norm, skip, in_a_row in ((3.0, 0, 0), (7.0, 1, 1), (6.0, 1, 2), (5.0, 0, 0)):
+        numbers[1] = norm
+        replay(stream)
+        stream.synchronize()
+        assert out.tolist() == [skip, 1, 1, 4 * skip]
+        assert state[6] == counters[2] == in_a_row
+    assert counters.tolist() == [4, 2, 0]
+    assert state[9] == 2, "norms kept"

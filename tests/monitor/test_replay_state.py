@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradstat import amp, guarded_step, step_counters
+from gradstat import SpikeGuard, amp, guarded_step, step_counters
 from gradstat.monitor.replay import StepState, StepStateKeeper, find_culprit
 
 
@@ -171,20 +171,23 @@ def test_a_guarded_step_is_not_counted_and_a_scaler_of_gradstat_is_put_back() ->
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    guard = SpikeGuard()
 
     def step() -> None:
         optimizer.zero_grad()
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        guarded_step(optimizer, max_norm=1.0, scaler=scaler)
+        loss = model(torch.ones(1, 2)).sum()
+        scaler.scale(loss).backward()
+        guarded_step(optimizer, max_norm=1.0, scaler=scaler, loss=loss, guard=guard)
         scaler.update()
 
     def state() -> Any:
-        things = [model.state_dict(), optimizer.state_dict(), scaler.state_dict()]
+        things = [model.state_dict(), optimizer.state_dict(), scaler.state_dict(), guard.state_dict()]
         return bits(things), scaler.status(), step_counters(optimizer).read(wait=True)
 
     assert find_culprit(model, step, optimizer=optimizer, scaler=scaler) is None
     with pytest.raises(KeyError, match="has not been stepped"):
         step_counters(optimizer)
+    assert guard.read(wait=True).steps == 0
     step()
     before = state()
     assert find_culprit(model, step, optimizer=optimizer, scaler=scaler) is None

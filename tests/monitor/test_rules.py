@@ -364,6 +364,8 @@ CASES = [
     Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16, 0.9e-16]), 50, "x",
          (adam("exp_avg_sq", [0.9e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [0.0] * 5),
           one("exp_avg_sq", [0.9e-16] * 5))),
+    Case("refused-step", series("refused", [0.0, 1.0, 0.0, 6.0, 2.0, 0.0]), 3, "refused",
+         (series("refused", [0.0, 1.0, 1.0, 0.0]),)),
     Case("clip-activity", series("norm", [1.1] * 460 + [0.9] * 40, facts=Facts(max_norm=1.0)), 499, "norm",
          (series("norm", [1.1] * 440 + [0.9] * 60, facts=Facts(max_norm=1.0)), series("norm", [1.1] * 500)), (500,)),
 ]  # fmt: skip

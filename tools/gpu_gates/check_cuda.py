@@ -29,6 +29,8 @@ EXPECTED = {
     "stats": {"LDG": 11 * 12, "STG": 0},
     "unscale": {"LDG": 11 * 12, "STG": 11 * 8},
     "scale": {"LDG": 5 * 4, "STG": 5 * 4},
+    "decide_clip": {},
+    "guard": {},
 }
 THREADS = 256
 # Per multiprocessor: registers, and threads at most.
@@ -78,7 +80,7 @@ def find_nvdisasm(nvcc: str) -> str:
 
 
 def short_name(mangled: str) -> str:
-    kind = re.search(r"\d(stats|unscale|scale)_kernel", mangled)
+    kind = re.search(r"\d(stats|unscale|scale|decide_clip|guard)_kernel", mangled)
     capacity = re.search(r"ParameterTableILi(\d+)E", mangled)
     return f"{kind[1] if kind else mangled}/{capacity[1] if capacity else 'uploaded'}"
 
@@ -191,7 +193,7 @@ def main() -> int:
     nvdisasm = find_nvdisasm(arguments.nvcc)
     begun = time.monotonic()
     failures = 0
-    sources = [ROOT / "csrc" / "stats_cuda.cu", ROOT / "csrc" / "scale_cuda.cu"]
+    sources = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "decide")]
     jobs = [(source, architecture) for source in sources for architecture in arguments.architectures]
     print(
         f"{'kernel':16} {'sm':>4} {'regs':>5} {'smem':>6} {'threads/SM':>11} {'LDG.128':>8} {'STG.128':>8}  hot loops"

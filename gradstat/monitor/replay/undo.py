@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradstat.counters import _counters
+from gradstat.guard import SpikeGuard, _guards
 from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_version
 
 
@@ -138,6 +139,11 @@ class Undo:
         counts = dict(_counters)  # of guarded steps, which are counted by kernels, before any hook of an optimizer
         for counters in counts.values():
             self.copy(counters.tensor)
+        guards = dict(_guards)
+        for guard in guards.values():
+            if guard._memory is not None:
+                self.copy(guard._memory)
+        self._then.callback(_forget_guards, guards)
         self._then.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
@@ -148,6 +154,13 @@ class Undo:
             if "step" in vars(schedule):
                 self._then.callback(setattr, schedule, "step", vars(schedule)["step"])
                 schedule.step = lambda *args, **kwargs: None
+
+
+def _forget_guards(known: dict[Optimizer, SpikeGuard]) -> None:
+    """Those that began in the meantime."""
+    for guard in {*_guards.values()} - {*known.values()}:
+        guard._memory = None
+    _set_contents(_guards, known)
 
 
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from gradstat.monitor.rules.training import (
     LearningRateJump,
     LossSpike,
     OptimizerCoverage,
+    RefusedStep,
     SaturatedOutput,
 )
 from gradstat.monitor.rules.weights import GradientWeightRatio, ParameterJump, UnchangedParameter, UpdateWeightRatio
@@ -70,6 +71,7 @@ RULES: tuple[type[Rule], ...] = (
     UpdateWeightRatio,
     UnchangedParameter,
     SmallSecondMoment,
+    RefusedStep,
     ClipActivity,
 )
 """All of them, in the order in which they are asked: causes go before effects, as far as both show in one step."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from gradstat.guard import reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Band, Episodes, Rule, series
@@ -177,6 +178,32 @@ class ClipActivity(Rule):
         how = f"{share:.0%} of the last {self.window} steps are clipped" if share else "no step is ever clipped"
         text = f"{how} at max_norm {limit:g}; the 90th percentile of the norms is {suggested:.3g}"
         yield self.found(window.steps[-1], "norm", text, share=share, max_norm=limit, suggested=suggested)
+
+
+class RefusedStep(Rule):
+    """A `gradstat.SpikeGuard` has refused the last guarded step before the monitor's.
+
+    Args:
+        quiet: After so many steps without it, the next is reported.
+    """
+
+    name = "refused-step"
+    severity = "info"
+    causes = ("an unusual or damaged batch", "a learning rate too high, or another level of the loss")
+    advice = ("look at the batches of refused steps", "guard.read() counts them, by loss, norm and update")
+
+    def __init__(self, quiet: int = 100) -> None:
+        self._episodes = Episodes(quiet)
+
+    def bands(self) -> Mapping[str, Band]:
+        return {"refused": (0.0, 1.0)}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for step, bits in series(window, "refused"):
+            if bits > 1 and self._episodes.begins("refused", step):
+                reasons = reasons_of(int(bits))
+                text = f"the guard has refused a step because of its {' and '.join(reasons)}"
+                yield self.found(step, "refused", text, reasons=reasons)
 
 
 class SaturatedOutput(Rule):

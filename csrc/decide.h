@@ -1,0 +1,315 @@
+// What adaptive clips decide about a step, and what they remember of it, for the CPU and the device alike. The
+// rules are those of gradstat/adaptive, which says where they come from and has them in plain torch as well.
+// A `Team` is the threads that decide together (ops.cpp, decide_cuda.cuh):
+//   rank, size           of a thread among them
+//   meet()               until all are here; what they wrote is visible then
+//   merged(value, how)   of the values of all, for all
+//   ordered(numbers, count, k)   the k-th smallest number, from 0, and the one behind it, if any, else the same
+#pragma once
+
+#include "stat.h"
+
+#if defined(__CUDACC__)
+#define GRADSTAT_TEAMWORK __device__ __forceinline__
+#else
+#define GRADSTAT_TEAMWORK inline
+#endif
+
+namespace gradstat {
+
+struct Neighbours {
+  double lower, upper;
+};
+
+// Of numbers(0 .. count - 1), at least one, none NaN: interpolated linearly, as by numpy.percentile.
+template <class Team, class Numbers>
+GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int64_t count, double share) {
+  const double place = share * static_cast<double>(count - 1);
+  const auto below = static_cast<int64_t>(place);
+  const Neighbours at = team.ordered(numbers, count, below);
+  const double part = place - static_cast<double>(below), gap = at.upper - at.lower;
+  return part < 0.5 ? at.lower + part * gap : at.upper - (1.0 - part) * gap;
+}
+
+// In the order of the constants in gradstat/adaptive/_base.py.
+enum class ClipRule : int64_t { kFixed, kPercentile, kZScore, kTensors, kUnits };
+constexpr int kClipOptions = 5;
+
+// The state of a clip begins with these, as in gradstat/adaptive/_history.py. Behind them are the last norms,
+// in a ring, and what the rule itself keeps.
+struct ClipTotals {
+  double recorded, nonfinite, decided, clipped, remaining, smallest;
+};
+constexpr int64_t kClipTotals = sizeof(ClipTotals) / sizeof(double);
+
+struct ClipRequest {
+  ClipRule rule;
+  double options[kClipOptions];  // those of the rule's class, in its order
+  double* state;
+  int64_t window;       // norms that are kept
+  const double* norm;   // of all gradients; null: that of the rows
+  const Row* rows;      // of the tensors, or units, that have a coefficient each
+  int64_t count;        // of them
+  const Row* weights;   // of units
+  const float* factor;  // what everything is to be multiplied by besides; null: 1
+  const float* skip;    // not 0 if this is no step at all; null: 0
+  double* out;  // the coefficient, or one for each row, times the factor, and then the norm times the factor
+};
+
+namespace clips {
+
+// What brings a norm down to a limit. NaN limits nothing.
+GRADSTAT_HD double limited(double norm, double limit) { return norm > limit ? limit / norm : 1.0; }
+GRADSTAT_HD bool is_finite(double x) { return x - x == 0; }
+
+// What a thread decided.
+struct Tally {
+  double decided = 0, clipped = 0, remaining = 0, smallest = 1;
+
+  GRADSTAT_HD double count(double coefficient) {
+    decided += 1;
+    if (coefficient < 1) {
+      clipped += 1;
+      remaining += coefficient;
+      smallest = merge::min(smallest, coefficient);
+    }
+    return coefficient;
+  }
+};
+
+// `statistics`: mean and deviation. `recorded` norms have been seen, this one among them.
+GRADSTAT_HD double by_z_score(const double* options, double* statistics, double norm, double recorded) {
+  const double z_threshold = options[0], alpha = options[1], warmup = options[2], to = options[3];
+  const double mean = statistics[0], deviation = statistics[1];
+  const bool warming_up = recorded <= warmup;
+  const double excess = norm - mean, ordinary = z_threshold * deviation;
+  double after = norm;
+  if (!warming_up && excess > ordinary) {
+    after = mean + (to == 0 ? ordinary * (ordinary / excess) : to == 1 ? ordinary : 0.0);
+  }
+  // One update for both phases: over the first norms the weight of each is its share of them, which gives their
+  // mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no finite
+  // norm makes them infinite.
+  const double weight = warming_up ? 1 / recorded : 1 - alpha;
+  const double step = after - mean;
+  const double distance = fabs(step) * (warming_up ? sqrt(1 - weight) : 1 - weight);
+  statistics[0] = mean + weight * step;
+  statistics[1] = hypot(sqrt(1 - weight) * deviation, sqrt(weight) * distance);
+  return limited(norm, merge::min(after, options[4]));
+}
+
+// `mean` is that of the tensor's norms after clipping, infinite before the first.
+GRADSTAT_HD double by_own_mean(const double* options, double& mean, double norm, double total,
+                               bool warming_up) {
+  const double relative = options[0], beta = options[1], absolute = options[3];
+  const double coefficient = warming_up ? limited(total, absolute) : limited(norm, relative * mean);
+  const double after = coefficient * norm;
+  mean = warming_up ? merge::min(mean, after) : is_inf(mean) ? after : beta * mean + (1 - beta) * after;
+  return coefficient;
+}
+
+}  // namespace clips
+
+template <class Team>
+GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team) {
+  const double* const options = request.options;
+  auto& totals = *reinterpret_cast<ClipTotals*>(request.state);
+  double* const norms = request.state + kClipTotals;
+  double* const own = norms + request.window;
+  const double factor = request.factor != nullptr ? static_cast<double>(*request.factor) : 1.0;
+  double norm = 0;
+  if (request.norm != nullptr) {
+    norm = *request.norm;
+  } else {
+    Row all = identity_row();
+    for (int64_t i = team.rank(); i < request.count; i += team.size()) merge_into(all, request.rows[i]);
+#define GRADSTAT_FIELD(name, how) \
+  all.name = team.merged(all.name, [](double a, double b) { return merge::how(a, b); });
+#include "stat_fields.def"
+    norm = factor * reported_norm(all, false);
+  }
+
+  const bool is_step = request.skip == nullptr || *request.skip == 0;
+  const bool is_kept = is_step && clips::is_finite(norm);
+  const double before = totals.recorded, recorded = before + (is_kept ? 1 : 0);
+  const bool leads = team.rank() == 0;
+  team.meet();
+  if (leads) {
+    if (is_kept) norms[static_cast<int64_t>(before) % request.window] = norm;
+    totals.recorded = recorded;
+    totals.nonfinite += clips::is_finite(norm) ? 0 : 1;
+  }
+  team.meet();
+
+  clips::Tally tally;
+  const bool decides_each = request.rule == ClipRule::kTensors || request.rule == ClipRule::kUnits;
+  if (decides_each) {
+    const bool warming_up = request.rule == ClipRule::kTensors && before < options[2];
+    for (int64_t i = team.rank(); i < request.count; i += team.size()) {
+      const double each = factor * reported_norm(request.rows[i], false);
+      double coefficient = 1;
+      if (!is_step || !clips::is_finite(each)) {
+      } else if (request.rule == ClipRule::kUnits) {
+        const double weight = reported_norm(request.weights[i], false);
+        coefficient = tally.count(clips::limited(each, options[0] * merge::max(weight, options[1])));
+      } else if (each > 0 && (is_kept || !warming_up)) {
+        // While all are clipped together a norm says nothing unless all of them are finite.
+        coefficient = tally.count(clips::by_own_mean(options, own[i], each, norm, warming_up));
+      }
+      request.out[i] = coefficient * factor;
+    }
+  } else {
+    double limit = 0;
+    if (request.rule == ClipRule::kPercentile && is_kept) {
+      const auto window = static_cast<double>(request.window);
+      const auto count = static_cast<int64_t>(merge::min(recorded, window));
+      limit = quantile(team, [&](int64_t i) { return norms[i]; }, count, options[0] / 100);
+    }
+    if (leads) {
+      double coefficient = 1;
+      if (is_kept) {
+        coefficient =
+            tally.count(request.rule == ClipRule::kFixed    ? clip_coefficient(norm, options[0])
+                        : request.rule == ClipRule::kZScore ? clips::by_z_score(options, own, norm, recorded)
+                                                            : clips::limited(norm, limit));
+      }
+      request.out[0] = coefficient * factor;
+    }
+  }
+
+  const auto sum = [](double a, double b) { return merge::sum(a, b); };
+  tally.decided = team.merged(tally.decided, sum);
+  tally.clipped = team.merged(tally.clipped, sum);
+  tally.remaining = team.merged(tally.remaining, sum);
+  tally.smallest = team.merged(tally.smallest, [](double a, double b) { return merge::min(a, b); });
+  if (!leads) return;
+  totals.decided += tally.decided;
+  totals.clipped += tally.clipped;
+  totals.remaining += tally.remaining;
+  totals.smallest = merge::min(totals.smallest, tally.smallest);
+  request.out[decides_each ? request.count : 1] = norm;
+}
+
+// A guard of an optimizer's steps (gradstat/guard.py) judges so many series: losses, norms and sizes of
+// updates.
+constexpr int kGuarded = 3;
+constexpr int kGuardOptions = 8;
+
+// Its state begins with these, and rings of the last values of each series follow.
+struct GuardTotals {
+  double steps, refused, by[kGuarded], nonfinite;  // counts; one step may be refused by several series
+  double in_a_row;                                 // refused, since the last that was not
+  double reason;                                   // of the last step, as in the verdict
+  double recorded[kGuarded];                       // values
+};
+constexpr int64_t kGuardTotals = sizeof(GuardTotals) / sizeof(double);
+// A verdict (entry.h), and behind it why: 0, or 1 for what is not finite, else 2, 4 and 8 for the series,
+// added.
+constexpr int kGuardVerdict = 4;
+
+struct GuardRequest {
+  // Whether the rule is that of sigmas; threshold; values needed; the most refused in a row; what a refused
+  // step is multiplied by, 0 to skip it; the largest values that are taken.
+  double options[kGuardOptions];
+  double* state;
+  int64_t window;
+  double* numbers;         // coefficient and norm of the step (entry.h)
+  const float* verdict;    // as measured
+  const void* loss;        // may be null, as
+  const void* update;      // this
+  DType dtypes[kGuarded];  // of these two, in the places of their series
+  float* out;              // kGuardVerdict
+  int64_t* counters;       // kCounters (entry.h), or null
+};
+
+namespace guards {
+
+enum Judgement : int { kOrdinary, kStandsOut, kAboveLimit, kMissing, kNonfinite };
+
+GRADSTAT_HD double value_of(const GuardRequest& request, int series) {
+  if (series == 1) return request.numbers[1];
+  return value_at(reinterpret_cast<uint64_t>(series == 0 ? request.loss : request.update),
+                  request.dtypes[series], 0);
+}
+
+template <class Team>
+GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team& team) {
+  if (series != 1 && (series == 0 ? request.loss : request.update) == nullptr) return kMissing;
+  const double value = value_of(request, series);
+  if (!clips::is_finite(value)) return kNonfinite;
+  const double* const options = request.options;
+  if (value > options[5 + series]) return kAboveLimit;
+  const auto& totals = *reinterpret_cast<const GuardTotals*>(request.state);
+  const double* const ring = request.state + kGuardTotals + series * request.window;
+  const double recorded = totals.recorded[series];
+  if (recorded < options[2]) return kOrdinary;
+  const auto count = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
+  double centre = 0, spread = 0;
+  if (options[0] != 0) {
+    const auto sum_of = [&](auto&& term) {
+      double mine = 0;
+      for (int64_t i = team.rank(); i < count; i += team.size()) mine += term(ring[i]);
+      return team.merged(mine, [](double a, double b) { return merge::sum(a, b); });
+    };
+    centre = sum_of([](double x) { return x; }) / static_cast<double>(count);
+    spread =
+        sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
+  } else {
+    // The median and the median distance from it, as a standard deviation of normal numbers, or a hundredth of
+    // the median if that is more: where most values are the same any other would stand out.
+    centre = quantile(team, [&](int64_t i) { return ring[i]; }, count, 0.5);
+    spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(ring[i] - centre); }, count, 0.5);
+    spread = merge::max(spread, 0.01 * fabs(centre));
+  }
+  return value - centre <= options[1] * spread ? kOrdinary : kStandsOut;
+}
+
+// By one thread.
+GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
+  const double* const options = request.options;
+  auto& totals = *reinterpret_cast<GuardTotals*>(request.state);
+  bool is_finite = request.verdict[0] == 0, is_above = false, stands_out = false;
+  for (int series = 0; series < kGuarded; ++series) {
+    is_finite = is_finite && judgements[series] != kNonfinite;
+    is_above = is_above || judgements[series] == kAboveLimit;
+    stands_out = stands_out || judgements[series] == kStandsOut;
+  }
+  // So many in a row are no spike but another level, which is to be learned anew.
+  const bool gives_in = is_finite && stands_out && !is_above && totals.in_a_row >= options[3];
+  const bool refused = is_finite && (is_above || (stands_out && !gives_in));
+  const bool by_sigmas = options[0] != 0;
+  double reason = is_finite ? 0 : 1;
+  for (int series = 0; series < kGuarded; ++series) {
+    const bool is_why = refused && (judgements[series] == kAboveLimit || judgements[series] == kStandsOut);
+    totals.by[series] += is_why ? 1 : 0;
+    reason += is_why ? 2 << series : 0;
+    double& recorded = totals.recorded[series];
+    if (gives_in) recorded = 0;
+    if (is_finite && judgements[series] != kMissing && (by_sigmas || !refused)) {
+      double* const ring = request.state + kGuardTotals + series * request.window;
+      ring[static_cast<int64_t>(recorded) % request.window] = value_of(request, series);
+      recorded += 1;
+    }
+  }
+  const bool skip = !is_finite || (refused && options[4] == 0);
+  const double coefficient = refused && options[4] != 0 ? options[4] : 1.0;
+  totals.steps += 1;
+  totals.refused += refused ? 1 : 0;
+  totals.nonfinite += is_finite ? 0 : 1;
+  if (is_finite) totals.in_a_row = refused ? totals.in_a_row + 1 : 0;
+  totals.reason = reason;
+  request.numbers[0] *= coefficient;
+  request.out[0] = skip ? 1.0f : 0.0f;
+  request.out[1] = static_cast<float>(request.verdict[1] / coefficient);
+  request.out[2] = request.verdict[2];
+  request.out[3] = static_cast<float>(reason);
+  if (request.counters != nullptr) {
+    request.counters[0] += 1;
+    request.counters[1] += skip;
+    request.counters[2] = skip ? request.counters[2] + 1 : 0;
+  }
+}
+
+}  // namespace guards
+
+}  // namespace gradstat

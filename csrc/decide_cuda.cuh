@@ -1,0 +1,130 @@
+// The kernels that decide: one block each.
+#pragma once
+
+#include "decide.h"
+#include "device.cuh"
+
+namespace gradstat {
+
+// What teams of threads have in common; `Threads` is the team.
+template <class Threads>
+class Selecting {
+ public:
+  // Bit by bit from the highest one in which the numbers differ: how many of those that are still in question
+  // have a 0 there says whether the one looked for has. As soon as one is left, it is that.
+  template <class Numbers>
+  GRADSTAT_DEVICE Neighbours ordered(const Numbers& numbers, int64_t count, int64_t k) const {
+    const Threads& team = *static_cast<const Threads*>(this);
+    const auto smaller = [](double a, double b) { return merge::min(a, b); };
+    const auto larger = [](double a, double b) { return merge::max(a, b); };
+    const auto sum = [](double a, double b) { return merge::sum(a, b); };
+    const auto each = [&](auto&& take) {
+      for (int64_t i = team.rank(); i < count; i += team.size()) take(numbers(i));
+    };
+    double least = kInf, most = -kInf;
+    each([&](double number) {
+      least = smaller(least, number);
+      most = larger(most, number);
+    });
+    const uint64_t low = key_of(team.merged(least, smaller)), high = key_of(team.merged(most, larger));
+    uint64_t known = low, decided = ~uint64_t{0};  // the bits known of the key looked for, and a mask of them
+    while ((low & decided) != (high & decided)) decided <<= 1;
+    known &= decided;
+    auto left = static_cast<double>(count), place = static_cast<double>(k);
+    for (uint64_t bit = (~decided >> 1) + 1; ~decided != 0 && left > 1; bit >>= 1) {
+      double mine = 0;
+      each([&](double number) {
+        const uint64_t key = key_of(number);
+        mine += (key & decided) == known && (key & bit) == 0 ? 1 : 0;
+      });
+      const double zeros = team.merged(mine, sum);
+      decided |= bit;
+      if (place < zeros) {
+        left = zeros;
+      } else {
+        known |= bit;
+        place -= zeros;
+        left -= zeros;
+      }
+    }
+    double found = kInf;
+    each([&](double number) {
+      if ((key_of(number) & decided) == known) found = smaller(found, number);
+    });
+    found = team.merged(found, smaller);
+    double next = kInf;
+    each([&](double number) {
+      if (number > found) next = smaller(next, number);
+    });
+    next = team.merged(next, smaller);
+    return {found, place + 1 < left || next == kInf ? found : next};
+  }
+
+ private:
+  // Unsigned integers in the order of the numbers, zeros of both signs being one.
+  GRADSTAT_DEVICE static uint64_t key_of(double number) {
+    const auto bits = bitcast<uint64_t>(number + 0.0);
+    return bits >> 63 != 0 ? ~bits : bits | uint64_t{1} << 63;
+  }
+};
+
+// A warp as the team of decide.h.
+class Warp : public Selecting<Warp> {
+ public:
+  GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x % 32; }
+  GRADSTAT_DEVICE int64_t size() const { return 32; }
+  GRADSTAT_DEVICE void meet() const { __syncwarp(); }
+
+  // In a fixed order.
+  template <class How>
+  GRADSTAT_DEVICE double merged(double value, const How& how) const {
+#pragma unroll 1
+    for (int distance = 16; distance > 0; distance /= 2) {
+      value = how(value, __shfl_xor_sync(kAllLanes, value, distance));
+    }
+    return value;
+  }
+};
+
+// A block likewise.
+class Block : public Selecting<Block> {
+ public:
+  GRADSTAT_DEVICE explicit Block(double* of_warp) : of_warp_(of_warp) {}
+  GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x; }
+  GRADSTAT_DEVICE int64_t size() const { return kThreads; }
+  GRADSTAT_DEVICE void meet() const { __syncthreads(); }
+
+  template <class How>
+  GRADSTAT_DEVICE double merged(double value, const How& how) const {
+    value = Warp().merged(value, how);
+    meet();  // the numbers of the call before have been read
+    if (threadIdx.x % 32 == 0) of_warp_[threadIdx.x / 32] = value;
+    meet();
+    double all = of_warp_[0];
+#pragma unroll 1
+    for (int warp = 1; warp < kWarps; ++warp) all = how(all, of_warp_[warp]);
+    return all;
+  }
+
+ private:
+  double* of_warp_;  // kWarps numbers in shared memory
+};
+
+__global__ void __launch_bounds__(kThreads) decide_clip_kernel(const __grid_constant__ ClipRequest request) {
+  __shared__ double of_warp[kWarps];
+  decide_clip(request, Block(of_warp));
+}
+
+// A warp for each series.
+__global__ void __launch_bounds__(kThreads) guard_kernel(const __grid_constant__ GuardRequest request) {
+  __shared__ int judgements[kGuarded];
+  const int series = static_cast<int>(threadIdx.x / 32);
+  if (series < kGuarded) {
+    const int judgement = guards::judge(request, series, Warp());
+    if (threadIdx.x % 32 == 0) judgements[series] = judgement;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) guards::conclude(request, judgements);
+}
+
+}  // namespace gradstat

@@ -1,0 +1,155 @@
+"""The rules of adaptive clips as every backend decides them, and as a block of a GPU does, against plain torch."""
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from host_build import needs_compiler
+from host_kernels import decide_clip_on
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradstat
+from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
+from gradstat._core import backends
+from gradstat._core.backends import Kernels
+from gradstat.adaptive import AdaptiveClip
+
+BLOCK = pytest.param("block", marks=needs_compiler)
+
+
+@pytest.fixture(params=["native", "triton", BLOCK])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Those of a backend on the CPU, or what a GPU runs, on the CPU as well."""
+    if request.param != "block":
+        return backends.resolve(request.param, "cpu")
+    made = Kernels(*[cast(Any, None)] * 3)
+    made.decide_clip_ = decide_clip_on(request.getfixturevalue("kernels_on_host"))
+    return made
+
+
+def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:
+    for step, (own, expected) in enumerate(decisions):
+        torch.testing.assert_close(own, expected, rtol=1e-11, atol=0, equal_nan=True, msg=lambda m, s=step: f"{s}: {m}")
+    for name, tensor in theirs.state_dict()["tensors"].items():
+        torch.testing.assert_close(ours.state_dict()["tensors"][name], tensor, rtol=1e-11, atol=0, equal_nan=True)
+
+
+def norms(steps: int) -> list[float]:
+    """With spikes, repetitions, zeros, what is not finite, and what fills the range of float64."""
+    random = np.random.default_rng(steps)
+    drawn = np.exp(random.normal(0, 0.3, steps))
+    drawn[random.random(steps) < 0.1] = 1.0
+    for value, share in ((30.0, 0.03), (0.0, 0.03), (math.nan, 0.03), (math.inf, 0.03), (1e-300, 0.01), (1e300, 0.01)):
+        drawn[random.random(steps) < share] = value
+    return cast(list[float], drawn.tolist())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FixedClip(1.2, window=3),
+        lambda: AutoClip(95.5, window=7),
+        lambda: AutoClip(10, window=256),
+        lambda: AutoClip(37.21, window=257),
+        lambda: AutoClip(0, window=2),
+        lambda: AutoClip(100),
+        lambda: ZClip(),
+        lambda: ZClip(1.5, 0.9, 5, "threshold"),
+        lambda: ZClip(1.0, 0.5, 2, "mean", 1.1),
+    ],
+)
+def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels) -> None:
+    ours, theirs, reference = make(), make(), backends.resolve("reference", "cpu")
+    decisions = []
+    for step, norm in enumerate(norms(300)):
+        given = torch.tensor(norm, dtype=torch.float64)
+        skip = torch.tensor(float(step % 11 == 5))
+        decisions.append((ours._decide(kernels, given, skip=skip), theirs._decide(reference, given, skip=skip)))
+    assert_alike(ours, theirs, decisions)
+    assert sum(own[0] < 1 for own, _ in decisions) > 10 or "percentile=100" in repr(ours)
+
+
+def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels) -> None:
+    """As numpy.percentile has it, of a window that wraps."""
+    window, kept = 2500, norms(6000)
+    clip = AutoClip(90, window)
+    clip._decide(kernels, torch.tensor(1.0, dtype=torch.float64))
+    held = [norm for norm in kept if math.isfinite(norm)][: window + 700]
+    clip.load_state_dict(
+        {
+            "rule": "AutoClip",
+            "tensors": {
+                "norms": torch.tensor((held[-700:] + held[700:window])[:window], dtype=torch.float64),
+                "totals": torch.tensor([window + 700.0, 0, 0, 0, 0], dtype=torch.float64),
+                "smallest": torch.tensor(1.0, dtype=torch.float64),
+            },
+        }
+    )
+    expected = np.percentile([*held[-700:], 1e9, *held[701:window]], 90)
+    coefficient = clip._decide(kernels, torch.tensor(1e9, dtype=torch.float64))[0]
+    assert coefficient.item() == pytest.approx(expected / 1e9, rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [None, 0.25])
+@pytest.mark.parametrize("count", [1, 40, 700])
+@pytest.mark.parametrize("make", [lambda: AdaGC(warmup=3, absolute=20.0), lambda: AdaGC(warmup=0), lambda: AGC(0.3)])
+def test_the_same_rows_give_the_same_decisions(make: Any, count: int, factor: float | None, kernels: Kernels) -> None:
+    ours, theirs, reference = make(), make(), backends.resolve("reference", "cpu")
+    by = None if factor is None else torch.tensor(factor)
+    decisions = []
+    for step in range(9):
+        generator = torch.Generator().manual_seed(step)
+        gradients = [torch.randn(3, generator=generator) * (1 + step % 3) for _ in range(count)]
+        gradients[step % count][:] = [0.0, math.nan, 1.0, math.inf][step % 4]
+        table = gradstat.stats(gradients)
+        weights = None
+        if isinstance(ours, AGC):
+            weights = gradstat.stats([torch.randn(4, generator=generator) for _ in range(count)])
+        skip = torch.tensor(float(step == 6))
+        decided = [clip._decide(by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
+        decisions.append((decided[0], decided[1]))
+    assert_alike(ours, theirs, decisions)
+    assert any((own < 1).any() for own, _ in decisions)
+
+
+def test_the_operator_refuses_what_does_not_fit() -> None:
+    decide = torch.ops.gradstat.decide_clip_.default
+    state, norm = torch.zeros(16, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    for arguments, message in (
+        ((0, [1.0], state, 11, norm), "the state must be 17 contiguous numbers, got 16"),
+        ((2, [1.0], state, 10, norm), "the state must be 18 contiguous numbers"),
+        ((0, [1.0], state.float(), 10, norm), "the state must be float64"),
+        ((0, [1.0], state, 10, norm.float()), "what was measured must be float64"),
+        ((0, [1.0], state, 10, norm, None, norm), "the factor must be float32"),
+        ((0, [1.0] * 6, state, 10, norm), "at most 5 options"),
+        ((4, [1.0], state, 10, torch.zeros(2, 10, dtype=torch.float64)), "weights are for units only"),
+        ((3, [1.0], state, 10, norm), "a table"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            decide(*arguments)
+    assert not state.any()
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what torch is asked to do, but for new memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [lambda: FixedClip(1.0), AutoClip, ZClip, AdaGC, AGC])
+def test_a_clip_takes_few_operations(make: Any) -> None:
+    clip = make()
+    parameters = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(20)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(4, 3)
+    clip.clip_(parameters)
+    with _Operations() as counted:
+        clip.clip_(parameters)
+    assert counted.count <= 8

@@ -1,0 +1,453 @@
+"""`SpikeGuard`: its rules against plain Python, on every backend and a GPU's block; guarded steps that obey it."""
+
+import copy
+import math
+import pickle
+import statistics
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_counts import NoSync
+from host_build import needs_compiler
+from host_kernels import guard_on
+from ranks import on_ranks
+from torch import Tensor, nn
+
+import gradstat
+from gradstat import AdaGC, AutoClip, SpikeGuard
+from gradstat._core import backends
+from gradstat._core.backends import Kernels
+from gradstat.distributed.layouts import batch, made
+from gradstat.integrations import loggers as log
+
+BLOCK = pytest.param("block", marks=needs_compiler)
+
+
+@pytest.fixture(params=["native", "triton", "reference", BLOCK])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Those of a backend on the CPU, or what a GPU runs, on the CPU as well."""
+    if request.param != "block":
+        return backends.resolve(request.param, "cpu")
+    given = Kernels(*[cast(Any, None)] * 3)
+    given.guard_ = guard_on(request.getfixturevalue("kernels_on_host"))
+    return given
+
+
+# The rules in plain Python: which of the values stand out, and which series -----------------------------------------
+
+
+class Rule:
+    """Judges steps of several values, None or a number each; gives why each was refused."""
+
+    def __init__(
+        self, threshold: float, window: int, warmup: int, most: float = math.inf, sigmas: bool = False
+    ) -> None:
+        self.threshold, self.window, self.warmup, self.most, self.sigmas = threshold, window, warmup, most, sigmas
+        self.kept: list[list[float]] = [[], [], []]
+        self.limits = [math.inf] * 3
+        self.in_a_row = 0
+
+    def _stands_out(self, series: int, value: float) -> bool:
+        kept = self.kept[series]
+        if len(kept) < self.warmup:
+            return False
+        last = kept[-self.window :]
+        if self.sigmas:
+            return not value - statistics.mean(last) <= self.threshold * statistics.stdev(last)
+        centre = float(np.median(last))
+        spread = 1.482602218505602 * float(np.median(np.abs(np.array(last) - centre)))
+        return not value - centre <= self.threshold * max(spread, 0.01 * abs(centre))
+
+    def judge(self, values: list[float | None]) -> tuple[str, ...]:
+        given = [(i, value) for i, value in enumerate(values) if value is not None]
+        if not all(math.isfinite(value) for _, value in given):
+            return ("nonfinite",)
+        above = [i for i, value in given if value > self.limits[i]]
+        out = [i for i, value in given if i not in above and self._stands_out(i, value)]
+        if out and not above and self.in_a_row >= self.most:
+            self.kept, out = [[], [], []], []
+        why = sorted([*above, *out])
+        self.in_a_row = self.in_a_row + 1 if why else 0
+        for i, value in given:
+            if self.sigmas or not why:
+                self.kept[i].append(value)
+        return tuple(("loss", "norm", "update")[i] for i in why)
+
+
+def series(steps: int, seed: int) -> list[list[float | None]]:
+    """Losses that fall below zero, norms and updates: spikes, repetitions, another level, and what is no number."""
+    random = np.random.default_rng(seed)
+    loss = np.linspace(1.0, -1.0, steps) + random.normal(0, 0.05, steps)
+    norm, update = np.exp(random.normal(0, 0.2, (2, steps)))
+    loss[random.random(steps) < 0.04] += 5
+    norm[random.random(steps) < 0.04] *= 50
+    norm[random.random(steps) < 0.3] = 1.0
+    norm[steps // 2 :] *= 8
+    loss[random.random(steps) < 0.03] = math.nan
+    update[random.random(steps) < 0.03] = math.inf
+    values = np.stack([loss, norm, update], 1).astype(np.float32).astype(np.float64).tolist()
+    return [[row[0], row[1], row[2] if seed % 2 else None] for row in values]
+
+
+GUARDS: list[tuple[Any, Any]] = [
+    (lambda: SpikeGuard(window=20), lambda: Rule(6.0, 20, 10, 10)),
+    (lambda: SpikeGuard(3.0, 33, 5, max_consecutive=2), lambda: Rule(3.0, 33, 5, 2)),
+    (lambda: SpikeGuard(3.0, 150, 20, max_consecutive=None), lambda: Rule(3.0, 150, 20)),
+    (lambda: SpikeGuard.sigma(16, 3.0), lambda: Rule(3.0, 16, 7, sigmas=True)),
+    (lambda: SpikeGuard.sigma(), lambda: Rule(6.0, 128, 63, sigmas=True)),
+]
+
+
+def judge(guard: SpikeGuard, kernels: Kernels, values: list[float | None], bad: bool = False) -> tuple[Tensor, Tensor]:
+    """What is decided about a step, and its numbers."""
+    loss, norm, update = (None if value is None else torch.tensor(value) for value in values)
+    assert norm is not None
+    numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64)
+    verdict = torch.tensor([float(bad), 2.0, 8.0])
+    return guard._decide(kernels, numbers, verdict, loss, update, None, ()), numbers
+
+
+@pytest.mark.parametrize(("make", "rule"), GUARDS, ids=[repr(make()) for make, _ in GUARDS])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, seed: int, kernels: Kernels) -> None:
+    guard, expected = make(), rule()
+    reasons = []
+    for step, values in enumerate(series(160, seed)):
+        bad = step % 50 == 7
+        decided, numbers = judge(guard, kernels, values, bad)
+        reasons.append(("nonfinite",) if bad else expected.judge(values))
+        bits = sum(2 ** ("nonfinite", "loss", "norm", "update").index(reason) for reason in reasons[-1])
+        assert decided.tolist() == [float(bool(reasons[-1])), 2.0, 8.0, float(bits)], step
+        assert numbers.tolist() == [0.5, np.float32(values[1])]
+        counts = guard.read()
+        assert counts.reasons == reasons[-1]
+        assert counts.in_a_row == expected.in_a_row
+    flat = [reason for each in reasons for reason in each]
+    assert (counts.by_loss, counts.by_norm, counts.by_update) == tuple(map(flat.count, ("loss", "norm", "update")))
+    assert counts.nonfinite == flat.count("nonfinite") > 0
+    assert counts.refused == sum(bool(each) for each in reasons) - counts.nonfinite > 0
+    assert counts.steps == 160
+
+
+def test_limits_hold_from_the_first_step_and_in_a_row(kernels: Kernels) -> None:
+    guard = SpikeGuard(max_norm=2.0, max_loss=-1.0, max_update=0.5, max_consecutive=1)
+    for values, why in (
+        ([-2.0, 2.0, 0.5], 0),
+        ([-2.0, 2.1, 0.5], 4),
+        ([-0.5, 2.1, 0.6], 14),
+        ([-0.5, 1.0, 0.5], 2),
+        ([-2.0, 1.0, 0.5], 0),
+    ):
+        assert judge(guard, kernels, cast(Any, values))[0][3] == why
+
+
+def test_a_refused_step_can_be_scaled_down(kernels: Kernels) -> None:
+    guard = SpikeGuard(scale=0.25, max_norm=2.0)
+    decided, numbers = judge(guard, kernels, [None, 3.0, None])
+    assert decided.tolist() == [0.0, 8.0, 8.0, 4.0]
+    assert numbers.tolist() == [0.125, 3.0]
+    assert judge(guard, kernels, [math.nan, 1.0, None])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
+
+
+def test_the_rule_of_sigmas_is_that_of_olmo(kernels: Kernels) -> None:
+    """The arithmetic of SkipStepOptimizer.get_step_factor: lists that include the step itself, torch.std_mean."""
+    guard, window = SpikeGuard.sigma(32, 2.0), 32
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
+    refused = 0
+    for row in series(200, 0):
+        values = [cast(float, value) for value in row[:2]]
+        if not all(map(math.isfinite, values)):
+            continue
+        for held, value in zip((losses, norms), values, strict=True):
+            held.append(torch.tensor(value, dtype=torch.float64))
+            del held[: -(window + 1)]
+        taken = True
+        if len(losses) >= max(2, window // 2):
+            for held in (losses, norms):
+                std, mean = torch.std_mean(torch.stack(held[:-1]))
+                taken = taken and bool(held[-1] - mean <= 2.0 * std)
+        assert judge(guard, kernels, [*values, None])[0][0] == (not taken)
+        refused += not taken
+    assert refused > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_losses_of_any_type_are_read(dtype: torch.dtype, backend: str) -> None:
+    guard = SpikeGuard(max_loss=1.5)
+    for loss, skip in ((1.5, 0), (1.625, 1), (-3.0, 0)):
+        numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
+        given = torch.full((1,), loss, dtype=dtype)
+        assert guard._decide(backends.resolve(backend, "cpu"), numbers, verdict, given, None, None, ())[0] == skip
+
+
+# Steps --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "not fused": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "SGD fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+class Training:
+    """A small model that is trained by guarded steps."""
+
+    def __init__(self, make: Any = OPTIMIZERS["fused"], device: str = "cpu") -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+        self.optimizer = make(self.model.parameters())
+        self.device = device
+
+    def loss(self, step: int, factor: float = 1.0) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        data = torch.randn(16, 6, generator=generator).to(self.device)
+        return cast(Tensor, self.model(data).sub(1).square().mean() * factor)
+
+    def step(
+        self, step: int, guard: SpikeGuard | None, factor: float = 1.0, **options: Any
+    ) -> gradstat.step.StepResult:
+        self.optimizer.zero_grad()
+        loss = self.loss(step, factor)
+        scaler = options.get("scaler")
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        given = {} if guard is None else {"loss": loss, "guard": guard}
+        return gradstat.guarded_step(self.optimizer, **{"max_norm": 1.0, **given, **options})
+
+    def held(self) -> list[Tensor]:
+        state = [
+            value for each in self.optimizer.state.values() for value in each.values() if isinstance(value, Tensor)
+        ]
+        return [tensor.detach().clone() for tensor in [*self.model.parameters(), *state]]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_spike_leaves_no_trace(make: Any, device: str) -> None:
+    training, guard = Training(make, device), SpikeGuard(window=16)
+    for step in range(20):
+        spike = step in (13, 14, 17)
+        before = training.held()
+        result = training.step(step, guard, 300.0 if spike else 1.0)
+        assert bool(result.skipped) is bool(result.refused) is spike
+        assert result.report.result().refused == (("loss", "norm") if spike else ())
+        assert all(map(torch.equal, before, training.held())) is spike
+        assert result.loss is not None
+    assert guard.read(wait=True) == gradstat.GuardCounts(20, 3, 3, 3, 0, 0, 0, ())
+    assert result.counters.read(wait=True) == gradstat.StepCounts(20, 3, 0)
+
+
+def test_a_nan_loss_is_refused_although_gradients_are_finite() -> None:
+    training, guard = Training(), SpikeGuard()
+    training.step(0, guard)
+    before = training.held()
+    training.loss(1).backward()
+    result = gradstat.guarded_step(training.optimizer, loss=torch.tensor(math.nan), guard=guard)
+    assert result.skipped
+    assert not result.refused
+    assert all(map(torch.equal, before, training.held()))
+    assert result.report.result().ok
+    assert result.report.result().refused == guard.read().reasons == ("nonfinite",)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_scaling_down_multiplies_the_step(fused: bool) -> None:
+    training = Training(lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused))
+    guard = SpikeGuard(scale=0.25, max_loss=100.0)
+    for factor, expected in ((1.0, 0.1), (1e4, 0.025)):
+        before = training.held()
+        result = training.step(0, guard, factor, max_norm=0.5)
+        assert bool(result.refused) is (factor > 1)
+        assert not result.skipped
+        pairs = zip(training.held(), before, strict=True)
+        moved = math.sqrt(sum(float((now - then).square().sum()) for now, then in pairs))
+        assert moved == pytest.approx(0.5 * expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_loss_scaler_takes_a_refused_step_for_a_good_one(make: Any, unscaled: bool) -> None:
+    """Only an overflow says anything about the loss scale."""
+    training, guard = Training(make), SpikeGuard(window=8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+    scales, skipped = [], []
+    for step in range(13):
+        training.optimizer.zero_grad()
+        loss = training.loss(step, 1e3 if step == 6 else 1.0)
+        scaler.scale(loss).backward()
+        if step == 9:
+            training.model[0].bias.grad[1] = math.inf
+        if unscaled:
+            scaler.unscale_(training.optimizer)
+        result = gradstat.guarded_step(training.optimizer, 1.0, scaler=scaler, loss=loss, guard=guard)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        skipped.append(bool(result.skipped))
+    assert [i for i, each in enumerate(skipped) if each] == [6, 9]
+    assert scales == [64.0] * 3 + [128.0] * 4 + [256.0] * 2 + [128.0] * 4
+    assert guard.read() == gradstat.GuardCounts(13, 1, 1, 1, 0, 1, 0, ())
+    assert gradstat.step_counters(training.optimizer).read() == gradstat.StepCounts(13, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: AutoClip(50, window=8), lambda: gradstat.ZClip(warmup=3), lambda: AdaGC(warmup=3)]
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_adaptive_clip_does_not_see_what_was_refused(make: Any, optimizer: Any) -> None:
+    spiked, plain = Training(optimizer), Training(optimizer)
+    clip, without, guard = make(), make(), SpikeGuard(window=8)
+    for step in range(14):
+        if step in (9, 12):
+            assert spiked.step(step, guard, 1e4, max_norm=clip).skipped
+            continue
+        spiked.step(step, guard, max_norm=clip)
+        plain.step(step, None, max_norm=without)
+        for ours, theirs in zip(spiked.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    for name, tensor in without.state_dict()["tensors"].items():
+        torch.testing.assert_close(clip.state_dict()["tensors"][name], tensor, equal_nan=True)
+
+
+def test_a_closure_gives_the_loss_and_gradients_may_be_accumulated() -> None:
+    training, guard = Training(), SpikeGuard(max_loss=50.0)
+
+    def closure(factor: float) -> Tensor:
+        training.optimizer.zero_grad()
+        parts = [training.loss(part, factor) / 2 for part in range(2)]
+        for part in parts:
+            part.backward()
+        return parts[0] + parts[1]
+
+    for factor in (1.0, 1e3):
+        result = gradstat.guarded_step(
+            training.optimizer, 1.0, guard=guard, closure=lambda factor=factor: closure(factor)
+        )
+        assert bool(result.refused) is (factor > 1)
+    assert guard.read().reasons == ("loss",)
+
+
+def test_no_step_waits_and_a_guard_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, guard = Training(), SpikeGuard(window=4)
+    monkeypatch.setattr(gradstat._step.measured.Measured, "is_known_to_leave_gradients", False)
+    for step in range(6):
+        training.step(step, guard)
+        training.optimizer.zero_grad()
+        loss = training.loss(step)
+        loss.backward()
+        with NoSync():
+            gradstat.guarded_step(training.optimizer, 1.0, loss=loss, guard=guard)
+            guard.load_state_dict(guard.state_dict())
+
+
+@pytest.mark.parametrize("make", [SpikeGuard, SpikeGuard.sigma])
+def test_a_saved_guard_continues_identically(make: Any, tmp_path: Any) -> None:
+    first, kernels = make(window=12), backends.resolve(None, "cpu")
+    values = series(60, 1)
+    for each in values[:30]:
+        judge(first, kernels, each)
+    address = first.reason.data_ptr()
+    torch.save(first.state_dict(), tmp_path / "guard.pt")
+    state = torch.load(tmp_path / "guard.pt", weights_only=True)
+    second, copied, pickled = make(window=12), copy.deepcopy(first), pickle.loads(pickle.dumps(first))
+    second.load_state_dict(state)
+    expected = [judge(first, kernels, each)[0] for each in values[30:]]
+    for guard in (second, copied, pickled):
+        assert all(map(torch.equal, [judge(guard, kernels, each)[0] for each in values[30:]], expected))
+        assert guard.read(wait=True) == first.read(wait=True)
+    first.load_state_dict(state)
+    assert first.reason.data_ptr() == address, "a captured graph writes to the memory it was captured with"
+    assert first.read(wait=True).steps == 30
+    other = SpikeGuard.sigma(12) if make is SpikeGuard else SpikeGuard(window=12)
+    for wrong in (other, make(window=13)):
+        with pytest.raises(ValueError, match=r"this is the state of SpikeGuard\S* with window=12, which SpikeGuard"):
+            wrong.load_state_dict(state)
+    assert make().read().steps == 0
+
+
+def test_misuse_is_told_before_anything_changes() -> None:
+    training, guard = Training(), SpikeGuard()
+    training.step(0, guard)
+    training.loss(1).backward()
+    before, counts = training.held(), guard.read()
+    lbfgs = torch.optim.LBFGS(training.model.parameters())
+    loss = torch.tensor(1.0)
+    for error, message, options in (
+        (TypeError, r"loss: expected a tensor of one number, got float.*loss\.item\(\)", {"loss": 1.0, "guard": guard}),
+        (ValueError, r"loss is a tensor of shape \(2,\).*loss\.mean\(\)", {"loss": loss.expand(2), "guard": guard}),
+        (ValueError, r"update is a tensor of shape \(\) and torch\.int64", {"update": loss.long(), "guard": guard}),
+        (ValueError, r"loss is what a guard judges; pass guard=gradstat\.SpikeGuard\(\)", {"loss": loss}),
+        (TypeError, r"guard: expected a gradstat\.SpikeGuard, got float", {"guard": 6.0}),
+        (ValueError, "leave skip_nonfinite=True", {"guard": guard, "skip_nonfinite": False}),
+        (ValueError, "the closure returns the loss", {"guard": guard, "loss": loss, "closure": lambda: loss}),
+        (ValueError, "LBFGS evaluates the loss", {"guard": guard, "closure": lambda: loss, "optimizer": lbfgs}),
+        (ValueError, "AdaGC writes gradients", {"guard": SpikeGuard(scale=0.5), "max_norm": AdaGC()}),
+    ):
+        with pytest.raises(error, match=message):
+            gradstat.guarded_step(**{"optimizer": training.optimizer, **options})
+    assert all(map(torch.equal, before, training.held()))
+    assert guard.read() == counts
+    for error, message, options in (
+        (ValueError, "threshold is -1.0; expected a number from 0.0", {"threshold": -1}),
+        (ValueError, "threshold is nan", {"threshold": math.nan}),
+        (ValueError, "window is 1; expected a whole number from 2", {"window": 1}),
+        (ValueError, "warmup is 1; expected a whole number from 2", {"warmup": 1}),
+        (ValueError, "max_consecutive is -1; expected a whole number from 0", {"max_consecutive": -1}),
+        (ValueError, "scale is 1; expected a number between 0 and 1", {"scale": 1}),
+        (ValueError, "max_loss is NaN", {"max_loss": math.nan}),
+        (TypeError, "float", {"window": 2.5}),
+    ):
+        with pytest.raises(error, match=message):
+            SpikeGuard(**options)
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_a_monitor_and_loggers_are_told(after: bool) -> None:
+    """Of the step itself if the monitor is told of it behind the guarded step, else of the one before."""
+    training, guard = Training(), SpikeGuard(window=8)
+    monitor = gradstat.Monitor(training.model, optimizer=training.optimizer, on_anomaly="record")
+    logged = {}
+    for step in range(12):
+        if after:
+            training.step(step, guard, 300.0 if step == 8 else 1.0)
+            monitor.step()
+        else:
+            training.optimizer.zero_grad()
+            loss = training.loss(step, 300.0 if step == 8 else 1.0)
+            loss.backward()
+            monitor.step()
+            gradstat.guarded_step(training.optimizer, 1.0, loss=loss, guard=guard)
+        logged.update({monitor.latest().step: log.scalars_of(monitor).get("grad/refused")} if monitor.latest() else {})
+    monitor.flush()
+    (finding,) = [finding for finding in monitor.findings if finding.rule == "refused-step"]
+    assert finding.step == (8 if after else 9)
+    assert "because of its loss and norm" in str(finding)
+    assert {step for step, value in logged.items() if value} == {finding.step}
+    assert logged[finding.step] == 6.0
+
+
+# Ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp"])
+@on_ranks(4)
+def test_all_ranks_decide_alike_about_a_loss_of_one_of_them(layout: str) -> None:
+    spread, batches = made(layout)
+    optimizer = torch.optim.AdamW(spread.model.parameters(), lr=0.01)
+    guard = SpikeGuard(window=4, warmup=2)
+    for step in range(7):
+        optimizer.zero_grad()
+        loss = spread.model(batch(batches[dist.get_rank()])).square().mean()
+        loss.backward()
+        told = loss.detach()
+        if step >= 5 and dist.get_rank() == 2:
+            told = told + (100.0 if step == 5 else math.nan)
+        result = gradstat.guarded_step(optimizer, 0.1, loss=told, guard=guard)
+        assert bool(result.skipped) is (step >= 5)
+        assert guard.read().reasons == {5: ("loss",), 6: ("nonfinite",)}.get(step, ())
+    held = guard.state_dict()["tensors"]["values"]
+    everywhere = [torch.empty_like(held) for _ in range(4)]
+    dist.all_gather(everywhere, held)
+    assert all(torch.equal(held, other) for other in everywhere)
