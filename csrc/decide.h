@@ -255,11 +255,15 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     spread =
         sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
   } else {
-    // The median and the median distance from it, as a standard deviation of normal numbers, or a hundredth of
-    // the median if that is more: where most values are the same any other would stand out.
+    // The median, and the most of: the median distance from it, as a standard deviation of normal numbers; half
+    // the distance of the largest, as losses and norms have long tails; a hundredth of the median, as where most
+    // values are the same any other would stand out.
     centre = quantile(team, [&](int64_t i) { return ring[i]; }, count, 0.5);
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(ring[i] - centre); }, count, 0.5);
-    spread = merge::max(spread, 0.01 * fabs(centre));
+    double largest = centre;
+    for (int64_t i = team.rank(); i < count; i += team.size()) largest = merge::max(largest, ring[i]);
+    largest = team.merged(largest, [](double a, double b) { return merge::max(a, b); });
+    spread = merge::max(merge::max(spread, 0.5 * (largest - centre)), 0.01 * fabs(centre));
   }
   return value - centre <= options[1] * spread ? kOrdinary : kStandsOut;
 }

@@ -59,10 +59,11 @@ class SpikeGuard:
         ...
         gradstat.guarded_step(optimizer, max_norm=1.0, loss=loss, guard=guard)
 
-    A value stands out if it is above the median of the last ones by more than ``threshold`` times their spread: the
-    median distance from it times 1.4826, which is the standard deviation of normal numbers, or a hundredth of the
-    median if that is more (a convention of gradstat). Steps that were refused do not enter, so a spike changes
-    nothing. What is NaN or Inf is skipped whatever the rule.
+    A value stands out if it is above the median of the last ones by more than ``threshold`` times their spread, the
+    most of three: the median distance from it times 1.4826, which is the standard deviation of normal numbers; half the
+    distance of the largest, as losses and norms have long tails; a hundredth of the median. So with the default it is
+    three times as far away as any of them. The last two are conventions of gradstat, measured in docs/stepping.md.
+    Steps that were refused do not enter, so a spike changes nothing. What is NaN or Inf is skipped whatever the rule.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place there: no
     step waits for the device, and steps can be captured into a CUDA graph once one has run outside of it. Use one
@@ -299,7 +300,9 @@ def _judge(
             spread = ((ring - centre).square().nansum() / (count - 1)).sqrt()
         else:
             centre = ring.nanquantile(0.5)
-            spread = torch.maximum(1.4826022185056018 * (ring - centre).abs().nanquantile(0.5), 0.01 * centre.abs())
+            spread = 1.4826022185056018 * (ring - centre).abs().nanquantile(0.5)
+            largest = torch.where(held, rings[i], -math.inf).amax()
+            spread = torch.maximum(torch.maximum(spread, 0.5 * (largest - centre)), 0.01 * centre.abs())
         above[i] = value > limits[i]
         outstanding[i] = ~above[i] & (recorded[i] >= warmup) & ~(value - centre <= threshold * spread)
     is_above, stands_out = torch.stack(above).any(), torch.stack(outstanding).any()

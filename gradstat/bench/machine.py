@@ -34,7 +34,7 @@ def device_name(device: torch.device) -> str:
 def _processor_name(cpuinfo: str) -> str:
     """The name in such a text, empty if it has none; with family and model where it has no number."""
     found = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*?)\s*$", cpuinfo, re.MULTILINE))
-    name = found.get("model name", "")
+    name: str = found.get("model name", "")
     if not name or re.search(r"\d", name.partition("@")[0]) or not {"cpu family", "model"} <= found.keys():
         return name
     return f"{name} (family {found['cpu family']} model {found['model']})"

@@ -279,11 +279,11 @@ class Monitor:
             if step % 1000 == 0 and monitor.is_healthy():
                 torch.save(model.state_dict(), "last_good.pt")
 
-        It is not if an error was found in the last steps, or if parameters or states of the optimizer are not finite,
+        It is not if an error was found in the last steps or a guard has refused one, or if parameters or states of the optimizer are not finite,
         which are read for this; buffers may hold infinity on purpose. Waits for the device.
 
         Args:
-            within: In how many of the last steps an error speaks against it.
+            within: In how many of the last steps that speaks against it.
 
         Returns:
             The verdict; of what is spread over ranks, about this rank's part.
@@ -293,7 +293,7 @@ class Monitor:
         """
         self.flush()
         since = self.steps - within
-        found = any(finding.severity == "error" and finding.step >= since for finding in self.findings)
+        found = any(f.step >= since and (f.severity == "error" or f.rule == "refused-step") for f in self.findings)
         return not found and self._collector.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:

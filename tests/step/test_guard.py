@@ -58,7 +58,7 @@ class Rule:
         if self.sigmas:
             return not value - statistics.mean(last) <= self.threshold * statistics.stdev(last)
         centre = float(np.median(last))
-        spread = 1.482602218505602 * float(np.median(np.abs(np.array(last) - centre)))
+        spread = max(1.482602218505602 * float(np.median(np.abs(np.array(last) - centre))), (max(last) - centre) / 2)
         return not value - centre <= self.threshold * max(spread, 0.01 * abs(centre))
 
     def judge(self, values: list[float | None]) -> tuple[str, ...]:
