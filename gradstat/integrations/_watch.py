@@ -109,6 +109,8 @@ class Watch:
         self._noted: set[str] = set()
         given = dict(options.given)
         given["rules"] = copy.deepcopy(given["rules"])  # they remember what they have seen
+        if number:  # the first has what the user has
+            given["guard"] = copy.deepcopy(given.get("guard"))
         given["on_anomaly"] = options.on_anomaly(self._noted)
         given.setdefault("max_norm", limit)
         if options.replays and not callable(given.get("replay")):

@@ -25,7 +25,7 @@ from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.rows import Observation
-from gradstat.monitor.segments import PendingRows, Segment, measure_segments
+from gradstat.monitor.segments import PendingRows, Segment, Wanted, measure_segments
 
 _META = torch.device("meta")
 
@@ -47,7 +47,7 @@ class Pending(NamedTuple):
 
 
 class Collector:
-    """Knows the model and what is to be looked at when; ``flagged`` is for `PendingRows`, the rest as for a monitor."""
+    """Knows the model and what is to be looked at when; ``wanted`` is for `PendingRows`, the rest as for a monitor."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Collector:
         watch: Mapping[str, int],
         classes: int | Mapping[str, int] | None,
         options: MonitorOptions,
-        flagged: bool,
+        wanted: Wanted,
         gaps: Gaps,
     ) -> None:
-        self._flagged, self._gaps = flagged, gaps
+        self._wanted, self._gaps = wanted, gaps
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
         if optimizer is not None:
             observers.optimizers.add(optimizer)
@@ -125,7 +125,7 @@ class Collector:
                 others = [PendingRows([segment], measured)] if measured.tables else []
         left_out = self._gaps.left_out
         numbers = measure_segments(
-            segments, tensors, source.parameters, self._backend, self._flagged, left_out, self._extra_groups
+            segments, tensors, source.parameters, self._backend, self._wanted, left_out, self._extra_groups
         )
         if left_out:
             self._gaps.tell_left_out(step)
@@ -328,7 +328,7 @@ class Collector:
                 tensors += some
         if not segments:
             return []
-        numbers = measure_segments(segments, tensors, None, self._backend, False, self._gaps.left_out)
+        numbers = measure_segments(segments, tensors, None, self._backend, None, self._gaps.left_out)
         self._gaps.tell_left_out(step)
         return numbers
 

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat._core.backends import known_name
+from gradstat._core.backends import known_name, resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.engines import Engine, engine_of
+from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
+from gradstat.guard import SpikeGuard, remember_guard
 from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
@@ -41,6 +43,7 @@ from gradstat.monitor.reporting import warn
 from gradstat.monitor.rows import Facts, Observation
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
+from gradstat.monitor.segments import Wanted
 from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 
 if TYPE_CHECKING:
@@ -93,6 +96,8 @@ class Monitor:
         max_norm: What gradients are clipped to, so that the rule on clipping can judge.
         classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
             ``{"batch['labels']": 10}``, if not all of them are labels.
+        guard: Keeps ``optimizer`` from steps that are out of the ordinary, as the policy ``"skip"`` keeps it from those
+            that are not finite, which it does as well; by the loss that `step` is given, and the norm.
         options: What is seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for example:
             how much is kept, how late numbers are read, how often rules look, what a replay and a rollback keep.
 
@@ -102,6 +107,7 @@ class Monitor:
         steps: How many steps were taken.
         nonfinite_steps: In how many of those that have been read a gradient was not finite.
         options: As given, the defaults for the rest.
+        guard: As given.
         culprit: What the last replay found; None if there was none, or it was clean.
 
     Raises:
@@ -121,10 +127,12 @@ class Monitor:
         replay: Callable[..., Any] | bool = False,
         max_norm: float | AdaptiveClip | None = None,
         classes: int | Mapping[str, int] | None = None,
+        guard: SpikeGuard | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
     ) -> None:
         rules = None if rules is None else list(rules)
         _refuse_nonsense(model, optimizer, rules)
+        _refuse_guard(guard, optimizer, scaler)
         self.options = options = MonitorOptions.of(options)
         known_name(options.backend)  # an unknown one is told here, not in the steps
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
@@ -157,8 +165,10 @@ class Monitor:
         self._looked_closer = [-_QUIET, -_QUIET]  # when, with a finite loss and without
         self._saved = self._last_replay = -_QUIET
         self._paused = False
-        skips = self._policies.uses("skip")
-        self._collector = Collector(model, optimizer, scaler, self._watch, classes, options, skips, self._gaps)
+        self.guard = guard
+        skips = self._policies.uses("skip") or guard is not None
+        wanted: Wanted = "norm" if guard is not None else "flag" if skips else None
+        self._collector = Collector(model, optimizer, scaler, self._watch, classes, options, wanted, self._gaps)
         self._buffer = StepBuffer(self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if skips else None
@@ -228,12 +238,29 @@ class Monitor:
         self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
         self._pending.append(pending)
         if self._skipping is not None:
-            self._skipping.arm(pending.numbers[0].flag, self.scaler)
+            flag = pending.numbers[0].flag
+            if self.guard is not None and flag is not None:
+                flag = self._guarded(self.guard, flag, pending.numbers[0].norm, loss)
+            self._skipping.arm(flag, self.scaler)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
         # On the CPU nothing travels, and there is nothing to wait for.
         self._read(self._lag if pending.numbers[0].travels else 0)
         return self.findings[known:]
+
+    def _guarded(self, guard: SpikeGuard, flag: Tensor, norm: Any, loss: Tensor | float | None) -> Tensor:
+        """Whether not to step, as the flags of `PendingRows`: if that says so, or else the guard."""
+        verdict = flag.reshape(1)
+        with self._gaps.contained(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
+            if loss is not None and not isinstance(loss, Tensor):
+                loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+            numbers = torch.stack([torch.ones_like(norm), norm])
+            given = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
+            kernels = resolve(self.options.backend, flag.device.type)
+            verdict = guard._decide(kernels, numbers, given, loss, None, None, streams_of([flag]))
+            if self._optimizer is not None:
+                remember_guard(self._optimizer, guard)
+        return verdict[0]
 
     @never_traced
     def batch(self, batch: Any) -> list[Finding]:
@@ -279,8 +306,8 @@ class Monitor:
             if step % 1000 == 0 and monitor.is_healthy():
                 torch.save(model.state_dict(), "last_good.pt")
 
-        It is not if an error was found in the last steps or a guard has refused one, or if parameters or states of the optimizer are not finite,
-        which are read for this; buffers may hold infinity on purpose. Waits for the device.
+        It is not if an error was found in the last steps or a guard has refused one, or if parameters or states of the
+        optimizer are not finite, which are read for this; buffers may hold infinity on purpose. Waits for the device.
 
         Args:
             within: In how many of the last steps that speaks against it.
@@ -293,8 +320,8 @@ class Monitor:
         """
         self.flush()
         since = self.steps - within
-        found = any(f.step >= since and (f.severity == "error" or f.rule == "refused-step") for f in self.findings)
-        return not found and self._collector.is_finite()
+        vetoes = [f for f in self.findings if f.severity == "error" or f.rule == "refused-step"]
+        return not any(finding.step >= since for finding in vetoes) and self._collector.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
         """Runs the newest step again under watch, and names the first place that made a NaN or Inf.
@@ -519,6 +546,7 @@ class Monitor:
             "rules": [(rule.name, rule.state_dict()) for rule in self._rules.rules],
             "backward_order": list(self._collector.backward_order),
             "history": as_state(self._history.recording()),
+            "guard": None if self.guard is None else self.guard.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -554,6 +582,8 @@ class Monitor:
                 rule.load_state_dict(saved[rule.name])
         self._collector.backward_order = tuple(state["backward_order"])
         self._history.load(from_state(state["history"]))
+        if self.guard is not None and state.get("guard") is not None:
+            self.guard.load_state_dict(state["guard"])
         self._rules.refresh(self.steps)
         self._collector.resume(self.steps)
 
@@ -612,6 +642,23 @@ def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) 
         if not isinstance(rule, Rule):
             hint = "; it is a class, make an instance of it" if isinstance(rule, type) else ""
             raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
+
+
+def _refuse_guard(guard: object, optimizer: object, scaler: Any) -> None:
+    if guard is None:
+        return
+    if not isinstance(guard, SpikeGuard):
+        raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
+    if optimizer is None:
+        raise TypeError("a guard needs the optimizer: gradstat.Monitor(model, optimizer, guard=...)")
+    if guard.scales:
+        raise ValueError("a monitor skips steps and scales none down; make the guard without scale=")
+    scaler = inner_scaler(scaler)
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "a loss scaler decides by itself whether to step; use gradstat.guarded_step(optimizer, scaler=scaler, "
+            "loss=loss, guard=guard)"
+        )
 
 
 def _refuse_under_engine(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradstat import _fields
+from gradstat._core import norms
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
@@ -18,6 +19,9 @@ from gradstat.monitor.kinds import STATE, kind_of
 from gradstat.monitor.rows import Floats
 
 _WIDTH = len(_fields.FIELDS)
+
+Wanted: TypeAlias = Literal["flag", "norm"] | None
+"""What `PendingRows` have of gradients on the device; ``"norm"`` is both."""
 
 
 class Segment(NamedTuple):
@@ -36,12 +40,16 @@ class Segment(NamedTuple):
 class PendingRows:
     """Rows of some segments on their way to the host."""
 
-    __slots__ = ("_table", "flag", "rows", "segments")
+    __slots__ = ("_table", "flag", "norm", "rows", "segments")
 
-    def __init__(self, segments: list[Segment], measured: Measurement, flagged: bool = False) -> None:
-        """With ``flagged`` they have a ``flag``: 1 if a tensor of the first segment is not finite, on the device."""
+    def __init__(self, segments: list[Segment], measured: Measurement, wanted: Wanted = None) -> None:
+        """On the device, if wanted: a ``flag``, 1 if a tensor of the first segment is not finite; its ``norm``, too."""
         self.segments = segments
-        self.flag = _nonfinite_flag(segments[0].measured, measured) if flagged and measured.tables else None
+        self.flag = self.norm = None
+        if wanted is not None and measured.tables:
+            first = _first(segments[0].measured, measured)
+            self.flag = norms.any_nonfinite(first).to(torch.float32)
+            self.norm = norms.total_norm(first, 2.0) if wanted == "norm" else None
         self.rows = HostRows(measured)
         self._table: Floats | None = None
 
@@ -64,19 +72,19 @@ class PendingRows:
             start += segment.measured
 
 
-def _nonfinite_flag(count: int, measured: Measurement) -> Tensor:
-    """1 if an element of the first ``count`` tensors is not finite, else 0: 0-d float32 where the first one lies."""
+def _first(count: int, measured: Measurement) -> Tensor:
+    """Rows that merge into that of the first ``count`` tensors, where the first one lies."""
     if measured.total is not None:
-        return (measured.total[0, _fields.NONFINITE].sum() > 0).to(torch.float32)
-    flags, start = [], 0
+        return measured.total[:, :_WIDTH]
+    found, start = [], 0
     for table in measured.tables:
         rows = table[:count]
         if measured.order is not None:
             here = measured.order[start : start + len(table)]
             rows, start = table[[i for i, position in enumerate(here) if position < count]], start + len(table)
-        flags.append((rows[:, _fields.NONFINITE].sum() > 0).to(torch.float32))
-    home = flags[0].device
-    return flags[0] if len(flags) == 1 else torch.stack([moved(flag, home) for flag in flags]).amax()
+        found.append(rows)
+    home = found[0].device
+    return found[0] if len(found) == 1 else torch.cat([moved(rows, home) for rows in found])
 
 
 def measure_segments(
@@ -84,11 +92,11 @@ def measure_segments(
     tensors: list[Tensor],
     owners: list[Tensor] | None,
     backend: str | None,
-    flagged: bool,
+    wanted: Wanted,
     left_out: dict[str, list[str]],
     extra_groups: ExtraGroups | None = None,
 ) -> list[PendingRows]:
-    """Measures tensors, those of each segment behind those of the segment before; ``flagged`` as for `PendingRows`.
+    """Measures tensors, those of each segment behind those of the segment before; ``wanted`` as for `PendingRows`.
 
     Ordinary tensors on one device take one launch and one transfer. If some are distributed, or the first segment is
     spread over ``extra_groups``, each is measured by itself, two collectives for each group of ranks. If the first
@@ -98,7 +106,7 @@ def measure_segments(
     name_of = _namer(segments)
     measured = measure_directly(tensors, name_of, backend) if extra_groups is None else None
     if measured is not None:
-        return [PendingRows(segments, measured, flagged)]
+        return [PendingRows(segments, measured, wanted)]
     parts = []
     for i, segment in enumerate(segments):
         some, tensors = tensors[: segment.measured], tensors[segment.measured :]
@@ -108,7 +116,7 @@ def measure_segments(
         parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
     if extra_groups is None and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
-        return [PendingRows(segments, measure(tensors, _namer(segments), backend), flagged)]
+        return [PendingRows(segments, measure(tensors, _namer(segments), backend), wanted)]
     numbers, error = [], None  # that of gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
@@ -124,7 +132,7 @@ def measure_segments(
                 left_out.setdefault(segment.kind, []).append(f"{segment.names[0]!r} and others: {raised}")
         else:
             # If another rank could not measure its part, nothing is known here either.
-            numbers.append(PendingRows([segment], rows.nan_if_failed(), flagged and i == 0))
+            numbers.append(PendingRows([segment], rows.nan_if_failed(), None if i else wanted))
     if error is not None:
         raise error
     return numbers

@@ -309,6 +309,14 @@ def test_a_bad_step_is_skipped(under: Any, kind: str, clip: float | None, tmp_pa
     assert run.handle.monitor.nonfinite_steps == run.handle.scalars()["grad/nonfinite_steps"] == 1
 
 
+def test_a_guard_is_one_argument(under: Any, tmp_path: Path) -> None:
+    guard = gradstat.SpikeGuard(window=4, max_loss=1e-9)
+    case = Case(tmp_path, OPTIMIZERS["fused"], None, watch={"guard": guard, "on_anomaly": "record"})
+    run = under(case)
+    assert guard.read(wait=True).by_loss == STEPS
+    torch.testing.assert_close(weights(run), [p.detach() for p in case.net().parameters()], rtol=0, atol=0)
+
+
 def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
     case = Case(tmp_path, accumulate=3, bad_at=frozenset({4}), watch={"on_anomaly": ["warn", "skip"]})
     with pytest.warns(AnomalyWarning, match=r"step 1: micro-batch 1 of 3 \(counted from 0\) brought.*loss was nan"):

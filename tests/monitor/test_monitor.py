@@ -227,6 +227,46 @@ def test_skips_the_bad_step_and_no_other(kind: Any, fused: bool) -> None:
     assert monitor.findings[0].step == 3
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_guard_keeps_the_optimizer_from_wild_steps(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    guard = gradstat.SpikeGuard(window=16)
+    monitor = gradstat.Monitor(model, optimizer, guard=guard, on_anomaly="record")
+    trained(model, optimizer, monitor, 20)
+    before = [p.detach().clone() for p in model.parameters()]
+    model.last.weight.data.mul_(1024)
+    trained(model, optimizer, monitor, 1)
+    model.last.weight.data.div_(1024)
+    trained(model, optimizer, monitor, 1, bad=21)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    counts = guard.read(wait=True)
+    assert (counts.steps, counts.refused, counts.nonfinite) == (22, 1, 1)
+    trained(model, optimizer, monitor, 1)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert "refused-step" in {finding.rule for finding in monitor.findings}
+    again = gradstat.Monitor(model, optimizer, guard=gradstat.SpikeGuard(window=16))
+    again.load_state_dict(monitor.state_dict())
+    assert again.guard is not None
+    assert again.guard.read(wait=True) == guard.read(wait=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"guard": 6.0}, TypeError, "expected a gradstat.SpikeGuard, got float"),
+        ({"guard": gradstat.SpikeGuard(), "optimizer": None}, TypeError, "a guard needs the optimizer"),
+        ({"guard": gradstat.SpikeGuard(scale=0.1)}, ValueError, "without scale="),
+        ({"guard": gradstat.SpikeGuard(), "scaler": torch.amp.GradScaler("cpu")}, ValueError, "guarded_step"),
+    ],
+)
+def test_a_guard_without_sense_is_refused(options: dict[str, Any], error: Any, words: str) -> None:
+    model = Net()
+    with pytest.raises(error, match=words):
+        gradstat.Monitor(model, **{"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **options})
+
+
 def test_stops_by_itself_when_the_loss_is_lost() -> None:
     model, optimizer, monitor = made()
     with torch.no_grad():
