@@ -27,6 +27,11 @@ struct Cpu {
   static void scale(const std::vector<Entry>& entries, int32_t, const Coefficients& coefficients, bool) {
     scale_cpu(entries, coefficients);
   }
+
+  static void update(const std::vector<UpdateEntry>& entries, int32_t,
+                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
+    update_cpu(entries, coefficients, table);
+  }
 };
 
 }  // namespace gradstat
@@ -43,6 +48,7 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
   library.def("unscale_(Tensor(a!)[] tensors, Tensor factor) -> (Tensor table, int signature)");
   library.def("unit_stats(Tensor[] tensors) -> Tensor");
   library.def("scale_units_(Tensor(a!)[] tensors, Tensor coefficients) -> ()");
+  library.def("update_sums(Tensor[] operands, int[] rules, Tensor coefficients) -> Tensor");
   library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Kernels:
         stats: Callable[[list[Tensor]], Tensor],
         scale_: Callable[[list[Tensor], Tensor], None],
         scale_each_: Callable[[list[Tensor], Tensor], None],
-        update_sums: Callable[[list[Tensor], Sequence[int], Tensor], Tensor],
+        update_sums: Callable[[list[Tensor], list[int], Tensor], Tensor],
     ) -> None:
         self.update_sums = update_sums  # as `gradstat._core.reference.update_sums`, which says of what
         self._stats = stats
@@ -88,7 +88,7 @@ class NativeKernels(Kernels):
         )
         self.direct = direct
 
-    def _update_sums(self, operands: list[Tensor], rules: Sequence[int], coefficients: Tensor) -> Tensor:
+    def _update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
         assert self.direct is not None
         sums = self.direct.update_sums(operands, rules, coefficients)
         if sums is None:

@@ -5,8 +5,6 @@ Written to be read, not to be fast: it makes several passes and float64 copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -70,7 +68,7 @@ def scale_each_(tensors: list[Tensor], coefficients: Tensor) -> None:
         scale_([tensor], coefficient)
 
 
-def update_sums(operands: list[Tensor], rules: Sequence[int], coefficients: Tensor) -> Tensor:
+def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
     """``[len(rules), len(UPDATE_SUMS)]`` float64: what csrc/update.h says, in the same words.
 
     ``operands`` are those of one tensor behind those of another, as many as its rule has, all real and of one shape;
