@@ -54,7 +54,7 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
   using V = typename Type::V;
   constexpr int kOperands = kRule == UpdateRule::kAdamax ? 4 : static_cast<int>(kRule) + 2;
   constexpr bool kIsNarrow = sizeof(typename Type::Real) == 4;
-  constexpr int kGroup = 8;
+  constexpr int kTwo = 2 * Type::kValues, kGroup = 4;
   const auto exactly = [&](int64_t from, UpdateSums<double>& sums) {
     for (int64_t i = from; i < count; ++i) {
       double x[kOperands];
@@ -65,19 +65,21 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
   if (kIsNarrow && !fits_float) return exactly(0, row);
   UpdateSums<VDouble> wide = {};
   int64_t i = 0;
-  while (i + Type::kValues <= count) {
+  while (i + kTwo <= count) {
     UpdateSums<V> sums = {};
-    const int64_t end = std::min(count - Type::kValues, i + (kGroup - 1) * Type::kValues);
+    const int64_t end = std::min(count - kTwo, i + (kGroup - 1) * kTwo);
     for (int k = 0; k < kOperands; ++k) {
-      prefetch<kGroup * Type::kValues * sizeof(typename Type::Storage)>(operands[k] + i);
+      prefetch<kGroup * kTwo * sizeof(typename Type::Storage)>(operands[k] + i);
     }
-    for (; i <= end; i += Type::kValues) {
-      V x[kOperands];
-      for (int k = 0; k < kOperands; ++k) x[k] = Type::load_vector(operands[k] + i);
+    for (; i <= end; i += kTwo) {
+      V x[2][kOperands];
+      for (int k = 0; k < kOperands; ++k) load_two<Type>(operands[k] + i, x[0][k], x[1][k]);
       if constexpr (kIsNarrow) {
-        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x, narrow);
+        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[0], narrow);
+        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[1], narrow);
       } else {
-        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x, by);
+        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[0], by);
+        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[1], by);
       }
     }
     const V* from = &sums.update;
