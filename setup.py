@@ -165,7 +165,8 @@ def extensions():
         found.append(
             torch_extension(
                 "gradstat._C_cuda",
-                ["csrc/ops_cuda.cpp", "csrc/launch_state.cpp", "csrc/stats_cuda.cu", "csrc/scale_cuda.cu"],
+                ["csrc/ops_cuda.cpp", "csrc/launch_state.cpp", "csrc/stats_cuda.cu"]
+                + ["csrc/scale_cuda.cu", "csrc/update_cuda.cu"],
                 compile_args=[
                     "-isystem",
                     os.path.join(home, "include"),

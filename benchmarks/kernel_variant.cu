@@ -4,6 +4,7 @@
 //
 #include "scale_cuda.cu"
 #include "stats_cuda.cu"
+#include "update_cuda.cu"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 

@@ -8,6 +8,7 @@
 
 #include "entry.h"
 #include "stat.h"
+#include "update.h"
 
 namespace gradstat {
 
@@ -27,5 +28,10 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
 // stream since launch_stats but other calls of this: it may then start while those are still running.
 void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, bool follows_stats,
                   void* workspace, int32_t device, void* stream);
+
+int64_t update_workspace_bytes(const std::vector<UpdateEntry>& entries);
+// Writes table[i] = sums of entries[i], by its coefficients on the device. Two kernels.
+void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
+                   UpdateSums<double>* table, void* workspace, int32_t device, void* stream);
 
 }  // namespace gradstat

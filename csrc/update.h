@@ -59,7 +59,10 @@ GRADSTAT_HD void merge_into(UpdateSums<double>& into, const UpdateSums<double>& 
 
 // What float32 lanes may be trusted with. Below, squares that vanished could matter; above, one may have
 // overflowed. NaN is neither.
-GRADSTAT_HD bool is_safe_square(double sum) { return sum >= 0x1p-90 && sum <= 0x1p+120; }
+template <class Real>
+GRADSTAT_HD bool is_safe_square(Real sum) {
+  return sum >= Real(0x1p-90) && sum <= Real(0x1p+120);
+}
 
 // Where float32 squares of small gradients vanish in the divisor unless eps is larger.
 GRADSTAT_HD bool fits_float(const UpdateCoefficients<double>& by, UpdateRule rule) {
@@ -67,16 +70,46 @@ GRADSTAT_HD bool fits_float(const UpdateCoefficients<double>& by, UpdateRule rul
 }
 
 // Whether sums made in float32 lanes are those of the elements, given which operands are known to be zero.
-GRADSTAT_HD bool is_safe(const UpdateSums<double>& sums, bool no_gradient, bool no_momentum, bool no_weight,
+template <class Real>
+GRADSTAT_HD bool is_safe(const UpdateSums<Real>& sums, bool no_gradient, bool no_momentum, bool no_weight,
                          UpdateRule rule) {
   return (no_gradient || is_safe_square(sums.gradient)) && (no_momentum || is_safe_square(sums.momentum)) &&
          (no_weight || is_safe_square(sums.weight)) &&
          (no_gradient || rule < UpdateRule::kAdam || is_safe_square(sums.scaled)) &&
-         ((no_gradient && no_momentum) || is_safe_square(sums.update)) && sums.second <= 0x1p+120;
+         ((no_gradient && no_momentum) || is_safe_square(sums.update)) && sums.second <= Real(0x1p+120);
 }
 
+// On a GPU the library's are calls, which cost a kernel more registers than it has. These are good to 22 bits in
+// float32, and to 40 bits and more in float64: an approximation and a step of Newton's method twice.
+#if defined(__CUDA_ARCH__)
+GRADSTAT_HD float root(float x) {
+  asm("sqrt.approx.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+GRADSTAT_HD float inverse_of(float x) {
+  asm("rcp.approx.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+GRADSTAT_HD double root(double x) {
+  double y;
+  asm("rsqrt.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+  for (int i = 0; i < 2; ++i) y *= 1.5 - 0.5 * x * y * y;
+  return x == 0 ? x : x * y;
+}
+GRADSTAT_HD double inverse_of(double x) {
+  double y;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+  for (int i = 0; i < 2; ++i) y *= 2.0 - x * y;
+  return y;
+}
+#else
 GRADSTAT_HD float root(float x) { return sqrtf(x); }
 GRADSTAT_HD double root(double x) { return sqrt(x); }
+template <class Real>
+GRADSTAT_HD Real inverse_of(Real x) {
+  return Real(1) / x;
+}
+#endif
 template <class Real>
 GRADSTAT_HD Real larger(Real a, Real b) {
   return a > b ? a : b;

@@ -20,6 +20,8 @@ GRADSTAT_INLINE V root(V x) {
   return x;
 }
 #endif
+GRADSTAT_INLINE VFloat inverse_of(VFloat x) { return 1.0f / x; }
+GRADSTAT_INLINE VDouble inverse_of(VDouble x) { return 1.0 / x; }
 template <class V>
 GRADSTAT_INLINE V larger(V a, V b) {
   return vmax(a, b);

@@ -1,7 +1,7 @@
 // What an optimizer is about to do to one element, or to lanes of them: the only part of the update's statistics
 // that is written for each language (kernels/update.py; gradstat/_core/reference.py). Included by update.h for
 // one value at a time, and once more where GRADSTAT_INLINE is what functions are declared with, behind root,
-// larger and magnitude of registers. Hence no include guard.
+// inverse_of, larger and magnitude of registers. Hence no include guard.
 
 #if defined(GRADSTAT_INLINE)
 #define GRADSTAT_ELEMENT GRADSTAT_INLINE
@@ -39,7 +39,7 @@ GRADSTAT_ELEMENT void add_update(UpdateSums<Real>& sums, const Real* x, const Up
       }
       divisor = root(divisor) * by.root_scale + by.eps;
     }
-    const Real inverse = Number(1) / divisor;
+    const Real inverse = inverse_of(divisor);
     const Real scaled = gradient * inverse;
     sums.scaled += scaled * scaled;
     if (by.is_adaptive != 0) update *= inverse;

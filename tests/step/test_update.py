@@ -1,11 +1,15 @@
 """The update to come, held against the step that a real optimizer then takes, and against float64 arithmetic."""
 
 import copy
+import ctypes
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from host_build import needs_compiler
+from host_kernels import Piece
+from host_kernels import update_sums as host_update_sums
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
@@ -134,14 +138,18 @@ def assert_same(where: tuple[str, str], operands: list[Tensor], rules: list[int]
     coefficients = coefficients_of(len(rules), device, **given)
     found = backends.resolve(backend, device).update_sums(operands, rules, coefficients)
     expected = backends.resolve("reference", device).update_sums(operands, rules, coefficients)
-    assert found.shape == (len(rules), len(_fields.UPDATE_SUMS))
+    assert_close_sums(found, expected, tolerance)
+    return found
+
+
+def assert_close_sums(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
     # A sum of products may cancel: what it is made of is the measure.
     by = dict(zip(_fields.UPDATE_SUMS, expected.unbind(1), strict=True))
     size = expected.abs()
     size[:, _fields.UPDATE_SUMS.index("product")] = (by["gradient"] * by["momentum"]).sqrt()
     same = (found - expected).abs() <= tolerance * size
     assert (same | (found == expected) | (found.isnan() & expected.isnan())).all(), (found, expected)
-    return found
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -369,3 +377,35 @@ def test_gradients_and_states_it_cannot_read() -> None:
         group["amsgrad"] = True
     with pytest.raises(ValueError, match="'max_exp_avg_sq' of '0.weight' is None, expected a tensor"):
         update_stats(optimizer, model)
+
+
+# The CUDA kernels, compiled for the CPU --------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", RULES)
+def test_the_cuda_kernels(rule: int, kernels_on_host: ctypes.CDLL) -> None:
+    """Aligned vectors and rests, misaligned and mixed operands, several chunks, zeros and extremes; in any order."""
+    types = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    operands, offsets = [], []
+    for turn, size in enumerate((0, 3, 16, 1000, 2 * 16384 + 77)):
+        for variant, dtype in enumerate([*types, torch.float32, torch.float32, torch.float32, torch.float32]):
+            made = operands_of(rule, size, torch.float32, "cpu")
+            if variant == 5:  # blocks of zeros
+                made = [torch.where(torch.arange(size) // 700 % 2 == 0, tensor, 0.0) for tensor in made]
+            if variant == 6:  # below what float32 can square
+                made = [tensor * 1e-25 for tensor in made[:3]] + [tensor * 1e-38 for tensor in made[3:]]
+            offsets += [turn + i if variant == 4 else 0 for i in range(len(made))]
+            operands += [
+                tensor.to(types[i % 4] if variant == 7 else dtype).clone() for i, tensor in enumerate(made)
+            ]
+    rules = [rule] * (len(operands) // _fields.UPDATE_OPERANDS[rule])
+    pieces = [Piece(tensor, offset=offset) for tensor, offset in zip(operands, offsets, strict=True)]
+    coefficients = coefficients_of(len(rules), "cpu", weight_decay=0.0, eps=1e-12)
+    coefficients[1::2, _fields.UPDATE_COEFFICIENTS.index("eps")] = 1e-30
+    coefficients[::5, _fields.UPDATE_COEFFICIENTS.index("is_adaptive")] = 0.0
+    coefficients[::3, _fields.UPDATE_COEFFICIENTS.index("weight_decay")] = 0.1
+    expected = backends.resolve("reference", "cpu").update_sums(operands, rules, coefficients)
+    first = host_update_sums(kernels_on_host, pieces, rules, coefficients)
+    assert_close_sums(first, expected, 2e-6)
+    assert torch.equal(host_update_sums(kernels_on_host, pieces, rules, coefficients, seed=3), first)
