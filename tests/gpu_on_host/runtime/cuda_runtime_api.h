@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -147,9 +148,16 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+template <class... Arguments, size_t... kPlaces>
+auto bound(void (*kernel)(Arguments...), void** pointers, std::index_sequence<kPlaces...>) {
+  return [kernel, arguments = std::make_tuple(*static_cast<Arguments*>(pointers[kPlaces])...)] {
+    std::apply(kernel, arguments);
+  };
+}
+
 // A kernel that may overlap the one before is run first, which then runs where this one waits for it.
-template <class Table, class Arguments>
-cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Table, Arguments), void** pointers) {
+template <class... Arguments>
+cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Arguments...), void** pointers) {
   FakeStream* const stream = config->stream;
   const bool was_loaded = fake.loaded.count(reinterpret_cast<const void*>(kernel)) > 0;
   if (!was_loaded && fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
@@ -157,8 +165,7 @@ cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Table, 
   fake.last_blocks = config->gridDim.x;
   const uint32_t blocks = config->gridDim.x;
   const int threads = static_cast<int>(config->blockDim.x);
-  const auto run = [kernel, table = *static_cast<Table*>(pointers[0]),
-                    arguments = *static_cast<Arguments*>(pointers[1])] { kernel(table, arguments); };
+  const auto run = bound(kernel, pointers, std::index_sequence_for<Arguments...>());
   if (!fake.runs_kernels) return cudaSuccess;
   const auto seed = [] { return static_cast<uint32_t>(fake.seed++); };
   if (config->numAttrs == 0) {
