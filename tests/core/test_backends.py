@@ -161,7 +161,7 @@ LAYERS = [
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},
     {"_step"},
-    {"step", "amp"},
+    {"step", "amp", "update"},
     {"distributed"},
     {"monitor"},
     {"automatic"},
