@@ -194,6 +194,7 @@ COMMANDS = {
             Part("training steps", 170, _suite("steps", seconds=8.0)),
             Part("host path", 20, _suite("host path", seconds=1.0)),
             Part("steps of optimizers", 80, _suite("optimizer steps", seconds=0.3)),
+            Part("updates to come", 40, _suite("updates to come", seconds=0.5)),
             Part("memory", 30, _suite("memory", seconds=1.0)),
             Part("distributed gradients", 25, _ranks("dtensor_clip.py")),
             Part("DDP steps", 25, _ranks("ddp_step.py")),

@@ -55,8 +55,8 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
 #define GRADSTAT_FOR_LARGE_TABLES(kernel)                             \
   reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>), \
       reinterpret_cast<const void*>(kernel<DeviceTable>)
-LoadedKernels load_stats_kernels();  // in stats_cuda.cu
-LoadedKernels load_scale_kernels();  // in scale_cuda.cu
+LoadedKernels load_stats_kernels();   // in stats_cuda.cu
+LoadedKernels load_scale_kernels();   // in scale_cuda.cu
 LoadedKernels load_update_kernels();  // in update_cuda.cu
 
 // The same of all kernels together, and the device's size; found out once.

@@ -1,6 +1,6 @@
 // The update that an optimizer is about to make: what is known of each tensor, and sums over its elements. One
-// set of coefficients says what any of torch's Adam family, or SGD, does (gradstat/_step/updates.py makes them);
-// what it does to one element says update_element.h. Plain C++ for host and device.
+// set of coefficients says what any of torch's Adam family, or SGD, does (gradstat/_step/updates.py makes
+// them); what it does to one element says update_element.h. Plain C++ for host and device.
 #pragma once
 
 #include <stdexcept>
@@ -79,8 +79,8 @@ GRADSTAT_HD bool is_safe(const UpdateSums<Real>& sums, bool no_gradient, bool no
          ((no_gradient && no_momentum) || is_safe_square(sums.update)) && sums.second <= Real(0x1p+120);
 }
 
-// On a GPU the library's are calls, which cost a kernel more registers than it has. These are good to 22 bits in
-// float32, and to 40 bits and more in float64: an approximation and a step of Newton's method twice.
+// On a GPU the library's are calls, which cost a kernel more registers than it has. These are good to 22 bits
+// in float32, and to 40 bits and more in float64: an approximation and a step of Newton's method twice.
 #if defined(__CUDA_ARCH__)
 GRADSTAT_HD float root(float x) {
   asm("sqrt.approx.f32 %0, %0;" : "+f"(x));

@@ -1,6 +1,6 @@
 // The CPU inner loops for the update to come, for one instruction set: included by stats_cpu_kernel.h, in its
-// namespace. Sums are formed in float32 over eight vectors and promoted to float64; a block whose sums cannot be
-// trusted is read again in float64, and so is what does not fill a vector.
+// namespace. Sums are formed in float32 over eight vectors and promoted to float64; a block whose sums cannot
+// be trusted is read again in float64, and so is what does not fill a vector.
 
 #if defined(__x86_64__)
 #if GRADSTAT_X86_LEVEL >= 2
@@ -95,8 +95,7 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
     const bool no_weight = sums.weight == 0 && is_zero(operands[1], i);
     const bool no_gradient =
         sums.gradient == 0 && is_zero(operands[0], i) && (by.weight_decay == 0 || no_weight);
-    const bool no_momentum =
-        kRule == UpdateRule::kGradient || (sums.momentum == 0 && is_zero(operands[2], i));
+    const bool no_momentum = kRule == UpdateRule::kGradient || (sums.momentum == 0 && is_zero(operands[2], i));
     if (!is_safe(sums, no_gradient, no_momentum, no_weight, kRule)) return exactly(0, row);
   }
   exactly(i, sums);

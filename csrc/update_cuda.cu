@@ -20,8 +20,8 @@ size_t places_bytes(const std::vector<UpdateEntry>& entries) {
 }  // namespace
 
 LoadedKernels load_update_kernels() {
-  return load_kernels({reinterpret_cast<const void*>(update_kernel),
-                       reinterpret_cast<const void*>(update_merge_kernel)});
+  return load_kernels(
+      {reinterpret_cast<const void*>(update_kernel), reinterpret_cast<const void*>(update_merge_kernel)});
 }
 
 int64_t update_workspace_bytes(const std::vector<UpdateEntry>& entries) {
@@ -47,8 +47,8 @@ void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoeffici
   auto* slots = static_cast<UpdateSums<double>*>(workspace);
   const Uploaded uploaded = upload(words, slots + chunks, device, stream);
   const auto* on_gpu = static_cast<const UpdatePlace*>(uploaded.memory);
-  const UpdateArguments arguments{on_gpu, reinterpret_cast<const uint32_t*>(on_gpu + count), coefficients, slots,
-                                  table,  count};
+  const UpdateArguments arguments{
+      on_gpu, reinterpret_cast<const uint32_t*>(on_gpu + count), coefficients, slots, table, count};
   if (chunks > 0) launch(update_kernel, chunks, stream, false, "launching the update kernel", arguments);
   launch(update_merge_kernel, (count + kWarps - 1) / kWarps, stream, false, "merging the sums of an update",
          arguments);

@@ -1,7 +1,8 @@
-// The update kernel: sums over gradient, weight and optimizer state of many tensors, each read once. A block reads
-// one chunk of one tensor and leaves its sums in a slot; a second kernel adds up a tensor's slots in their order.
-// Four or eight elements of a thread at a time are summed in float32 and promoted; those that cannot be trusted
-// are read again in float64, as are elements of float64, of mixed types, and of operands not aligned to 16 bytes.
+// The update kernel: sums over gradient, weight and optimizer state of many tensors, each read once. A block
+// reads one chunk of one tensor and leaves its sums in a slot; a second kernel adds up a tensor's slots in
+// their order. Four or eight elements of a thread at a time are summed in float32 and promoted; those that
+// cannot be trusted are read again in float64, as are elements of float64, of mixed types, and of operands not
+// aligned to 16 bytes.
 #pragma once
 
 #include "device.cuh"
@@ -20,7 +21,9 @@ struct UpdatePlace {
   DType dtypes[kMostOperands];
   bool is_wide;  // all operands are of one type, narrower than float64, and aligned to 16 bytes
 
-  GRADSTAT_HD uint32_t chunks() const { return static_cast<uint32_t>((numel + kUpdateChunk - 1) / kUpdateChunk); }
+  GRADSTAT_HD uint32_t chunks() const {
+    return static_cast<uint32_t>((numel + kUpdateChunk - 1) / kUpdateChunk);
+  }
 };
 
 inline UpdatePlace update_place(const UpdateEntry& entry, uint32_t first_chunk) {
@@ -30,8 +33,8 @@ inline UpdatePlace update_place(const UpdateEntry& entry, uint32_t first_chunk) 
     place.addresses[k] = reinterpret_cast<uint64_t>(operand.data);
     place.dtypes[k] = operand.dtype;
     const bool is_narrow = size_of(operand.dtype) == 2 || operand.dtype == DType::kFloat32;
-    place.is_wide &= is_narrow && operand.dtype == entry.operands[0].dtype &&
-                     place.addresses[k] % kVectorBytes == 0;
+    place.is_wide &=
+        is_narrow && operand.dtype == entry.operands[0].dtype && place.addresses[k] % kVectorBytes == 0;
   }
   return place;
 }
@@ -53,7 +56,9 @@ struct UpdateMemory {
 };
 
 // Elements of a vector of 16 bytes, by number, as float32.
-GRADSTAT_DEVICE uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+GRADSTAT_DEVICE uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 struct UpdateFloat32 {
   static constexpr int kElements = 4;
@@ -176,9 +181,7 @@ GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory
   const int64_t begin = static_cast<int64_t>(blockIdx.x - place.first_chunk) * kUpdateChunk;
   const int64_t end = begin + kUpdateChunk < place.numel ? begin + kUpdateChunk : place.numel;
   UpdateSums<double> sums = {};
-  with_rule(place.rule, [&](auto rule) {
-    read_update<decltype(rule)::value>(memory, begin, end, sums);
-  });
+  with_rule(place.rule, [&](auto rule) { read_update<decltype(rule)::value>(memory, begin, end, sums); });
   merge_over_warp(sums);
   if (thread % 32 == 0) memory.of_warp[thread / 32] = sums;
   __syncthreads();
@@ -195,7 +198,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 }
 
 // A warp for each tensor.
-__global__ void __launch_bounds__(kThreads) update_merge_kernel(const __grid_constant__ UpdateArguments arguments) {
+__global__ void __launch_bounds__(kThreads)
+    update_merge_kernel(const __grid_constant__ UpdateArguments arguments) {
   const uint32_t tensor = blockIdx.x * kWarps + threadIdx.x / 32;
   if (tensor >= arguments.count) return;
   const UpdatePlace& place = arguments.places[tensor];

@@ -1,7 +1,7 @@
-// What an optimizer is about to do to one element, or to lanes of them: the only part of the update's statistics
-// that is written for each language (kernels/update.py; gradstat/_core/reference.py). Included by update.h for
-// one value at a time, and once more where GRADSTAT_INLINE is what functions are declared with, behind root,
-// inverse_of, larger and magnitude of registers. Hence no include guard.
+// What an optimizer is about to do to one element, or to lanes of them: the only part of the update's
+// statistics that is written for each language (kernels/update.py; gradstat/_core/reference.py). Included by
+// update.h for one value at a time, and once more where GRADSTAT_INLINE is what functions are declared with,
+// behind root, inverse_of, larger and magnitude of registers. Hence no include guard.
 
 #if defined(GRADSTAT_INLINE)
 #define GRADSTAT_ELEMENT GRADSTAT_INLINE

@@ -73,15 +73,17 @@ class UpdateReport:
     def table(self) -> Tensor:
         """``[n, 4]`` float64 on the device, its columns named by `UPDATE_FIELDS`. No sync."""
         sizes = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")
-        return _derived(torch, self._sums, moved(sizes, self._sums.device))
+        table: Tensor = _derived(torch, self._sums, moved(sizes, self._sums.device))
+        return table
 
     @functools.cached_property
     def overall(self) -> Tensor:
         """``[4]``: the same of all parameters as one, on the device. No sync.
 
-        What `table.amax(0) <torch.Tensor.amax>` has besides, the largest of each, is for a guard, too.
+        One of these, or of ``report.table.amax(0)``, the largest, is a number that a guard can look at.
         """
-        return _derived(torch, self._sums.sum(0), float(sum(self._sizes)))
+        overall: Tensor = _derived(torch, self._sums.sum(0), float(sum(self._sizes)))
+        return overall
 
     @functools.cached_property
     def _rows(self) -> Any:
@@ -107,7 +109,7 @@ class UpdateReport:
     def _at(self, i: int) -> UpdateStats:
         sums = dict(zip(_fields.UPDATE_SUMS, self._copy.wait()[i].tolist(), strict=True))
         bad = tuple(name for name in _OPERANDS if not np.isfinite(sums[name]))
-        return UpdateStats(self.names[i], *self._rows[i].tolist(), bad)
+        return UpdateStats._make([self.names[i], *self._rows[i].tolist(), bad])
 
     @never_traced
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ WIDTH = tl.constexpr(8)
 OPERANDS = tl.constexpr(_fields.UPDATE_OPERANDS)
 SUMS = tl.constexpr(len(_fields.UPDATE_SUMS))
 COEFFICIENTS = tl.constexpr(len(_fields.UPDATE_COEFFICIENTS))
+WEIGHT_DECAY, EPS = (tl.constexpr(_fields.UPDATE_COEFFICIENTS.index(name)) for name in ("weight_decay", "eps"))
 ADAM, AMSGRAD, ADAMAX = (tl.constexpr(_fields.UPDATE_RULES.index(name)) for name in ("adam", "amsgrad", "adamax"))
 SAFE_LOW, SAFE_HIGH, LEAST_EPS = tl.constexpr(2.0**-90), tl.constexpr(2.0**120), tl.constexpr(2.0**-50)
 MERGED = tl.constexpr(128)
@@ -80,19 +81,25 @@ def _operands(place, offsets, mask, REAL: tl.constexpr, RULE: tl.constexpr, ELEM
 
 
 @triton.jit
+def _is_safe_square(total):
+    return (total >= SAFE_LOW) & (total <= SAFE_HIGH)
+
+
+@triton.jit
+def _is_zero(x):
+    return tl.max(tl.abs(x), axis=1) == 0
+
+
+@triton.jit
 def _is_safe(sums, x, weight_decay, RULE: tl.constexpr):
     """is_safe of csrc/update.h, lane by lane."""
-    safe = ()
-    for i in tl.static_range(SUMS):
-        safe = safe + ((sums[i] >= SAFE_LOW) & (sums[i] <= SAFE_HIGH),)
-    none = ()
-    for k in tl.static_range(3):
-        none = none + (tl.max(tl.abs(x[k]), axis=1) == 0,)
-    no_gradient = none[0] & (tl.max(tl.abs(x[1] * weight_decay), axis=1) == 0)
-    good = (no_gradient | safe[4]) & (none[2] | safe[5]) & (none[1] | safe[1]) & (sums[6] <= SAFE_HIGH)
+    no_gradient = _is_zero(x[0]) & _is_zero(x[1] * weight_decay)
+    no_momentum = _is_zero(x[2])
+    good = (no_gradient | _is_safe_square(sums[4])) & (no_momentum | _is_safe_square(sums[5]))
+    good = good & (_is_zero(x[1]) | _is_safe_square(sums[1])) & (sums[6] <= SAFE_HIGH)
     if RULE >= ADAM:
-        good = good & (no_gradient | safe[2])
-    return good & ((no_gradient & none[2]) | safe[0])
+        good = good & (no_gradient | _is_safe_square(sums[2]))
+    return good & ((no_gradient & no_momentum) | _is_safe_square(sums[0]))
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -106,10 +113,13 @@ def update_kernel(
     place = places + tl.load(places + tensors.to(tl.int64) * WIDTH + program) * WIDTH
     begin = (program - tl.load(place + FIRST_CHUNK)) * CHUNK
     end = tl.minimum(begin + CHUNK, tl.load(place + NUMEL))
+    by = coefficients + tl.load(place + ROW) * COEFFICIENTS
+    weight_decay = tl.load(by + WEIGHT_DECAY).to(tl.float32)
+    eps = tl.load(by + EPS)
     wide = ()
     narrow = ()
     for i in tl.static_range(COEFFICIENTS):
-        coefficient = tl.load(coefficients + tl.load(place + ROW) * COEFFICIENTS + i)
+        coefficient = tl.load(by + i)
         wide = wide + (coefficient,)
         narrow = narrow + (coefficient.to(tl.float32),)
     offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -119,9 +129,9 @@ def update_kernel(
 
     at = begin
     if IS_WIDE:
-        fits = wide[9] >= LEAST_EPS
+        fits = eps >= LEAST_EPS
         if RULE < ADAM or RULE == ADAMAX:
-            fits = wide[9] == wide[9]
+            fits = eps == eps
         good = tl.full((LANES,), 1, tl.int1)
         if fits:
             while at + STEP <= end:
@@ -132,13 +142,13 @@ def update_kernel(
                 for i in tl.static_range(SUMS):
                     sums = sums + (tl.sum(each[i], axis=1),)
                     added = added + (totals[i] + sums[i].to(tl.float64),)
-                good = good & _is_safe(sums, x, narrow[1], RULE)
+                good = good & _is_safe(sums, x, weight_decay, RULE)
                 totals = added
                 at += STEP
         if tl.min(good.to(tl.int32)) == 0:
             at = begin
             again = ()
-            for i in tl.static_range(SUMS):
+            for _ in tl.static_range(SUMS):
                 again = again + (tl.zeros((LANES,), tl.float64),)
             totals = again
     while at < end:

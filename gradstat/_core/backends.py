@@ -144,9 +144,7 @@ def _load_triton(device_type: str) -> Kernels:
         import gradstat.kernels.update as update_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    return Kernels(
-        stats_module.stats, scale_module.scale_, scale_module.scale_each_, update_module.update_sums
-    )
+    return Kernels(stats_module.stats, scale_module.scale_, scale_module.scale_each_, update_module.update_sums)
 
 
 def _load_reference(device_type: str) -> Kernels:

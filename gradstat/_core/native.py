@@ -186,6 +186,10 @@ def _register_fakes() -> None:
         numbers = tensors[0].new_empty(2, dtype=torch.float64)
         return table_like(tensors), norm, numbers, tensors[0].new_empty(3, dtype=torch.float32)
 
+    @torch.library.register_fake("gradstat::update_sums")
+    def _(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
+        return coefficients.new_empty((len(rules), len(_fields.UPDATE_SUMS)))
+
     @torch.library.register_fake("gradstat::scale_")
     @torch.library.register_fake("gradstat::scale_each_")
     @torch.library.register_fake("gradstat::scale_units_")

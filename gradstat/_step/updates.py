@@ -116,7 +116,6 @@ class _Batch(NamedTuple):
     group: Mapping[str, Any]
     rule: int
     positions: list[int]  # among all parameters of the optimizer
-    parameters: list[Tensor]
     operands: list[Tensor]
     states: list[Mapping[str, Any]]
 
@@ -133,11 +132,38 @@ class Updates(NamedTuple):
 def update_sums(optimizer: Optimizer, name_of: NameOf, backend: str | None, loss_scale: Tensor | None) -> Updates:
     """Reads gradients, weights and states once, one launch for each device. No host sync. Errors as `update_stats`."""
     kind = kind_of(optimizer)
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    positions = [position for position, parameter in enumerate(every) if parameter.grad is not None]
+    parameters = [every[position] for position in positions]
+    try:
+        sums = _local_sums(kind, optimizer, name_of, backend, loss_scale)
+    except Exception:
+        _over_shards(parameters, None)  # the other ranks wait for this one, and learn that nothing is known
+        raise
+    sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+    return Updates(positions, sizes, _over_shards(parameters, sums))
+
+
+def _over_shards(parameters: list[Tensor], sums: Tensor | None) -> Tensor:
+    """Rows of the whole parameters, from those of this rank's shards; NaN on all ranks if one of them has none."""
+    if sums is None:
+        home = shard_of(parameters[0]).device if parameters else "cpu"
+        sums = torch.full((len(parameters), len(_fields.UPDATE_SUMS)), torch.nan, dtype=torch.float64, device=home)
+    if is_distributed(parameters):
+        from gradstat._core.sharded import sum_over_shards_
+
+        sum_over_shards_(sums, parameters)
+    return sums
+
+
+def _local_sums(
+    kind: _Kind, optimizer: Optimizer, name_of: NameOf, backend: str | None, loss_scale: Tensor | None
+) -> Tensor:
     batches: dict[torch.device, list[_Batch]] = {}
     for batch in _batches_of(kind, optimizer, name_of):
         batches.setdefault(batch.operands[0].device, []).append(batch)
     tables: list[Tensor] = []
-    order: list[tuple[int, Tensor]] = []
+    order: list[int] = []
     for device, of_device in batches.items():
         kernels = resolve_for(backend, device.type, name_of, of_device[0].positions[0])
         coefficients = torch.cat([moved(_coefficients_of(kind, batch), device) for batch in of_device])
@@ -149,21 +175,12 @@ def update_sums(optimizer: Optimizer, name_of: NameOf, backend: str | None, loss
         if len(kind.states) < len(_MOMENTS):
             table[:, _SCALED] = torch.nan
         tables.append(table if not tables else moved(table, tables[0].device))
-        for batch in of_device:
-            order += zip(batch.positions, batch.parameters, strict=True)
+        order += [position for batch in of_device for position in batch.positions]
     if not tables:
-        return Updates([], [], torch.zeros(0, len(_fields.UPDATE_SUMS), dtype=torch.float64, device="cpu"))
-    sums = torch.cat(tables)
-    rows = sorted(range(len(order)), key=lambda row: order[row][0])
-    if rows != list(range(len(order))):
-        sums = sums[moved(torch.tensor(rows, device="cpu"), sums.device)]
-    parameters = [order[row][1] for row in rows]
-    if is_distributed(parameters):
-        from gradstat._core.sharded import sum_over_shards_
-
-        sum_over_shards_(sums, parameters)
-    sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
-    return Updates([order[row][0] for row in rows], sizes, sums)
+        return torch.zeros(0, len(_fields.UPDATE_SUMS), dtype=torch.float64, device="cpu")
+    rows = sorted(range(len(order)), key=order.__getitem__)
+    sums = tables[0] if len(tables) == 1 else torch.cat(tables)
+    return sums if rows == list(range(len(order))) else sums[moved(torch.tensor(rows, device="cpu"), sums.device)]
 
 
 def _batches_of(kind: _Kind, optimizer: Optimizer, name_of: NameOf) -> list[_Batch]:
@@ -187,9 +204,8 @@ def _batches_of(kind: _Kind, optimizer: Optimizer, name_of: NameOf) -> list[_Bat
             operands = _alike([gradient, parameter, *states], name_of, position)
             if not state:  # a step would make it of zeros
                 operands += [_zeros_like(operands[0], zeros, optimizer)] * len(keys)
-            batch = batches.setdefault((number, rule, operands[0].device), _Batch(group, rule, [], [], [], []))
+            batch = batches.setdefault((number, rule, operands[0].device), _Batch(group, rule, [], [], []))
             batch.positions.append(position)
-            batch.parameters.append(parameter)
             batch.operands.extend(operands)
             batch.states.append(state)
     return list(batches.values())
@@ -231,7 +247,9 @@ def _zeros_like(tensor: Tensor, zeros: dict[tuple[Any, ...], Tensor], optimizer:
     """Zeros in the order of ``tensor``, in memory that all of them share."""
     key = (tensor.device, tensor.dtype)
     if key not in zeros:
-        most = max(shard_of(p).numel() * (1 + p.is_complex()) for group in optimizer.param_groups for p in group["params"])
+        most = max(
+            shard_of(p).numel() * (1 + p.is_complex()) for group in optimizer.param_groups for p in group["params"]
+        )
         zeros[key] = tensor.new_zeros(most)
     return zeros[key].as_strided(tensor.shape, tensor.stride())
 

@@ -10,6 +10,7 @@ import torch
 from host_build import needs_compiler
 from host_kernels import Piece
 from host_kernels import update_sums as host_update_sums
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
@@ -136,7 +137,9 @@ def coefficients_of(count: int, device: str, **given: float) -> Tensor:
     return torch.tensor([list(ordinary.values())] * count, dtype=torch.float64, device=device)
 
 
-def assert_same(where: tuple[str, str], operands: list[Tensor], rules: list[int], tolerance: float, **given: float) -> Tensor:
+def assert_same(
+    where: tuple[str, str], operands: list[Tensor], rules: list[int], tolerance: float, **given: float
+) -> Tensor:
     backend, device = where
     coefficients = coefficients_of(len(rules), device, **given)
     found = backends.resolve(backend, device).update_sums(operands, rules, coefficients)
@@ -178,9 +181,13 @@ def test_operands_of_different_types_and_addresses(rule: int, where: tuple[str, 
     assert_same(where, operands, [*rules, rule], 1e-6)
 
 
-@pytest.mark.parametrize("given", [{}, {"eps": 0.0}, {"is_adaptive": 0.0}, {"eps": 1e-20, "weight_decay": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"eps": 0.0}, {"is_adaptive": 0.0}, {"eps": 1e-20, "weight_decay": 0.0}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_magnitudes_beyond_float32s_squares(given: dict[str, float], dtype: torch.dtype, where: tuple[str, str]) -> None:
+def test_magnitudes_beyond_float32s_squares(
+    given: dict[str, float], dtype: torch.dtype, where: tuple[str, str]
+) -> None:
     operands: list[Tensor] = []
     scales = [1e-30, 1e-22, 1e-15, 1e15, 1e25, 1e36][:: 3 if where[0] == "triton" else 1]  # its interpreter is slow
     for rule in RULES:
@@ -336,7 +343,9 @@ def test_operands_of_other_layouts(where: tuple[str, str]) -> None:
     optimizer = Adam([parameter], 1e-2)
     for turn in range(3):
         gradient = torch.randn(4, 6, 5, 3, device=where[1])
-        parameter.grad = [gradient, gradient.contiguous(memory_format=torch.channels_last), gradient.transpose(1, 1)][turn]
+        parameter.grad = [gradient, gradient.contiguous(memory_format=torch.channels_last), gradient.transpose(1, 1)][
+            turn
+        ]
         stats = update_stats(optimizer, backend=where[0])[0]
         before = parameter.detach().clone()
         optimizer.step()
@@ -352,18 +361,20 @@ class Unknown(Adam):
 def test_what_it_does_not_know_it_refuses() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     known = "known are torch's SGD, Adam, AdamW, NAdam, RAdam, Adamax"
-    with pytest.raises(NotImplementedError, match=rf"what .*\.Unknown does in a step is not known to gradstat; {known}"):
+    with pytest.raises(
+        NotImplementedError, match=rf"what .*\.Unknown does in a step is not known to gradstat; {known}"
+    ):
         update_stats(Unknown(parameters))
     with pytest.raises(NotImplementedError, match=rf"RMSprop does in a step.*{known}"):
         update_stats(torch.optim.RMSprop(parameters))
     with pytest.raises(NotImplementedError, match=rf"SparseAdam.*{known}"):
         update_stats(torch.optim.SparseAdam(parameters))
-    with pytest.raises(TypeError, match="optimizer: expected one of torch's SGD, .*, got Linear"):
+    with pytest.raises(TypeError, match=r"optimizer: expected one of torch's SGD, .*, got Linear"):
         update_stats(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="scaler: expected a torch.amp.GradScaler"):
+    with pytest.raises(TypeError, match=r"scaler: expected a torch\.amp\.GradScaler"):
         update_stats(Adam(parameters), scaler=3)
+    parameters[0].grad = torch.ones(2)
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
-        parameters[0].grad = torch.ones(2)
         update_stats(Adam(parameters), backend="fast")
 
 
@@ -374,11 +385,13 @@ def test_gradients_and_states_it_cannot_read() -> None:
         update_stats(SGD(embedding.parameters(), 0.1), embedding)
     model, optimizer = stepped(lambda p: Adam(p, 1e-2))
     optimizer.state[model[2].weight]["exp_avg_sq"] = torch.ones(3)
-    with pytest.raises(ValueError, match=r"'exp_avg_sq' of '2.weight' is shape \(3,\), expected a tensor of shape \(2, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"'exp_avg_sq' of '2.weight' is shape \(3,\), expected a tensor of shape \(2, 5\)"
+    ):
         update_stats(optimizer, model)
     for group in optimizer.param_groups:
         group["amsgrad"] = True
-    with pytest.raises(ValueError, match="'max_exp_avg_sq' of '0.weight' is None, expected a tensor"):
+    with pytest.raises(ValueError, match=r"'max_exp_avg_sq' of '0\.weight' is None, expected a tensor"):
         update_stats(optimizer, model)
 
 
@@ -399,9 +412,7 @@ def test_the_cuda_kernels(rule: int, kernels_on_host: ctypes.CDLL) -> None:
             if variant == 6:  # below what float32 can square
                 made = [tensor * 1e-25 for tensor in made[:3]] + [tensor * 1e-38 for tensor in made[3:]]
             offsets += [turn + i if variant == 4 else 0 for i in range(len(made))]
-            operands += [
-                tensor.to(types[i % 4] if variant == 7 else dtype).clone() for i, tensor in enumerate(made)
-            ]
+            operands += [tensor.to(types[i % 4] if variant == 7 else dtype).clone() for i, tensor in enumerate(made)]
     rules = [rule] * (len(operands) // _fields.UPDATE_OPERANDS[rule])
     pieces = [Piece(tensor, offset=offset) for tensor, offset in zip(operands, offsets, strict=True)]
     coefficients = coefficients_of(len(rules), "cpu", weight_decay=0.0, eps=1e-12)
@@ -412,3 +423,31 @@ def test_the_cuda_kernels(rule: int, kernels_on_host: ctypes.CDLL) -> None:
     first = host_update_sums(kernels_on_host, pieces, rules, coefficients)
     assert_close_sums(first, expected, 2e-6)
     assert torch.equal(host_update_sums(kernels_on_host, pieces, rules, coefficients, seed=3), first)
+
+
+@on_ranks(2)
+def test_sharded_parameters_are_measured_as_wholes() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    wholes = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4))]
+    shards = [nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])) for whole in wholes]
+    whole_optimizer, optimizer = Adam(wholes, 1e-2), Adam(shards, 1e-2)
+    for _ in range(3):
+        set_gradients(wholes)
+        for whole, shard in zip(wholes, shards, strict=True):
+            shard.grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
+        expected, found = update_stats(whole_optimizer), update_stats(optimizer)
+        assert torch.allclose(found.table, expected.table, rtol=1e-5, equal_nan=True)
+        assert torch.allclose(found.overall, expected.overall, rtol=1e-5, equal_nan=True)
+        whole_optimizer.step()
+        optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.state[shards[0]]["exp_avg"] = None
+        with pytest.raises(ValueError, match=r"'exp_avg' of 'group0\.0' is None"):
+            update_stats(optimizer)
+    else:
+        assert update_stats(optimizer).table[0].isnan().all()
