@@ -87,8 +87,8 @@ SMALL = 2.0**-511
 LARGE_SCALE = 2.0**-538
 SMALL_SCALE = 2.0**537
 
-FINGERPRINT: str = ",".join(f"{field.name}:{field.merge}" for field in FIELDS)
-"""Identifies this list of fields. A compiled extension carries the one it was built with."""
+FINGERPRINT: str = ",".join([*(f"{field.name}:{field.merge}" for field in FIELDS), *UPDATE_SUMS, *UPDATE_COEFFICIENTS])
+"""Identifies these lists. A compiled extension carries the ones it was built with."""
 
 
 def column(name: str) -> int:
