@@ -79,8 +79,8 @@ GRADSTAT_HD bool is_safe(const UpdateSums<Real>& sums, bool no_gradient, bool no
          ((no_gradient && no_momentum) || is_safe_square(sums.update)) && sums.second <= Real(0x1p+120);
 }
 
-// On a GPU the library's are calls, which cost a kernel more registers than it has. These are good to 22 bits
-// in float32, and to 40 bits and more in float64: an approximation and a step of Newton's method twice.
+// On a GPU the library's are calls, which cost a kernel more registers than it has. These are approximations of
+// 22 bits, in float64 made good by two steps of Newton's method.
 #if defined(__CUDA_ARCH__)
 GRADSTAT_HD float root(float x) {
   asm("sqrt.approx.f32 %0, %0;" : "+f"(x));
