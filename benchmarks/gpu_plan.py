@@ -58,7 +58,7 @@ class Part:
 ON_A_DEVICE = (
     "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "every_clip", "fuzz",
     "host_path", "life_threads", "multiply", "ops", "replay_state", "step", "streams", "total_norm",
-    "triton",
+    "triton", "update",
 )  # fmt: skip
 WORKERS = min(8, os.cpu_count() or 1)
 
@@ -165,7 +165,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "correctness": Command(
         "the tests that reach a device, and random tensors held against an exact account",
-        (Part("tests", 280, _tests), Part("random tensors", 40, _fuzz)),
+        (Part("tests", 280, _tests), Part("random tensors", 30, _fuzz)),
     ),
     "costs": Command(
         "what must cost nothing, launches and syncs counted, compute-sanitizer",
@@ -185,15 +185,16 @@ COMMANDS = {
             Part("lists", 170, _suite("lists", seconds=1.0)),
             Part("growth in tensors", 50, _suite("growth in tensors", seconds=0.5)),
             Part("growth in tensors, warm", 50, _suite("growth in tensors, warm", seconds=0.5)),
-            Part("growth in bytes", 60, _suite("growth in bytes", seconds=0.5)),
+            Part("growth in bytes", 50, _suite("growth in bytes", seconds=0.5)),
         ),
     ),
     "steps": Command(
         "what is added to training steps, steps of optimizers, the host path, memory, ranks",
         (
             Part("training steps", 170, _suite("steps", seconds=8.0)),
-            Part("host path", 20, _suite("host path", seconds=1.0)),
+            Part("host path", 15, _suite("host path", seconds=1.0)),
             Part("steps of optimizers", 80, _suite("optimizer steps", seconds=0.3)),
+            Part("updates to come", 25, _suite("updates to come", seconds=0.3)),
             Part("memory", 30, _suite("memory", seconds=1.0)),
             Part("distributed gradients", 25, _ranks("dtensor_clip.py")),
             Part("DDP steps", 25, _ranks("ddp_step.py")),

@@ -5,6 +5,7 @@
 #include "decide_cuda.cu"
 #include "scale_cuda.cu"
 #include "stats_cuda.cu"
+#include "update_cuda.cu"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 

@@ -9,6 +9,7 @@
 #include "decide.h"
 #include "entry.h"
 #include "stat.h"
+#include "update.h"
 
 namespace gradstat {
 
@@ -32,5 +33,10 @@ void launch_scale(const std::vector<Entry>& entries, const Coefficients& coeffic
 // Decides about a step and remembers it. One kernel of one block.
 void launch_decide(const ClipRequest& request, int32_t device, void* stream);
 void launch_guard(const GuardRequest& request, int32_t device, void* stream);
+
+int64_t update_workspace_bytes(const std::vector<UpdateEntry>& entries);
+// Writes table[i] = sums of entries[i], by its coefficients on the device. Two kernels.
+void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
+                   UpdateSums<double>* table, void* workspace, int32_t device, void* stream);
 
 }  // namespace gradstat

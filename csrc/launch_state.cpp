@@ -132,6 +132,7 @@ DeviceFacts facts_of(int32_t device) {
     const AllowMemoryCalls allow;
     const LoadedKernels stats = load_stats_kernels(), scale = load_scale_kernels();
     load_decide_kernels();
+    static_cast<void>(load_update_kernels());
     facts.blocks_per_multiprocessor =
         std::max(1, std::min(stats.blocks_per_multiprocessor, scale.blocks_per_multiprocessor));
     const char* overlap = std::getenv("GRADSTAT_CUDA_PDL");
@@ -175,25 +176,20 @@ uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStrea
   return state.tickets;
 }
 
-UploadedTable upload_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace,
-                           int32_t device, cudaStream_t stream) {
-  const size_t bytes = DeviceTable::bytes(entries.size(), partition.ranges);
+Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t device, cudaStream_t stream) {
+  const size_t bytes = words.size() * sizeof(uint64_t);
   const AllowMemoryCalls allow;
   if (is_capturing(stream)) {
     // Each replay copies from this memory again, so it is never released.
     void* pinned = nullptr;
     check_cuda(cudaMallocHost(&pinned, bytes), "allocating pinned memory");
-    DeviceTable host = DeviceTable::at(pinned, entries.size());
-    fill_table(entries, partition, host);
+    std::memcpy(pinned, words.data(), bytes);
     check_cuda(cudaMemcpyAsync(workspace, pinned, bytes, cudaMemcpyHostToDevice, stream), "uploading a table");
-    return {{}, DeviceTable::at(workspace, entries.size())};
+    return {{}, workspace};
   }
 
   StreamState& state = state_of(device, stream);
   std::unique_lock<std::mutex> lock(state.mutex);
-  std::vector<uint64_t> words((bytes + 7) / 8);
-  DeviceTable host = DeviceTable::at(words.data(), entries.size());
-  fill_table(entries, partition, host);
   if (state.last.size() != bytes || std::memcmp(state.last.data(), words.data(), bytes) != 0) {
     state.last.clear();  // should anything below fail
     if (state.device_table_bytes < bytes) {
@@ -212,7 +208,7 @@ UploadedTable upload_table(const std::vector<Entry>& entries, const Partition& p
     const auto* first = reinterpret_cast<const char*>(words.data());
     state.last.assign(first, first + bytes);
   }
-  return {std::move(lock), DeviceTable::at(state.device_table, entries.size())};
+  return {std::move(lock), state.device_table};
 }
 
 }  // namespace gradstat

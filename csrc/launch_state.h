@@ -55,9 +55,10 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
 #define GRADSTAT_FOR_LARGE_TABLES(kernel)                             \
   reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>), \
       reinterpret_cast<const void*>(kernel<DeviceTable>)
-LoadedKernels load_stats_kernels();  // in stats_cuda.cu
-LoadedKernels load_scale_kernels();  // in scale_cuda.cu
-void load_decide_kernels();          // in decide_cuda.cu
+LoadedKernels load_stats_kernels();   // in stats_cuda.cu
+LoadedKernels load_scale_kernels();   // in scale_cuda.cu
+LoadedKernels load_update_kernels();  // in update_cuda.cu
+void load_decide_kernels();           // in decide_cuda.cu
 
 // The same of all kernels together, and the device's size; found out once.
 struct DeviceFacts {
@@ -101,13 +102,13 @@ inline size_t table_bytes(size_t tensors, const Partition& partition) {
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream);
 
 // The table of a launch in device memory, uploaded only if the stream's last one differed. The lock must be
-// kept until the kernel is enqueued, for another thread might upload to the same stream.
-struct UploadedTable {
+// kept until the kernel is enqueued, for another thread might upload to the same stream. A captured launch has
+// its table in `workspace`.
+struct Uploaded {
   std::unique_lock<std::mutex> lock;
-  DeviceTable table;
+  void* memory;
 };
-UploadedTable upload_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace,
-                           int32_t device, cudaStream_t stream);
+Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t device, cudaStream_t stream);
 
 // Calls launch(table) with the first of these sizes of parameter table that holds all entries, else with an
 // uploaded one.
@@ -120,8 +121,11 @@ template <int... kCapacities, class Launch>
 void with_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace, int32_t device,
                 cudaStream_t stream, const Launch& launch) {
   if (with_parameter_table<kCapacities...>(entries, partition, launch)) return;
-  const UploadedTable uploaded = upload_table(entries, partition, workspace, device, stream);
-  launch(uploaded.table);
+  std::vector<uint64_t> words((DeviceTable::bytes(entries.size(), partition.ranges) + 7) / 8);
+  DeviceTable host = DeviceTable::at(words.data(), entries.size());
+  fill_table(entries, partition, host);
+  const Uploaded uploaded = upload(words, workspace, device, stream);
+  launch(DeviceTable::at(uploaded.memory, entries.size()));
 }
 
 }  // namespace gradstat

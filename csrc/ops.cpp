@@ -31,6 +31,11 @@ struct Cpu {
 
   static void decide(const ClipRequest& request, int32_t) { decide_clip(request, Alone{}); }
   static void guard(const GuardRequest& request, int32_t) { guard_step(request); }
+
+  static void update(const std::vector<UpdateEntry>& entries, int32_t,
+                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
+    update_cpu(entries, coefficients, table);
+  }
 };
 
 }  // namespace gradstat
@@ -55,6 +60,7 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
       "guard_(float[] options, Tensor(a!) state, int window, Tensor(b!) numbers, Tensor verdict, Tensor? "
       "loss=None, "
       "Tensor? update=None, Tensor(c!)? counters=None) -> Tensor");
+  library.def("update_sums(Tensor[] operands, int[] rules, Tensor coefficients) -> Tensor");
   library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
 }
 

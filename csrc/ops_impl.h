@@ -5,6 +5,7 @@
 //   are_known_to_be_one  without waiting for the device
 //   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
 //   decide, guard        about a clip's coefficients, or a step, in the memory of the device with that index
+//   update               one set of coefficients and a row of sums for each entry
 // A `Memory` is new memory that becomes a tensor: made from sizes, dtype and device index; has data().
 #pragma once
 
@@ -19,6 +20,7 @@
 
 #include "decide.h"
 #include "stable_tensors.h"
+#include "update.h"
 
 namespace gradstat {
 
@@ -107,6 +109,16 @@ struct Operations {
     return {std::move(norm), std::move(memory)};
   }
 
+  static Memory update_sums(const TensorList& operands, const std::vector<int64_t>& rules,
+                            const double* coefficients) {
+    const std::vector<UpdateEntry> entries = update_entries(operands.entries(), rules);
+    const int32_t device = operands.device_index();
+    Memory table({static_cast<int64_t>(entries.size()), kUpdateSums}, DType::kFloat64, device);
+    Device::update(entries, device, reinterpret_cast<const UpdateCoefficients<double>*>(coefficients),
+                   static_cast<UpdateSums<double>*>(table.data()));
+    return table;
+  }
+
   static Memory clip(const TensorList& list, double max_norm, double norm_type) {
     Norm measured = measure(list, max_norm, norm_type);
     if (max_norm != kInf) {
@@ -186,6 +198,13 @@ struct Ops {
 
   static Tensor clip_(const Tensors& tensors, double max_norm, double norm_type) {
     return Bodies::clip(tensors_of(tensors), max_norm, norm_type).tensor;
+  }
+
+  static Tensor update_sums(const Tensors& operands, const std::vector<int64_t>& rules,
+                            const Tensor& coefficients) {
+    const TensorList list = tensors_of(operands);
+    const auto count = static_cast<int64_t>(rules.size()) * kUpdateCoefficients;
+    return Bodies::update_sums(list, rules, numbers_of<double>(coefficients, count, list)).tensor;
   }
 
   static void scale_(const Tensors& tensors, const Tensor& coefficient) {
@@ -316,4 +335,5 @@ struct Ops {
   library.impl("scale_units_", TORCH_BOX(&gradstat::Ops<Device>::scale_units_)); \
   library.impl("guard_", TORCH_BOX(&gradstat::Ops<Device>::guard_));             \
   library.impl("decide_clip_", TORCH_BOX(&gradstat::Ops<Device>::decide_clip_)); \
+  library.impl("update_sums", TORCH_BOX(&gradstat::Ops<Device>::update_sums));   \
   library.impl("clip_", TORCH_BOX(&gradstat::Ops<Device>::clip_))

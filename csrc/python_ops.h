@@ -224,6 +224,11 @@ struct Unlocked : Device {
     const WithoutGil others_may_run;
     Device::scale(entries, device_index, coefficients, follows_measure);
   }
+  static void update(const std::vector<UpdateEntry>& entries, int32_t device_index,
+                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
+    const WithoutGil others_may_run;
+    Device::update(entries, device_index, coefficients, table);
+  }
 };
 
 template <class Device>
@@ -311,6 +316,23 @@ struct PythonOps {
     return with_list(body, arguments, "OddOO", &max_norm, &norm_type, &loss_scale, &counters);
   }
 
+  // update_sums(operands, list of rules, coefficients) -> table | None
+  static PyObject* update_sums(PyObject*, PyObject* arguments) {
+    PyObject *rules = nullptr, *coefficients = nullptr;
+    const auto body = [&](const TensorList& list) {
+      if (!PyList_Check(rules)) throw NotOrdinary();
+      std::vector<int64_t> numbers(PyList_Size(rules));
+      for (size_t i = 0; i < numbers.size(); ++i) {
+        numbers[i] = PyLong_AsLong(PyList_GetItem(rules, static_cast<Py_ssize_t>(i)));
+      }
+      const auto count = static_cast<int64_t>(numbers.size()) * kUpdateCoefficients;
+      return Bodies::update_sums(list, numbers, numbers_of<double>(coefficients, count, list))
+          .to_python()
+          .release();
+    };
+    return with_list(body, arguments, "OOO", &rules, &coefficients);
+  }
+
   // scale_(tensors, memory that begins with the coefficient) -> True | None
   static PyObject* scale_(PyObject*, PyObject* arguments) { return scaled(arguments, 0); }
 
@@ -362,6 +384,7 @@ PyObject* make_module(const char* name, PyMethodDef* own) {
                                   {"scale_", Methods::scale_, METH_VARARGS, nullptr},
                                   {"scale_each_", Methods::scale_each_, METH_VARARGS, nullptr},
                                   {"unscale_", Methods::unscale_, METH_VARARGS, nullptr},
+                                  {"update_sums", Methods::update_sums, METH_VARARGS, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -150,20 +150,22 @@ struct Kernels {
   const char* name;
   void (*read)(const Entry&, int64_t first, int64_t count, double factor, Row& row);
   void (*scale)(const Entry&, int64_t first, int64_t count, double coefficient);
+  void (*read_update)(const UpdateEntry&, int64_t first, int64_t count, const UpdateCoefficients<double>&,
+                      UpdateSums<double>&);
 };
 
 Kernels choose_kernels() {
-  std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale}};
+  std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale, baseline::read_update}};
 #if defined(__x86_64__)
   // Every processor with AVX2 has F16C, about which not every compiler can ask.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    supported.push_back({"avx2", avx2::read, avx2::scale});
+    supported.push_back({"avx2", avx2::read, avx2::scale, avx2::read_update});
     // The processors with VBMI2 (Ice Lake, Zen 4 and later) do not slow down for vectors of 64 bytes; those
     // before do.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")) {
-      supported.push_back({"avx512", avx512::read, avx512::scale});
+      supported.push_back({"avx512", avx512::read, avx512::scale, avx512::read_update});
     }
   }
 #endif
@@ -204,12 +206,13 @@ class ForkedFromThreads {
 // tensors alone, never on the number of threads. A tensor of several chunks has a slot for each, in order.
 class Work {
  public:
-  explicit Work(const std::vector<Entry>& entries) : entries_(entries) {
+  // `times`: how many entries like these are read beside them.
+  explicit Work(const std::vector<Entry>& entries, int64_t times = 1) : entries_(entries) {
     int64_t total = 0;
     for (const Entry& entry : entries) total += kTensorBytes + entry.values() * size_of(entry.dtype);
-    const bool is_parallel = total >= kParallelBytes && !ForkedFromThreads::value();
+    const bool is_parallel = times * total >= kParallelBytes && !ForkedFromThreads::value();
     const int64_t most = is_parallel ? 8 * torch::stable::get_num_threads() : 1;
-    const int64_t tasks = std::clamp<int64_t>(total / kTaskBytes, 1, most);
+    const int64_t tasks = std::clamp<int64_t>(times * total / kTaskBytes, 1, most);
     Place place = {0, 0, 0};
     int64_t cost = 0;
     borders_.reserve(tasks + 1);
@@ -296,6 +299,30 @@ void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficien
     const double coefficient = coefficients.of(tensor);
     if (coefficient != 1.0) scale(entries[tensor], first, count, coefficient);
   });
+}
+
+void update_cpu(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
+                UpdateSums<double>* table) {
+  const auto read_update = kernels().read_update;
+  std::vector<Entry> gradients;
+  int64_t operands = 1;
+  for (const UpdateEntry& entry : entries) {
+    gradients.push_back(entry.operands[0]);
+    operands = std::max<int64_t>(operands, operands_of(entry.rule));
+  }
+  const Work work(gradients, operands);
+  std::vector<UpdateSums<double>> slots(work.slots());
+  work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
+    UpdateSums<double> sums = {};
+    read_update(entries[tensor], first, count, coefficients[tensor], sums);
+    (work.has_slots(tensor) ? slots[slot] : table[tensor]) = sums;
+  });
+  auto slot = slots.begin();
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!work.has_slots(i)) continue;
+    table[i] = {};
+    for (int64_t first = 0; first < entries[i].numel(); first += kChunk) merge_into(table[i], *slot++);
+  }
 }
 
 const char* cpu_instructions() { return kernels().name; }

@@ -766,6 +766,8 @@ void scale(const Entry& entry, int64_t first, int64_t count, double coefficient)
   if (!is_scaled) scale_float8(entry, first, count, static_cast<float>(coefficient));
 }
 
+#include "update_cpu_kernel.h"
+
 }  // namespace GRADSTAT_NAMESPACE
 
 #undef GRADSTAT_MM

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from gradstat.automatic import AutoHandle, auto
     from gradstat.monitor import Monitor
     from gradstat.patch import patch_torch
+    from gradstat.update import UPDATE_FIELDS, UpdateReport, UpdateStats, update_stats
 
 __all__ = [
     "AGC",
     "FIELDS",
+    "UPDATE_FIELDS",
     "AccumulationReport",
     "AdaGC",
     "AutoClip",
@@ -50,6 +52,8 @@ __all__ = [
     "StepCounts",
     "StepResult",
     "TensorStats",
+    "UpdateReport",
+    "UpdateStats",
     "ZClip",
     "__version__",
     "amp",
@@ -66,6 +70,7 @@ __all__ = [
     "patch_torch",
     "stats",
     "step_counters",
+    "update_stats",
 ]
 
 
@@ -80,6 +85,7 @@ _LAZY = {
     "distributed": None,
     "monitor": None,
     "patch_torch": "patch",
+    **dict.fromkeys(("UPDATE_FIELDS", "UpdateReport", "UpdateStats", "update_stats"), "update"),
 }
 
 

@@ -19,6 +19,17 @@ from typing import Any, Literal
 
 Merge = Literal["sum", "min", "max"]
 
+# Of the update that an optimizer is about to make (csrc/update.h): a table of sums over elements, one row for each
+# parameter, from coefficients, one row for each too. The columns of both, in order.
+UPDATE_SUMS = ("update", "weight", "scaled_gradient", "product", "gradient", "momentum", "second_moment")
+UPDATE_COEFFICIENTS = (
+    *("gradient_scale", "weight_decay", "momentum_decay", "momentum_gain", "second_decay", "second_gain"),
+    *("from_gradient", "from_momentum", "root_scale", "eps", "is_adaptive", "lr"),
+)
+UPDATE_RULES = ("gradient", "momentum", "adam", "amsgrad", "adamax")
+"""How an update comes about, by number. A tensor of the n-th has `UPDATE_OPERANDS[n]` operands."""
+UPDATE_OPERANDS = (2, 3, 4, 5, 4)  # gradient, weight, momentum, second moment, its maximum
+
 _IDENTITY: dict[str, float] = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -76,8 +87,8 @@ SMALL = 2.0**-511
 LARGE_SCALE = 2.0**-538
 SMALL_SCALE = 2.0**537
 
-FINGERPRINT: str = ",".join(f"{field.name}:{field.merge}" for field in FIELDS)
-"""Identifies this list of fields. A compiled extension carries the one it was built with."""
+FINGERPRINT: str = ",".join([*(f"{field.name}:{field.merge}" for field in FIELDS), *UPDATE_SUMS, *UPDATE_COEFFICIENTS])
+"""Identifies these lists. A compiled extension carries the ones it was built with."""
 
 
 def column(name: str) -> int:

@@ -56,6 +56,15 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
+def update_sums(
+    library: ctypes.CDLL, pieces: list[Piece], rules: list[int], coefficients: torch.Tensor, seed: int = 0
+) -> torch.Tensor:
+    table = np.full((len(rules), len(_fields.UPDATE_SUMS)), 1e33)
+    numbers, by = np.array(rules, dtype=np.int64), coefficients.numpy()
+    library.run_update(*arrays(pieces), ctypes.c_int64(len(rules)), pointer(numbers), seed, pointer(by), pointer(table))
+    return torch.from_numpy(table)
+
+
 def stats(
     library: ctypes.CDLL,
     pieces: list[Piece],

@@ -24,8 +24,9 @@ ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 class Kernels:
     """What a backend does on one type of device, with tensors as `gradstat._core.tensors.readable` returns them.
 
-    It is made of three functions: one fills a table, one scales by one number, one by one each. The rest is composed
-    of them here, in more passes than kernels of their own take; units are a view each, microseconds of the host.
+    It is made of four functions: one fills a table, one scales by one number, one by one each, and one reads what an
+    optimizer is about to do. The rest is composed of them here, in more passes than kernels of their own take; units
+    are a view each, microseconds of the host.
     """
 
     direct: DeviceModule | None = None  # a shorter way for lists of ordinary tensors, which need no `readable`
@@ -37,7 +38,9 @@ class Kernels:
         stats: Callable[[list[Tensor]], Tensor],
         scale_: Callable[[list[Tensor], Tensor], None],
         scale_each_: Callable[[list[Tensor], Tensor], None],
+        update_sums: Callable[[list[Tensor], list[int], Tensor], Tensor],
     ) -> None:
+        self.update_sums = update_sums  # as `gradstat._core.reference.update_sums`, which says of what
         self._stats = stats
         self._scale = scale_
         self._scale_each = scale_each_
@@ -82,9 +85,18 @@ class NativeKernels(Kernels):
 
     def __init__(self, direct: DeviceModule) -> None:
         operators = torch.ops.gradstat
-        super().__init__(operators.stats.default, operators.scale_.default, operators.scale_each_.default)
+        super().__init__(
+            *(operators.stats.default, operators.scale_.default, operators.scale_each_.default, self._update_sums)
+        )
         self.direct = direct
         self.decide_clip_, self.guard_ = operators.decide_clip_.default, operators.guard_.default
+
+    def _update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
+        assert self.direct is not None
+        sums = self.direct.update_sums(operands, rules, coefficients)
+        if sums is None:
+            sums = torch.ops.gradstat.update_sums.default(operands, rules, coefficients)
+        return sums
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         table, signature = torch.ops.gradstat.check.default(tensors)
@@ -132,9 +144,10 @@ def _load_triton(device_type: str) -> Kernels:
     try:
         import gradstat.kernels.scale as scale_module
         import gradstat.kernels.stats as stats_module
+        import gradstat.kernels.update as update_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    return Kernels(stats_module.stats, scale_module.scale_, scale_module.scale_each_)
+    return Kernels(stats_module.stats, scale_module.scale_, scale_module.scale_each_, update_module.update_sums)
 
 
 def _load_reference(device_type: str) -> Kernels:
@@ -143,7 +156,7 @@ def _load_reference(device_type: str) -> Kernels:
     _require_device(device_type)
     from gradstat._core import reference
 
-    return Kernels(reference.stats, reference.scale_, reference.scale_each_)
+    return Kernels(reference.stats, reference.scale_, reference.scale_each_, reference.update_sums)
 
 
 class Backend(NamedTuple):

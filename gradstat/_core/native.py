@@ -55,6 +55,9 @@ class DeviceModule(Protocol):
     def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool | None: ...
     def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool | None: ...
 
+    # As `gradstat._core.reference.update_sums`.
+    def update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor, /) -> Tensor | None: ...
+
     # By the float32 factor: table and signature of the results. None also if an address occurs twice.
     def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None: ...
 
@@ -182,6 +185,10 @@ def _register_fakes() -> None:
         norm = tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))
         numbers = tensors[0].new_empty(2, dtype=torch.float64)
         return table_like(tensors), norm, numbers, tensors[0].new_empty(3, dtype=torch.float32)
+
+    @torch.library.register_fake("gradstat::update_sums")
+    def _(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
+        return coefficients.new_empty((len(rules), len(_fields.UPDATE_SUMS)))
 
     @torch.library.register_fake("gradstat::scale_")
     @torch.library.register_fake("gradstat::scale_each_")

@@ -68,5 +68,41 @@ def scale_each_(tensors: list[Tensor], coefficients: Tensor) -> None:
         scale_([tensor], coefficient)
 
 
+def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
+    """``[len(rules), len(UPDATE_SUMS)]`` float64: what csrc/update.h says, in the same words.
+
+    ``operands`` are those of one tensor behind those of another, as many as its rule has, all real and of one shape;
+    ``coefficients`` ``[len(rules), len(UPDATE_COEFFICIENTS)]`` float64. Of the update without the learning rate.
+    """
+    rows, rest = [], iter(operands)
+    for number, numbers in zip(rules, coefficients.unbind(), strict=True):
+        rule = _fields.UPDATE_RULES[number]
+        given = [next(rest).to(torch.float64) for _ in range(_fields.UPDATE_OPERANDS[number])]
+        by = dict(zip(_fields.UPDATE_COEFFICIENTS, numbers.unbind(), strict=True))
+        gradient, weight, *state = given
+        gradient = by["gradient_scale"] * gradient
+        gradient = torch.where(by["weight_decay"] != 0, gradient + by["weight_decay"] * weight, gradient)
+        momentum = state[0] if state else torch.zeros_like(gradient)
+        moved = by["momentum_decay"] * momentum + by["momentum_gain"] * gradient
+        update = by["from_gradient"] * gradient + by["from_momentum"] * moved
+        scaled = torch.zeros_like(gradient)
+        if len(state) > 1:
+            if rule == "adamax":
+                divisor = torch.maximum(by["second_decay"] * state[1], gradient.abs() + by["eps"])
+            else:
+                second = by["second_decay"] * state[1] + by["second_gain"] * gradient.square()
+                if rule == "amsgrad":
+                    second = torch.maximum(state[2], second)
+                divisor = by["root_scale"] * second.sqrt() + by["eps"]
+            scaled = gradient / divisor
+            update = torch.where(by["is_adaptive"] != 0, update / divisor, update)
+        second_sum = sum((each.sum() for each in state[1:]), torch.zeros_like(by["lr"]))
+        squares = {"update": update, "weight": weight, "scaled_gradient": scaled, "gradient": gradient}
+        sums = {name: each.square().sum() for name, each in (squares | {"momentum": momentum}).items()}
+        sums |= {"product": (gradient * momentum).sum(), "second_moment": second_sum}
+        rows.append(torch.stack([sums[name] for name in _fields.UPDATE_SUMS]))
+    return torch.stack(rows)
+
+
 def _smallest(values: Tensor) -> Tensor:
     return values.amin() if values.numel() else values.new_full((), torch.inf)

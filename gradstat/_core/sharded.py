@@ -370,3 +370,14 @@ def without_ranks(table: Tensor) -> Tensor:
         index = table[:, column]
         table[:, column] = torch.where(index.isfinite(), index % 2.0 ** index_bits(), index)
     return table
+
+
+def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Adds up rows of sums, ``[len(tensors), ...]``, in place over the groups of ranks that hold shards of a tensor."""
+    groups: dict[ProcessGroup, list[int]] = {}
+    for row, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            for group in Layout.of(tensor._spec.mesh, tensor._spec.placements).groups:
+                groups.setdefault(group, []).append(row)
+    for group, members in groups.items():
+        rows[members] = reduce_(rows[members], dist.ReduceOp.SUM, [group], "gradstat")

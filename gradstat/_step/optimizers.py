@@ -19,14 +19,14 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
-def _original_step(kind: Any) -> Any:
+def original_step(kind: Any) -> Any:
     # torch wraps `step` of every class to call its hooks. A subclass with a step of its own has another one.
     return inspect.unwrap(kind.step)
 
 
-_WITH_FUSED_STEP = {_original_step(kind) for kind in (Adam, AdamW, Adagrad, SGD)}
-_REPEATING_STEP = _original_step(LBFGS)
-_SGD_STEP = _original_step(SGD)
+_WITH_FUSED_STEP = {original_step(kind) for kind in (Adam, AdamW, Adagrad, SGD)}
+_REPEATING_STEP = original_step(LBFGS)
+_SGD_STEP = original_step(SGD)
 
 
 class Traits(NamedTuple):
@@ -42,7 +42,7 @@ class Traits(NamedTuple):
 
 @functools.cache
 def _traits_of(kind: Any) -> Traits:
-    step = _original_step(kind)
+    step = original_step(kind)
     repeats = step is _REPEATING_STEP
     accepts_scaler = "grad_scaler" in inspect.signature(kind.step).parameters
     is_foreign = not step.__module__.startswith("torch.optim")
@@ -95,7 +95,7 @@ def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
     It allocates its buffers without filling them, as its first step will (``torch/optim/sgd.py``, ``_fused_sgd``). If
     the device skips that step nobody does. Without dampening zeros serve as well, and are put there.
     """
-    if _original_step(type(optimizer)) is not _SGD_STEP:
+    if original_step(type(optimizer)) is not _SGD_STEP:
         return False
     at_risk = False
     for group in optimizer.param_groups:

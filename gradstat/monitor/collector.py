@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradstat._core import norms
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import Source, gradients_of, source_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
-from gradstat._step import loss_scale
+from gradstat._step import loss_scale, updates
 from gradstat.check import check_tensors
+from gradstat.clip import get_total_norm
 from gradstat.guard import guard_of
 from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
@@ -59,7 +61,11 @@ class Collector:
         options: MonitorOptions,
         wanted: Wanted,
         gaps: Gaps,
+        max_norm: float | None = None,
     ) -> None:
+        # Of another optimizer updates are known when they were made, from copies of the parameters before.
+        self._foretells = bool(watch["updates"]) and optimizer is not None and updates.is_known(optimizer)
+        self._max_norm = max_norm
         self._wanted, self._gaps = wanted, gaps
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
         if optimizer is not None:
@@ -123,13 +129,17 @@ class Collector:
             if self._activations is not None:
                 segment, measured = self._activations.take()
                 others = [PendingRows([segment], measured)] if measured.tables else []
+        is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
+        if self._foretells and self.is_due("updates", step):
+            with self._gaps.contained(step, "what the optimizer is about to change is not watched"):
+                scale = on_device["loss_scale"] if is_scaled else None
+                others += self._updates(source.parameters, segments[0].names, gradients.tensors, scale)
         left_out = self._gaps.left_out
         numbers = measure_segments(
             segments, tensors, source.parameters, self._backend, self._wanted, left_out, self._extra_groups
         )
         if left_out:
             self._gaps.tell_left_out(step)
-        is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
         is_scaled = is_scaled or engine_scale is not None
         origin = None if self._origin is None else self._origin.take()
         if self._learning is not None:
@@ -275,7 +285,7 @@ class Collector:
             if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
                 updates = self._made(step, now, lambda: list(torch._foreach_sub(now, copies)))
                 yield Segment("update", tuple(before)), updates
-        if self.is_due("updates", step):
+        if self.is_due("updates", step) and not self._foretells:
             named = [(n, p.detach()) for n, p in zip(names, parameters, strict=True) if observers.measurable(p)]
             now = [parameter for _, parameter in named]
             copies = self._made(step, now, lambda: [parameter.clone() for parameter in now])
@@ -291,6 +301,19 @@ class Collector:
         yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
         if self._optimizer is not None and self.is_due("optimizer", step):
             observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
+
+    def _updates(
+        self, parameters: list[Tensor], names: tuple[str, ...], gradients: list[Tensor], scale: Tensor | None
+    ) -> list[PendingRows]:
+        """The updates that gradients make once they have lost the loss scale, and are clipped if that is known."""
+        assert self._optimizer is not None
+        if self._max_norm is not None and gradients:
+            norm = get_total_norm(gradients, backend=self._backend).to(torch.float64)
+            clip = norms.clip_coefficient(norm if scale is None else norm / scale, self._max_norm)
+            scale = 1 / clip if scale is None else scale / clip
+        named = dict(zip(map(id, parameters), names, strict=True))
+        segment, measured = observers.updates_of(self._optimizer, named, self._backend, scale)
+        return [PendingRows([segment], measured)] if measured.tables else []
 
     def _made(self, step: int, like: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """New tensors; if there is no memory for them, some without data, so that no other rank waits for these."""

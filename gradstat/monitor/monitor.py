@@ -93,7 +93,7 @@ class Monitor:
         replay: The function that does a step, for ``on_anomaly="replay"``; True to remember what `replay` needs, and do
             none by itself. Costs tens of microseconds for each forward pass, for the states of random generators, and
             a copy of the buffers. ``on_anomaly="replay"`` reads numbers at once, as the option ``lag=0``.
-        max_norm: What gradients are clipped to, so that the rule on clipping can judge.
+        max_norm: What gradients are clipped to, so that the rule on clipping can judge, and updates are foretold.
         classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
             ``{"batch['labels']": 10}``, if not all of them are labels.
         guard: Keeps ``optimizer`` from steps that are out of the ordinary, as the policy ``"skip"`` keeps it from those
@@ -168,7 +168,9 @@ class Monitor:
         self.guard = guard
         skips = self._policies.uses("skip") or guard is not None
         wanted: Wanted = "norm" if guard is not None else "flag" if skips else None
-        self._collector = Collector(model, optimizer, scaler, self._watch, classes, options, wanted, self._gaps)
+        self._collector = Collector(
+            model, optimizer, scaler, self._watch, classes, options, wanted, self._gaps, self._max_norm
+        )
         self._buffer = StepBuffer(self._collector.judged_label)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if skips else None

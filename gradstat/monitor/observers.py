@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
+from gradstat._core.parameters import source_of
 from gradstat._core.tensors import TensorInfo, by_device, why_not_measured
+from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
@@ -68,6 +70,28 @@ def states_of(
                 tensors.append(value)
     for key, (of_key, tensors) in found.items():
         yield Segment(name_of_state(key), tuple(of_key)), tensors
+
+
+def updates_of(
+    optimizer: Optimizer, names: Mapping[int, str], backend: str | None, divisor: Tensor | None
+) -> tuple[Segment, Measurement]:
+    """Norms of the updates to come, in rows that are otherwise unknown; ``names`` of parameters by their id.
+
+    ``divisor`` is what gradients are divided by first. Where something is not finite there is no row.
+    """
+    parameters = source_of(optimizer).parameters
+    positions, _, sums = update_sums(optimizer, lambda i: names.get(id(parameters[i]), "?"), backend, divisor)
+    here = [row for row, position in enumerate(positions) if id(parameters[position]) in names]
+    known = [parameters[positions[row]] for row in here]
+    squares = sums[:, _fields.UPDATE_SUMS.index("update")]
+    squares = squares if len(here) == len(positions) else squares[here]
+    fields = dict.fromkeys(("nan_count", "inf_count", "sq_sum_large", "sq_sum_small"), torch.zeros_like(squares))
+    fields |= {"sq_sum": squares, "first_nonfinite": torch.full_like(squares, torch.inf)}
+    nothing = torch.full_like(squares, torch.nan)
+    rows = torch.stack([fields.get(name, nothing) for name in _fields.NAMES], 1)
+    rows = torch.where(squares.isfinite()[:, None], rows, torch.nan)
+    infos = [TensorInfo(p.shape, p.dtype, p.device, None) for p in known]
+    return Segment("update", tuple(names[id(p)] for p in known)), Measurement([rows] * bool(known), None, infos)
 
 
 # Those that are watched: several may share a model.

@@ -104,8 +104,10 @@ def test_every_other_instruction_set_gives_exact_results(instructions: str, fork
         )
         assert "is not available on this machine; available: " in result.stderr
         return
-    wanted = "(every_length or scaled_by_its or unscaled_values or exact and (float32 or bfloat16)) and not complex128"
-    files = [str(ROOT / "tests" / "core" / f"test_{name}.py") for name in ("conformance", "multiply")]
+    exact = "exact and (float32 or bfloat16)"
+    wanted = f"(every_length or every_size or scaled_by_its or unscaled_values or {exact}) and not complex128"
+    names = ("core/test_conformance", "core/test_multiply", "step/test_update")
+    files = [str(ROOT / "tests" / f"{name}.py") for name in names]
     options = ["-q", "-p", "no:cacheprovider", "-k", f"not reference- and not triton and not cuda and {wanted}"]
     result = forks.run(
         "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))",
@@ -162,7 +164,7 @@ LAYERS = [
     {"adaptive", "patch", "counters"},
     {"guard"},
     {"_step"},
-    {"step", "amp"},
+    {"step", "amp", "update"},
     {"distributed"},
     {"monitor"},
     {"automatic"},

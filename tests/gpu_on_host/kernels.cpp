@@ -3,6 +3,7 @@
 #include "decide_cuda.cuh"
 #include "scale_cuda.cuh"
 #include "stats_cuda.cuh"
+#include "update_cuda.cuh"
 
 using namespace gradstat;
 
@@ -103,6 +104,35 @@ void run_scale(int64_t count, const uint64_t* addresses, const int64_t* numels, 
     cuda_on_host::launch(std::min(partition.ranges, most_blocks), kThreads, seed,
                          [&] { scale_kernel(table, arguments); });
   });
+}
+
+// Of `count` operands in all; `rules` of tensors, a row of coefficients and of the table for each.
+void run_update(int64_t count, const uint64_t* addresses, const int64_t* numels, const int32_t* dtypes,
+                const uint8_t* pairs, int64_t tensors, const int64_t* rules, uint32_t seed,
+                const double* coefficients, double* table) {
+  const auto entries = update_entries(entries_of(count, addresses, numels, dtypes, pairs),
+                                      std::vector<int64_t>(rules, rules + tensors));
+  std::vector<UpdatePlace> places;
+  std::vector<uint32_t> of_chunk;
+  for (const UpdateEntry& entry : entries) {
+    places.push_back(update_place(entry, static_cast<uint32_t>(of_chunk.size())));
+    of_chunk.insert(of_chunk.end(), places.back().chunks(), static_cast<uint32_t>(places.size() - 1));
+  }
+  UpdateSums<double> poison;
+  std::memset(&poison, 0xff, sizeof(poison));
+  std::vector<UpdateSums<double>> slots(of_chunk.size(), poison);
+  const UpdateArguments arguments{places.data(),
+                                  of_chunk.data(),
+                                  reinterpret_cast<const UpdateCoefficients<double>*>(coefficients),
+                                  slots.data(),
+                                  reinterpret_cast<UpdateSums<double>*>(table),
+                                  static_cast<uint32_t>(entries.size())};
+  if (!of_chunk.empty()) {
+    cuda_on_host::launch(static_cast<uint32_t>(of_chunk.size()), kThreads, seed,
+                         [&] { update_kernel(arguments); });
+  }
+  cuda_on_host::launch((arguments.count + kWarps - 1) / kWarps, kThreads, seed,
+                       [&] { update_merge_kernel(arguments); });
 }
 
 }  // extern "C"

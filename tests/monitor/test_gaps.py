@@ -231,7 +231,7 @@ def out_of_memory(*_: object, **__: object) -> Any:
         ("gradstat.monitor.collector", "measure_segments", "could not be measured"),
         ("gradstat.monitor.observers", "states_of", "what else was due"),
         ("gradstat.monitor.observers.Buffers", "take", "what else was due"),
-        ("torch", "_foreach_sub", "what the optimizer changes"),
+        ("gradstat.monitor.observers", "update_sums", "what the optimizer is about to change"),
         ("gradstat.monitor.step_buffer.StepBuffer", "read", "could not be read"),
         ("gradstat.monitor.history.History", "keep", "could not be judged"),
         ("gradstat.monitor.collector.Collector", "see_batch", "a batch could not be looked at"),

@@ -7,7 +7,7 @@ import gc
 import math
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +120,13 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     assert tables["parameter"].steps.tolist() == [0, 10, 20]
     assert tables["buffer"].names == ("norm.running_mean", "norm.running_var")
     assert tables["exp_avg"].steps.tolist() == [10, 20]  # there is none before the first step of the optimizer
-    assert tables["update"].steps.tolist() == [1, 11, 21]
+    assert tables["update"].steps.tolist() == [0, 10, 20]  # before they are made
     assert tables["activation"].names == ("first", "norm", "second", "last")
     assert tables["activation"].steps.tolist() == [0, 10, 20]
     assert tables["output"].names == ("logits",)
-    expected = [(before[11][n] - before[10][n]).norm().item() for n in tables["update"].names]
-    np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-5)
+    left = 1 - 1e-3 * 1e-2  # by decoupled weight decay, which is no part of an update
+    expected = [(before[11][n] - left * before[10][n]).norm().item() for n in tables["update"].names]
+    np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-3)
     expected = [before[10][n].norm().item() for n in tables["parameter"].names]
     np.testing.assert_allclose(tables["parameter"].column("l2_norm")[1], expected, rtol=1e-6)
 
@@ -528,13 +529,61 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     monitor.save(tmp_path / "run.gradstat")  # which refuses steps that do not rise
 
 
+def test_an_update_that_is_not_finite_is_not_known() -> None:
+    model, optimizer, monitor = made(watch={"updates": 1})
+    trained(model, optimizer, monitor, 4, bad=3)
+    table = monitor.recording().tables["update"]
+    assert table.steps.tolist() == [0, 1, 2, 3]
+    assert np.isnan(table.column("l2_norm")).sum(1).tolist()[:3] == [0, 0, 0]
+    assert np.isnan(table.column("l2_norm"))[3].sum() == 1
+
+
+class SignDescent(torch.optim.Optimizer):
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= 1e-3 * parameter.grad.sign()
+
+
 def test_no_update_is_measured_across_a_rollback() -> None:
-    model, optimizer, monitor = made(
-        on_anomaly={"error": "rollback"}, options={"rollback_every": 1}, watch={"updates": 1}
+    """Of an optimizer that gradstat does not know: from copies, a step later."""
+    model = Net()
+    optimizer = SignDescent(model.parameters())
+    monitor = gradstat.Monitor(
+        model, optimizer, on_anomaly={"error": "rollback"}, options={"rollback_every": 1}, watch={"updates": 1}
     )
     trained(model, optimizer, monitor, 4, bad=3)
     trained(model, optimizer, monitor, 3)
-    assert monitor.recording().tables["update"].steps.tolist() == [1, 2, 3, 5, 6]
+    table = monitor.recording().tables["update"]
+    assert table.steps.tolist() == [1, 2, 3, 5, 6]
+    assert table.column("l2_norm")[0] == pytest.approx([1e-3 * p.numel() ** 0.5 for p in model.parameters()], rel=0.2)
+
+
+def test_updates_are_those_of_unscaled_and_clipped_gradients() -> None:
+    """As far as the monitor is told."""
+    found = {}
+    for scale, limit in ((1.0, None), (1.0, 1e-3), (1024.0, 1e-3)):
+        torch.manual_seed(3)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        monitor = gradstat.Monitor(model, optimizer, scaler, on_anomaly="record", watch=["updates"], max_norm=limit)
+        loss = model(torch.randn(8, 8)).square().mean()
+        scaler.scale(loss).backward()
+        monitor.step(loss)
+        found[scale, limit] = monitor.recording().tables["update"].column("l2_norm")[0]
+        scaler.unscale_(optimizer)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit or math.inf)
+        optimizer.step()
+        made = [(p.detach() - old).norm().item() for p, old in zip(model.parameters(), before, strict=True)]
+        assert found[scale, limit] == pytest.approx(made, rel=1e-2, abs=1e-8)
+    assert found[1.0, 1e-3] == pytest.approx(found[1024.0, 1e-3], rel=1e-4, abs=1e-9)
+    assert found[1.0, None].max() > 10 * found[1.0, 1e-3].max()
 
 
 def test_a_layer_may_get_another_shape_while_updates_are_measured() -> None:
@@ -780,7 +829,7 @@ def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_
     monitor.flush()
     tables = monitor.recording().tables
     assert tables["gradient"].column("max_abs").max() < 1e3
-    assert tables["update"].column("max_abs").max() < 1e3
+    assert tables["update"].column("l2_norm").max() < 1e3
     for key in ("gradient", "update", "label", "scalars"):
         assert (tables[f"optimizer {key}"].column("max_abs") == 1e6).all()
     assert set(tables) & {"label", "scalars"} == set()

@@ -24,13 +24,15 @@ ARCHITECTURES = re.findall(r'"(\d+)"', re.findall(r"CUDA_ARCHITECTURES = (.*)", 
 
 # 16-byte instructions a kernel must have. Statistics: eleven formats, each with four loads ahead of the loop,
 # four in it and four for a partial tile. Unscaling: the same, and stores of what was loaded in and behind the loop.
-# Scaling: five formats of four loads and four stores.
+# Scaling: five formats of four loads and four stores. Updates: three formats of all operands of five rules.
 EXPECTED = {
     "stats": {"LDG": 11 * 12, "STG": 0},
     "unscale": {"LDG": 11 * 12, "STG": 11 * 8},
     "scale": {"LDG": 5 * 4, "STG": 5 * 4},
     "decide_clip": {},
     "guard": {},
+    "update": {"LDG": 3 * (2 + 3 + 4 + 5 + 4), "STG": 0},
+    "update_merge": {},
 }
 THREADS = 256
 # Per multiprocessor: registers, and threads at most.
@@ -80,7 +82,7 @@ def find_nvdisasm(nvcc: str) -> str:
 
 
 def short_name(mangled: str) -> str:
-    kind = re.search(r"\d(stats|unscale|scale|decide_clip|guard)_kernel", mangled)
+    kind = re.search(r"\d(stats|unscale|scale|decide_clip|guard|update_merge|update)_kernel", mangled)
     capacity = re.search(r"ParameterTableILi(\d+)E", mangled)
     return f"{kind[1] if kind else mangled}/{capacity[1] if capacity else 'uploaded'}"
 
@@ -193,7 +195,7 @@ def main() -> int:
     nvdisasm = find_nvdisasm(arguments.nvcc)
     begun = time.monotonic()
     failures = 0
-    sources = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "decide")]
+    sources = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "update", "decide")]
     jobs = [(source, architecture) for source in sources for architecture in arguments.architectures]
     print(
         f"{'kernel':16} {'sm':>4} {'regs':>5} {'smem':>6} {'threads/SM':>11} {'LDG.128':>8} {'STG.128':>8}  hot loops"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradstat.kernels import _table, scale, stats
+from gradstat import _fields
+from gradstat.kernels import _table, scale, stats, update
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 WIDE_LOAD = re.compile(r"ld\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64)")
@@ -44,12 +46,14 @@ class Gate:
         loops: Where the load of a main loop, and if it has one its store, stands, and how many of them there are for
             all element types together: (function, text of the line, number).
         warps: Warps per program.
+        constants: Its arguments that are compiled in.
     """
 
     kernel: Any
     arguments: dict[str, str]
     loops: tuple[tuple[Any, str, int], ...]
     warps: int
+    constants: dict[str, Any] = field(default_factory=dict)
 
 
 GATES = (
@@ -70,6 +74,18 @@ GATES = (
         ),
         warps=scale.WARPS,
     ),
+    *(
+        Gate(
+            update.update_kernel,
+            {"places": "*i64", "coefficients": "*fp64", "rows": "*fp64", "tensors": "i32"}
+            | dict.fromkeys(("RULE", "ELEMENT", "IS_WIDE"), "constexpr"),
+            loops=((update._operands, "tl.load(tl.multiple_of(pointer, 16) + offsets)", operands),),
+            warps=update.WARPS,
+            constants={"RULE": rule, "ELEMENT": element, "IS_WIDE": True},
+        )
+        for rule, operands in enumerate(_fields.UPDATE_OPERANDS)
+        for element in (tl.float32, tl.bfloat16)
+    ),
 )
 
 
@@ -79,7 +95,7 @@ def compiled(gate: Gate, architecture: int) -> Any:
         (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "coefficients"
     ]
     source = ASTSource(
-        gate.kernel, gate.arguments, constexprs={}, attrs={i: [["tt.divisibility", 16]] for i in aligned}
+        gate.kernel, gate.arguments, constexprs=gate.constants, attrs={i: [["tt.divisibility", 16]] for i in aligned}
     )
     options = {"num_warps": gate.warps, "enable_fp_fusion": _table.FUSE}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -142,7 +158,7 @@ def check(gate: Gate, architecture: int) -> list[str]:
     seconds = time.perf_counter() - began
     used = resources(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
-    name = f"{gate.kernel.__name__} sm_{architecture}"
+    name = " ".join([gate.kernel.__name__, *map(str, gate.constants.values()), f"sm_{architecture}"])
     main_loop = accesses(ptx, Path(gate.kernel.fn.__code__.co_filename).name, line_numbers(gate))
     loads = [a for a in main_loop if a.startswith("ld")]
     stores = [a for a in main_loop if a.startswith("st")]

@@ -148,6 +148,13 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+template <class... Arguments, size_t... kPlaces>
+auto bound(void (*kernel)(Arguments...), void** pointers, std::index_sequence<kPlaces...>) {
+  return [kernel, arguments = std::make_tuple(*static_cast<Arguments*>(pointers[kPlaces])...)] {
+    std::apply(kernel, arguments);
+  };
+}
+
 // A kernel that may overlap the one before is run first, which then runs where this one waits for it.
 template <class... Arguments>
 cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Arguments...), void** pointers) {
@@ -158,9 +165,7 @@ cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Argumen
   fake.last_blocks = config->gridDim.x;
   const uint32_t blocks = config->gridDim.x;
   const int threads = static_cast<int>(config->blockDim.x);
-  const auto run = [kernel, arguments = std::tuple<Arguments...>{*static_cast<Arguments*>(*pointers++)...}] {
-    std::apply(kernel, arguments);
-  };
+  const auto run = bound(kernel, pointers, std::index_sequence_for<Arguments...>());
   if (!fake.runs_kernels) return cudaSuccess;
   const auto seed = [] { return static_cast<uint32_t>(fake.seed++); };
   if (config->numAttrs == 0) {

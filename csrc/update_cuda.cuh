@@ -1,0 +1,214 @@
+// The update kernel: sums over gradient, weight and optimizer state of many tensors, each read once. A block
+// reads one chunk of one tensor and leaves its sums in a slot; a second kernel adds up a tensor's slots in
+// their order. Four or eight elements of a thread at a time are summed in float32 and promoted; those that
+// cannot be trusted are read again in float64, as are elements of float64, of mixed types, and of operands not
+// aligned to 16 bytes.
+#pragma once
+
+#include "device.cuh"
+#include "update.h"
+
+namespace gradstat {
+
+constexpr int64_t kUpdateChunk = 16384;  // elements
+
+// One tensor as the kernel sees it.
+struct UpdatePlace {
+  uint64_t addresses[kMostOperands];
+  int64_t numel;
+  uint32_t first_chunk;
+  UpdateRule rule;
+  DType dtypes[kMostOperands];
+  bool is_wide;  // all operands are of one type, narrower than float64, and aligned to 16 bytes
+
+  GRADSTAT_HD uint32_t chunks() const {
+    return static_cast<uint32_t>((numel + kUpdateChunk - 1) / kUpdateChunk);
+  }
+};
+
+inline UpdatePlace update_place(const UpdateEntry& entry, uint32_t first_chunk) {
+  UpdatePlace place = {{}, entry.numel(), first_chunk, entry.rule, {}, true};
+  for (int k = 0; k < operands_of(entry.rule); ++k) {
+    const Entry& operand = entry.operands[k];
+    place.addresses[k] = reinterpret_cast<uint64_t>(operand.data);
+    place.dtypes[k] = operand.dtype;
+    const bool is_narrow = size_of(operand.dtype) == 2 || operand.dtype == DType::kFloat32;
+    place.is_wide &=
+        is_narrow && operand.dtype == entry.operands[0].dtype && place.addresses[k] % kVectorBytes == 0;
+  }
+  return place;
+}
+
+struct UpdateArguments {
+  const UpdatePlace* places;
+  const uint32_t* tensors;  // that chunks belong to
+  const UpdateCoefficients<double>* coefficients;
+  UpdateSums<double>* slots;  // one for each chunk
+  UpdateSums<double>* table;
+  uint32_t count;  // of tensors
+};
+
+struct UpdateMemory {
+  UpdatePlace place;
+  UpdateCoefficients<double> by;
+  UpdateCoefficients<float> narrow;
+  UpdateSums<double> of_warp[kWarps];
+};
+
+// Elements of a vector of 16 bytes, by number, as float32.
+GRADSTAT_DEVICE uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+struct UpdateFloat32 {
+  static constexpr int kElements = 4;
+  static constexpr uint32_t kMagnitude = 0x7fffffffu;
+  GRADSTAT_DEVICE static float element(const uint4& v, int i) { return bits_to_float(word_of(v, i)); }
+};
+template <class Packed>
+struct UpdatePacked {
+  static constexpr int kElements = 8;
+  static constexpr uint32_t kMagnitude = 0x7fff7fffu;
+  GRADSTAT_DEVICE static float element(const uint4& v, int i) {
+    const uint32_t word = word_of(v, i / 2);
+    return i % 2 == 0 ? Packed::low(word) : Packed::high(word);
+  }
+};
+
+template <class Format>
+GRADSTAT_DEVICE bool is_zero(const uint4& v) {
+  return ((v.x | v.y | v.z | v.w) & Format::kMagnitude) == 0;
+}
+
+// Elements begin, begin + step, ... before end, in float64.
+template <UpdateRule kRule>
+GRADSTAT_DEVICE void read_update_exactly(const UpdateMemory& memory, int64_t begin, int64_t end, int64_t step,
+                                         UpdateSums<double>& sums) {
+  constexpr int kOperands = kRule == UpdateRule::kAdamax ? 4 : static_cast<int>(kRule) + 2;
+#pragma unroll 1
+  for (int64_t i = begin; i < end; i += step) {
+    double x[kOperands];
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) {
+      x[k] = value_at(memory.place.addresses[k], memory.place.dtypes[k], i);
+    }
+    add_update<kRule>(sums, x, memory.by);
+  }
+}
+
+// A thread's vectors of [at, end), one in kThreads, until one that cannot be trusted, which `at` then is.
+template <UpdateRule kRule, class Format>
+GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, int64_t end,
+                                      UpdateSums<double>& total) {
+  constexpr int kOperands = kRule == UpdateRule::kAdamax ? 4 : static_cast<int>(kRule) + 2;
+#pragma unroll 1
+  for (; at < end; at += kThreads * Format::kElements) {
+    uint4 v[kOperands];
+    const auto load = [&](int k) __attribute__((always_inline)) {
+      return load_vector(reinterpret_cast<const uint4*>(memory.place.addresses[k]) + at / Format::kElements);
+    };
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) v[k] = load(k);
+    UpdateSums<float> sums = {};
+#pragma unroll
+    for (int e = 0; e < Format::kElements; ++e) {
+      float x[kOperands];
+#pragma unroll
+      for (int k = 0; k < kOperands; ++k) x[k] = Format::element(v[k], e);
+      add_update<kRule>(sums, x, memory.narrow);
+    }
+    if (!is_safe(sums, false, kRule == UpdateRule::kGradient, false, kRule)) {
+      // Zeros are rare enough to be looked for again.
+      const bool no_weight = is_zero<Format>(load(1));
+      const bool no_gradient = is_zero<Format>(load(0)) && (memory.narrow.weight_decay == 0 || no_weight);
+      const bool no_momentum = kRule == UpdateRule::kGradient || is_zero<Format>(load(2));
+      if (!is_safe(sums, no_gradient, no_momentum, no_weight, kRule)) return;
+    }
+    merge_into(total, UpdateSums<double>{sums.update, sums.weight, sums.scaled, sums.product, sums.gradient,
+                                         sums.momentum, sums.second});
+  }
+}
+
+// A thread's elements of [begin, end), which begins with a whole vector. Fast and exact reading take turns, so
+// that the registers of the latter are outside of the hot loop.
+template <UpdateRule kRule>
+GRADSTAT_DEVICE void read_update(const UpdateMemory& memory, int64_t begin, int64_t end,
+                                 UpdateSums<double>& total) {
+  const DType dtype = memory.place.dtypes[0];
+  const bool is_wide = memory.place.is_wide && fits_float(memory.by, kRule);
+  const int64_t elements = is_wide ? kVectorBytes / size_of(dtype) : 1;
+  const int64_t whole = is_wide ? end - (end - begin) % elements : begin;
+  int64_t at = begin + threadIdx.x * elements;
+  bool is_rest = false;
+#pragma unroll 1
+  while (!is_rest) {
+    if (at < whole) {
+      if (dtype == DType::kFloat32) {
+        read_update_fast<kRule, UpdateFloat32>(memory, at, whole, total);
+      } else if (dtype == DType::kBFloat16) {
+        read_update_fast<kRule, UpdatePacked<PackedBFloat16>>(memory, at, whole, total);
+      } else {
+        read_update_fast<kRule, UpdatePacked<PackedHalf>>(memory, at, whole, total);
+      }
+    }
+    is_rest = at >= whole;
+    const int64_t first = is_rest ? whole + threadIdx.x : at;
+    read_update_exactly<kRule>(memory, first, is_rest ? end : at + elements, is_rest ? kThreads : 1, total);
+    at += kThreads * elements;
+  }
+}
+
+GRADSTAT_DEVICE void merge_over_warp(UpdateSums<double>& sums) {
+  double* column = &sums.update;
+#pragma unroll
+  for (int k = 0; k < kUpdateSums; ++k) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      column[k] += __shfl_xor_sync(kAllLanes, column[k], distance);
+    }
+  }
+}
+
+GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory& memory) {
+  const uint32_t thread = threadIdx.x, tensor = arguments.tensors[blockIdx.x];
+  if (thread == 0) {
+    memory.place = arguments.places[tensor];
+    memory.by = arguments.coefficients[tensor];
+    memory.narrow = narrowed(memory.by);
+  }
+  __syncthreads();
+  const UpdatePlace& place = memory.place;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x - place.first_chunk) * kUpdateChunk;
+  const int64_t end = begin + kUpdateChunk < place.numel ? begin + kUpdateChunk : place.numel;
+  UpdateSums<double> sums = {};
+  with_rule(place.rule, [&](auto rule) { read_update<decltype(rule)::value>(memory, begin, end, sums); });
+  merge_over_warp(sums);
+  if (thread % 32 == 0) memory.of_warp[thread / 32] = sums;
+  __syncthreads();
+  if (thread == 0) {
+    for (int warp = 1; warp < kWarps; ++warp) merge_into(sums, memory.of_warp[warp]);
+    arguments.slots[blockIdx.x] = sums;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    update_kernel(const __grid_constant__ UpdateArguments arguments) {
+  __shared__ UpdateMemory memory;
+  update_block(arguments, memory);
+}
+
+// A warp for each tensor.
+__global__ void __launch_bounds__(kThreads)
+    update_merge_kernel(const __grid_constant__ UpdateArguments arguments) {
+  const uint32_t tensor = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (tensor >= arguments.count) return;
+  const UpdatePlace& place = arguments.places[tensor];
+  UpdateSums<double> sums = {};
+  for (uint32_t chunk = threadIdx.x % 32; chunk < place.chunks(); chunk += 32) {
+    merge_into(sums, arguments.slots[place.first_chunk + chunk]);
+  }
+  merge_over_warp(sums);
+  if (threadIdx.x % 32 == 0) arguments.table[tensor] = sums;
+}
+
+}  // namespace gradstat

@@ -1,0 +1,50 @@
+// What an optimizer is about to do to one element, or to lanes of them: the only part of the update's
+// statistics that is written for each language (kernels/update.py; gradstat/_core/reference.py). Included by
+// update.h for one value at a time, and once more where GRADSTAT_INLINE is what functions are declared with,
+// behind root, inverse_of, larger and magnitude of registers. Hence no include guard.
+
+#if defined(GRADSTAT_INLINE)
+#define GRADSTAT_ELEMENT GRADSTAT_INLINE
+#else
+#define GRADSTAT_ELEMENT GRADSTAT_HD
+#endif
+
+// `x` are the operands in their order.
+template <UpdateRule kRule, class Real, class Number>
+GRADSTAT_ELEMENT void add_update(UpdateSums<Real>& sums, const Real* x, const UpdateCoefficients<Number>& by) {
+  constexpr bool kHasSecond = kRule >= UpdateRule::kAdam;
+  const Real weight = x[1];
+  Real gradient = x[0] * by.gradient_scale;
+  if (by.weight_decay != 0) gradient += weight * by.weight_decay;
+  Real moved = gradient * by.momentum_gain;
+  sums.gradient += gradient * gradient;
+  sums.weight += weight * weight;
+  if constexpr (kRule != UpdateRule::kGradient) {
+    const Real momentum = x[2];
+    moved += momentum * by.momentum_decay;
+    sums.product += gradient * momentum;
+    sums.momentum += momentum * momentum;
+  }
+  Real update = gradient * by.from_gradient + moved * by.from_momentum;
+  if constexpr (kHasSecond) {
+    Real divisor = x[3];
+    sums.second += divisor;
+    if constexpr (kRule == UpdateRule::kAdamax) {
+      divisor = larger(divisor * by.second_decay, magnitude(gradient) + by.eps);
+    } else {
+      divisor = divisor * by.second_decay + gradient * gradient * by.second_gain;
+      if constexpr (kRule == UpdateRule::kAmsgrad) {
+        sums.second += x[4];
+        divisor = larger(divisor, x[4]);
+      }
+      divisor = root(divisor) * by.root_scale + by.eps;
+    }
+    const Real inverse = inverse_of(divisor);
+    const Real scaled = gradient * inverse;
+    sums.scaled += scaled * scaled;
+    if (by.is_adaptive != 0) update *= inverse;
+  }
+  sums.update += update * update;
+}
+
+#undef GRADSTAT_ELEMENT

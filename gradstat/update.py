@@ -1,0 +1,184 @@
+"""`update_stats`: how large the update is that an optimizer is about to make, and how it comes about."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from gradstat import _fields
+from gradstat._core.compiling import never_traced
+from gradstat._core.host_copy import HostCopy
+from gradstat._core.parameters import named_by, source_of
+from gradstat._core.tensors import moved
+from gradstat._step import loss_scale as _scaling
+from gradstat._step.updates import kind_of, update_sums
+
+_SHOWN = 20
+# Sums that are finite exactly if the tensor read for them is, unless squares leave float64.
+_OPERANDS = ("gradient", "weight", "momentum", "second_moment")
+
+
+class UpdateStats(NamedTuple):
+    """The update of one parameter to come. Numbers are NaN where there is nothing to divide by, or NaN or Inf is read.
+
+    Attributes:
+        name: Of the parameter.
+        update_rms: Root mean square of what the next ``step()`` adds to it, learning rate included.
+        update_to_weight: Norm of that over the norm of the parameter as it is.
+        scaled_gradient_rms: Root mean square of the gradient over the root of its second moment, as the step divides:
+            with this gradient in it, corrected for its bias, ``eps`` added. About 1 while gradients stay as they
+            were; far more means a second moment that is out of date (M. Wortsman and others, arXiv 2304.13013; N.
+            Shazeer and M. Stern, arXiv 1804.04235). NaN of SGD, which has none.
+        cosine: Of the angle between the gradient and the momentum it meets, before it is added to it; NaN without one.
+        nonfinite: Which of ``"gradient"``, ``"weight"``, ``"momentum"`` and ``"second_moment"`` hold NaN or Inf, or
+            squares beyond float64; every number is NaN then.
+    """
+
+    name: str
+    update_rms: float
+    update_to_weight: float
+    scaled_gradient_rms: float
+    cosine: float
+    nonfinite: tuple[str, ...] = ()
+
+
+UPDATE_FIELDS: tuple[str, ...] = UpdateStats._fields[1:-1]
+"""Names of the columns of `UpdateReport.table`, in order."""
+
+
+class UpdateReport:
+    """The updates to come, of every parameter with a gradient; iterates over `UpdateStats`, ``report[name]`` finds one.
+
+    Made by `update_stats`. Nothing waits for the device before the first number is read. Holds no parameter.
+    """
+
+    def __init__(self, names: Any, sums: Tensor, sizes: Sequence[int]) -> None:
+        self._names = names
+        self._sums, self._sizes = sums, sizes
+        self._copy = HostCopy(sums)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order of the optimizer."""
+        return tuple(self._names())
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """``[n, 4]`` float64 on the device, its columns named by `UPDATE_FIELDS`. No sync."""
+        sizes = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")
+        table: Tensor = _derived(torch, self._sums, moved(sizes, self._sums.device))
+        return table
+
+    @functools.cached_property
+    def overall(self) -> Tensor:
+        """``[4]``: the same of all parameters as one, on the device. No sync.
+
+        One of these, or of ``report.table.amax(0)``, the largest, is a number that a guard can look at.
+        """
+        overall: Tensor = _derived(torch, self._sums.sum(0), float(sum(self._sizes)))
+        return overall
+
+    @functools.cached_property
+    def _rows(self) -> Any:
+        with np.errstate(all="ignore"):
+            return _derived(np, self._copy.wait(), np.array(self._sizes, dtype=np.float64))
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[UpdateStats]:
+        return map(self._at, range(len(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __getitem__(self, key: str | int) -> UpdateStats:
+        if isinstance(key, int):
+            return self._at(range(len(self))[key])
+        if key not in self.names:
+            raise KeyError(f"no parameter named {key!r} with a gradient in this report; see report.names")
+        return self._at(self.names.index(key))
+
+    def _at(self, i: int) -> UpdateStats:
+        sums = dict(zip(_fields.UPDATE_SUMS, self._copy.wait()[i].tolist(), strict=True))
+        bad = tuple(name for name in _OPERANDS if not np.isfinite(sums[name]))
+        return UpdateStats._make([self.names[i], *self._rows[i].tolist(), bad])
+
+    @never_traced
+    def __str__(self) -> str:
+        worst = np.argsort(-np.nan_to_num(self._rows[:, 1], nan=np.inf), kind="stable")[:_SHOWN].tolist()
+        rows = [(stats.name, *(f"{value:.3g}" for value in stats[1:-1])) for stats in map(self._at, worst)]
+        every = [("", *UPDATE_FIELDS), *rows]
+        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in every]
+        return "\n".join([f"gradstat: the updates to come of {len(self)} parameters, largest first", *lines])
+
+
+def _derived(xp: Any, sums: Any, sizes: Any) -> Any:
+    """The columns of `UPDATE_FIELDS` from sums, by numpy or torch."""
+    by = {name: sums[..., column] for column, name in enumerate(_fields.UPDATE_SUMS)}
+    # Of what is not finite a step may make something that is: Inf in a second moment makes the update 0.
+    nothing = 0.0 * sum(by[name] for name in _OPERANDS)
+    update = by["update"] + nothing
+    cosine = xp.clip(by["product"] / xp.sqrt(by["gradient"]) / xp.sqrt(by["momentum"]), -1.0, 1.0)
+    columns = [
+        xp.sqrt(update / sizes),
+        xp.sqrt(update / by["weight"]),
+        xp.sqrt((by["scaled_gradient"] + nothing) / sizes),
+        cosine + nothing,
+    ]
+    return xp.stack(columns, -1)
+
+
+@never_traced
+def update_stats(
+    optimizer: Optimizer, model: Module | None = None, *, scaler: Any = None, backend: str | None = None
+) -> UpdateReport:
+    """Measures the update that the next ``optimizer.step()`` makes, before it is made. No host sync.
+
+    Call it where ``step`` would be called, behind clipping. Gradients, parameters and states are read once, and
+    nothing is written. Known are torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax, fused or not, and what inherits
+    their ``step``. Decoupled weight decay (AdamW) is left out: it is no matter of the gradient. The L2 penalty of the
+    others is, for it enters gradient, momentum and second moment; it is part of the gradient here.
+
+    Distributed tensors are read where they lie; rows are added up over their groups of ranks, which all have to call
+    this, with gradients for the same parameters.
+
+    Args:
+        optimizer: An optimizer with gradients from ``backward()``.
+        model: Lends the names of its parameters, as for `guarded_step`.
+        scaler: The loss scaler, if gradients still carry its scale.
+        backend: As for `check`.
+
+    Returns:
+        An entry for each parameter with a gradient, to about 1e-6, in float64 for float64 parameters.
+
+    Raises:
+        NotImplementedError: It is not known what ``optimizer`` does; a gradient is sparse, or spread over ranks in
+            another way than its parameter.
+        TypeError: ``optimizer`` is no optimizer of torch's, ``scaler`` no loss scaler.
+        ValueError: A state is missing or has another shape than its parameter; a tensor cannot be measured.
+        BackendUnavailableError: ``backend`` cannot run here.
+    """
+    kind_of(optimizer)
+    scaler = _scaling.inner_scaler(scaler)
+    is_scaled = scaler is not None and scaler.is_enabled() and _scaling.is_still_scaled(scaler, optimizer)
+    scale = _scaling.require_scale(scaler, "update_stats") if is_scaled else None
+    source = source_of(optimizer)
+    if model is not None:
+        source = named_by(model, source)
+    positions, sizes, sums = update_sums(optimizer, lambda i: source.names()[i], backend, scale)
+    names = source.names
+
+    def present() -> list[str]:
+        every = names()
+        return [every[position] for position in positions]
+
+    return UpdateReport(present, sums, sizes)

@@ -1,0 +1,453 @@
+"""The update to come, held against the step that a real optimizer then takes, and against float64 arithmetic."""
+
+import copy
+import ctypes
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from host_build import needs_compiler
+from host_kernels import Piece
+from host_kernels import update_sums as host_update_sums
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+
+import gradstat
+from gradstat import UpdateStats, _fields, update_stats
+from gradstat._core import backends
+
+# Triton's interpreter computes with numpy, which warns of what float32 sums provoke.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+Make = Callable[[list[Tensor]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: SGD(p, 0.1),
+    "SGD, maximize, L2": lambda p: SGD(p, 0.1, maximize=True, weight_decay=0.1),
+    "SGD, momentum": lambda p: SGD(p, 0.1, momentum=0.9),
+    "SGD, dampening, fused": lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.3, fused=True),
+    "SGD, Nesterov": lambda p: SGD(p, 0.1, momentum=0.8, nesterov=True, weight_decay=0.01),
+    "Adam": lambda p: Adam(p, 1e-2),
+    "Adam, L2, maximize": lambda p: Adam(p, 1e-2, weight_decay=0.3, maximize=True),
+    "Adam, amsgrad": lambda p: Adam(p, 1e-2, betas=(0.5, 0.6), amsgrad=True),
+    "Adam, tensors": lambda p: Adam(p, torch.tensor(1e-2), betas=(torch.tensor(0.5), torch.tensor(0.9)), foreach=False),
+    "AdamW, eps 0": lambda p: AdamW(p, 1e-2, eps=0.0),
+    "AdamW, fused": lambda p: AdamW(p, 1e-2, fused=True),
+    "NAdam": lambda p: NAdam(p, 1e-2, weight_decay=0.1),
+    "NAdam, decoupled": lambda p: NAdam(p, 1e-2, momentum_decay=0.1),
+    "RAdam": lambda p: RAdam(p, 1e-2, betas=(0.9, 0.95)),
+    "RAdam, L2": lambda p: RAdam(p, 1e-2, weight_decay=0.1, eps=1e-3, maximize=True),
+    "Adamax": lambda p: Adamax(p, 1e-2, weight_decay=0.1, eps=1e-3),
+}
+
+
+def without_decay(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if group.get("decoupled_weight_decay"):
+            group["weight_decay"] = 0.0
+
+
+def set_gradients(parameters: list[Tensor], scale: float = 1.0) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter) * scale
+
+
+def close(value: float, expected: float, tolerance: float = 1e-12) -> bool:
+    both_nan = math.isnan(value) and math.isnan(expected)
+    return both_nan or value == expected or abs(value - expected) <= tolerance * abs(expected)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_it_is_what_the_step_then_does(name: str, dtype: torch.dtype, where: tuple[str, str]) -> None:
+    backend, device = where
+    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype, device=device)) for shape in ((3, 5), (70,), ())]
+    optimizer = OPTIMIZERS[name]([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.03}])
+    # torch keeps NAdam's product in float32, as the settings here, and rounds each weight to its dtype.
+    in_float32 = "NAdam" in name or "tensors" in name
+    tolerance = 1e-3 if dtype is torch.float32 else 1e-6 if in_float32 else 1e-11
+    for _ in range(7):
+        set_gradients(parameters)
+        state = copy.deepcopy(optimizer.state_dict())
+        report = update_stats(optimizer, backend=backend)
+        after = optimizer.state_dict()
+        assert str(after["param_groups"]) == str(state["param_groups"])
+        assert after["state"].keys() == state["state"].keys()
+        before = [parameter.detach().clone() for parameter in parameters]
+        gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        momenta = [moment_of(optimizer, parameter) for parameter in parameters]
+        without_decay(optimizer)
+        optimizer.step()
+        for stats, parameter, old, gradient, momentum in zip(
+            report, parameters, before, gradients, momenta, strict=True
+        ):
+            update = parameter.detach().double() - old.double()
+            assert close(stats.update_rms, update.square().mean().sqrt().item(), tolerance), stats
+            assert close(stats.update_to_weight, (update.norm() / old.double().norm()).item(), tolerance), stats
+            group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+            decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
+            used = (-1 if group["maximize"] else 1) * gradient.double() + decay * old.double()
+            assert stats.cosine == pytest.approx(cosine_of(used, momentum), abs=1e-5, nan_ok=True)
+            expected = scaled_of(optimizer, group, parameter, used)
+            assert close(stats.scaled_gradient_rms, expected, max(tolerance, 1e-5))
+
+
+def moment_of(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
+    state = optimizer.state.get(parameter, {})
+    momentum = state.get("exp_avg", state.get("momentum_buffer"))
+    return None if momentum is None else momentum.double().clone()
+
+
+def cosine_of(gradient: Tensor, momentum: Tensor | None) -> float:
+    if momentum is None:
+        return math.nan
+    return ((gradient * momentum).sum() / gradient.norm() / momentum.norm()).item()
+
+
+def scaled_of(optimizer: Optimizer, group: dict, parameter: Tensor, gradient: Tensor) -> float:
+    """With the second moment that the step has left behind."""
+    state = optimizer.state[parameter]
+    if isinstance(optimizer, SGD):
+        return math.nan
+    if isinstance(optimizer, Adamax):
+        return (gradient / state["exp_inf"].double()).square().mean().sqrt().item()
+    second = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"].double()
+    correction = 1 - float(group["betas"][1]) ** float(state["step"])
+    eps = group["eps"] / (math.sqrt(correction) if isinstance(optimizer, RAdam) else 1.0)
+    return (gradient / ((second / correction).sqrt() + eps)).square().mean().sqrt().item()
+
+
+# Backends held against the reference --------------------------------------------------------------------------
+
+RULES = range(len(_fields.UPDATE_RULES))
+
+
+def operands_of(rule: int, shape: tuple[int, ...] | int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    made = [torch.randn(shape, dtype=torch.float32) for _ in range(_fields.UPDATE_OPERANDS[rule])]
+    made[3:] = [tensor.square() for tensor in made[3:]]
+    return [tensor.to(dtype).to(device) for tensor in made]
+
+
+def coefficients_of(count: int, device: str, **given: float) -> Tensor:
+    ordinary = {"gradient_scale": 0.5, "weight_decay": 0.01, "momentum_decay": 0.9, "momentum_gain": 0.1}
+    ordinary |= {"second_decay": 0.99, "second_gain": 0.01, "from_gradient": 0.3, "from_momentum": 1.7}
+    ordinary |= {"root_scale": 1.1, "eps": 1e-8, "is_adaptive": 1.0, "lr": 1.0} | given
+    return torch.tensor([list(ordinary.values())] * count, dtype=torch.float64, device=device)
+
+
+def assert_same(
+    where: tuple[str, str], operands: list[Tensor], rules: list[int], tolerance: float, **given: float
+) -> Tensor:
+    backend, device = where
+    coefficients = coefficients_of(len(rules), device, **given)
+    found = backends.resolve(backend, device).update_sums(operands, rules, coefficients)
+    expected = backends.resolve("reference", device).update_sums(operands, rules, coefficients)
+    assert_close_sums(found, expected, tolerance)
+    return found
+
+
+def assert_close_sums(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    # A sum of products may cancel: what it is made of is the measure.
+    by = dict(zip(_fields.UPDATE_SUMS, expected.unbind(1), strict=True))
+    size = expected.abs()
+    size[:, _fields.UPDATE_SUMS.index("product")] = (by["gradient"] * by["momentum"]).sqrt()
+    same = (found - expected).abs() <= tolerance * size
+    assert (same | (found == expected) | (found.isnan() & expected.isnan())).all(), (found, expected)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_size(rule: int, dtype: torch.dtype, where: tuple[str, str]) -> None:
+    sizes = [0, 1, 3, 17, 64, 255, 1023, 1024, 1029, 9001]
+    if where[0] != "triton":
+        sizes += [*range(100, 140), 2 * 65536 + 77]
+    operands = [tensor for size in sizes for tensor in operands_of(rule, size, dtype, where[1])]
+    assert_same(where, operands, [rule] * len(sizes), 1e-13 if dtype is torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_operands_of_different_types_and_addresses(rule: int, where: tuple[str, str]) -> None:
+    types = [torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.float32]
+    operands, rules = [], []
+    for turn in range(5):
+        made = operands_of(rule, 3000, torch.float32, where[1])
+        operands += [tensor.to(types[(turn + i) % 5])[i + turn :][:2777] for i, tensor in enumerate(made)]
+        rules.append(rule)
+    operands += [tensor[i % 2 :][:2000] for i, tensor in enumerate(operands_of(rule, 3001, torch.float32, where[1]))]
+    assert_same(where, operands, [*rules, rule], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"eps": 0.0}, {"is_adaptive": 0.0}, {"eps": 1e-20, "weight_decay": 0.0}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_magnitudes_beyond_float32s_squares(
+    given: dict[str, float], dtype: torch.dtype, where: tuple[str, str]
+) -> None:
+    operands: list[Tensor] = []
+    scales = [1e-30, 1e-22, 1e-15, 1e15, 1e25, 1e36][:: 3 if where[0] == "triton" else 1]  # its interpreter is slow
+    for rule in RULES:
+        for scale in scales:
+            made = operands_of(rule, 2100, dtype, where[1])
+            mixed = torch.where(torch.rand(2100) < 0.5, scale, 1.0).to(dtype).to(where[1])
+            for power, by in ((1, torch.full_like(mixed, scale)), (2, mixed)):
+                scaled = [tensor * by for tensor in made[:3]]
+                scaled += [(tensor.double() * by.double().square()).clamp(max=1e38).to(dtype) for tensor in made[3:]]
+                operands += scaled
+                assert power
+    rules = [rule for rule in RULES for _ in scales for _ in range(2)]
+    assert_same(where, operands, rules, 2e-6, **given)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_not_finite_is_named(rule: int, bad: float, where: tuple[str, str]) -> None:
+    """At any place of any operand; each of them has its column."""
+    backend, device = where
+    operands, rules, expected = [], [], []
+    of_operand = ["gradient", "weight", "momentum", "second_moment", "second_moment"]
+    for which in range(_fields.UPDATE_OPERANDS[rule]):
+        for place in (0, 1500, 2099)[:: 2 if backend == "triton" else 1]:
+            made = operands_of(rule, 2100, torch.float32, device)
+            made[which][place] = bad
+            operands += made
+            rules.append(rule)
+            expected.append(of_operand[which])
+    sums = backends.resolve(backend, device).update_sums(
+        operands, rules, coefficients_of(len(rules), device, weight_decay=0.0)
+    )
+    report = gradstat.UpdateReport(lambda: [str(i) for i in range(len(rules))], sums, [2100] * len(rules))
+    for stats, name in zip(report, expected, strict=True):
+        assert stats.nonfinite == (name,)
+        assert all(math.isnan(value) or math.isinf(value) for value in stats[1:-1]), stats
+
+
+def test_zeros_are_exact(where: tuple[str, str]) -> None:
+    for rule in RULES:
+        made = operands_of(rule, 5000, torch.float32, where[1])
+        for zeroed in ([0], [0, 2], [1], list(range(5))):
+            operands = [tensor * 0 if i in zeroed else tensor for i, tensor in enumerate(made)]
+            operands[0][4000:] = made[0][4000:]
+            assert_same(where, operands, [rule], 1e-6, weight_decay=0.0)
+
+
+def test_results_do_not_depend_on_threads_or_chance() -> None:
+    operands = [t for n in (300_001, 5, 1_200_000) for t in operands_of(2, n, torch.float32, "cpu")]
+    before, kernels = torch.get_num_threads(), backends.resolve("native", "cpu")
+    tables = []
+    try:
+        for threads in (1, 2, 3, 2):
+            torch.set_num_threads(threads)
+            tables.append(kernels.update_sums(operands, [2] * 3, coefficients_of(3, "cpu")))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(table, tables[0]) for table in tables)
+
+
+# The public call ------------------------------------------------------------------------------------------------
+
+
+def stepped(make: Make = lambda p: AdamW(p, 1e-2), steps: int = 2, **options: object) -> tuple[nn.Module, Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(**options)
+    optimizer = make(list(model.parameters()))
+    for _ in range(steps):
+        set_gradients(list(model.parameters()))
+        optimizer.step()
+    set_gradients(list(model.parameters()))
+    return model, optimizer
+
+
+def test_names_entries_and_forms() -> None:
+    model, optimizer = stepped()
+    model[2].bias.grad = None
+    report = update_stats(optimizer, model)
+    assert report.names == ("0.weight", "0.bias", "2.weight")
+    assert len(report) == 3
+    assert "2.bias" not in report
+    with pytest.raises(KeyError, match=r"no parameter named '2.bias' with a gradient"):
+        report["2.bias"]
+    assert [stats.name for stats in report] == list(report.names)
+    assert isinstance(report[0], UpdateStats)
+    assert report.table.shape == (3, len(gradstat.UPDATE_FIELDS))
+    assert report.table.dtype == torch.float64
+    rows = [[getattr(stats, field) for field in gradstat.UPDATE_FIELDS] for stats in report]
+    assert torch.allclose(report.table, torch.tensor(rows, dtype=torch.float64), rtol=1e-12)
+    assert str(report).splitlines()[1].split() == list(gradstat.UPDATE_FIELDS)
+    assert len(str(report).splitlines()) == 5
+
+
+def test_overall_is_of_all_parameters_as_one() -> None:
+    model, optimizer = stepped(lambda p: AdamW(p, 1e-2, weight_decay=0.0))
+    overall = update_stats(optimizer).overall
+    before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    optimizer.step()
+    update = torch.cat([p.detach().reshape(-1) for p in model.parameters()]) - before
+    assert overall[0].item() == pytest.approx(update.square().mean().sqrt().item(), rel=1e-4)
+    assert overall[1].item() == pytest.approx((update.norm() / before.norm()).item(), rel=1e-4)
+
+
+def test_no_gradient_at_all() -> None:
+    model = nn.Linear(2, 2)
+    report = update_stats(Adam(model.parameters()))
+    assert len(report) == 0
+    assert report.table.shape == (0, 4)
+    assert list(report) == []
+    str(report)
+
+
+def test_a_state_that_begins_later_among_others() -> None:
+    model, optimizer = stepped(lambda p: Adam(p, 1e-2), steps=0)
+    model[0].weight.grad = None
+    optimizer.step()
+    set_gradients(list(model.parameters()))
+    report = update_stats(optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    for stats, p, old in zip(report, model.parameters(), before, strict=True):
+        assert stats.update_rms == pytest.approx((p.detach() - old).square().mean().sqrt().item(), rel=1e-4)
+
+
+def test_the_loss_scale_is_taken_out() -> None:
+    model, optimizer = stepped(lambda p: Adam(p, 1e-2, fused=True))
+    plain = update_stats(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    scaler.scale(torch.zeros(()))
+    for parameter in model.parameters():
+        parameter.grad *= 4096.0
+    assert torch.allclose(update_stats(optimizer, scaler=scaler).table, plain.table, rtol=1e-6, equal_nan=True)
+    scaler.unscale_(optimizer)
+    assert torch.allclose(update_stats(optimizer, scaler=scaler).table, plain.table, rtol=1e-6, equal_nan=True)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    assert torch.equal(update_stats(optimizer, scaler=disabled).table, plain.table)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_parameters_count_both_parts(dtype: torch.dtype, where: tuple[str, str]) -> None:
+    parameter = nn.Parameter(torch.randn(40, dtype=dtype, device=where[1]))
+    optimizer = Adam([parameter], 1e-2)
+    for _ in range(2):
+        set_gradients([parameter])
+        stats = update_stats(optimizer, backend=where[0])[0]
+        before = parameter.detach().clone()
+        optimizer.step()
+    update = torch.view_as_real(parameter.detach() - before).double()
+    assert stats.update_rms == pytest.approx(update.square().mean().sqrt().item(), rel=1e-4)
+
+
+def test_operands_of_other_layouts(where: tuple[str, str]) -> None:
+    parameter = nn.Parameter(torch.randn(4, 6, 5, 3, device=where[1]).contiguous(memory_format=torch.channels_last))
+    optimizer = Adam([parameter], 1e-2)
+    for turn in range(3):
+        gradient = torch.randn(4, 6, 5, 3, device=where[1])
+        parameter.grad = [gradient, gradient.contiguous(memory_format=torch.channels_last), gradient.transpose(1, 1)][
+            turn
+        ]
+        stats = update_stats(optimizer, backend=where[0])[0]
+        before = parameter.detach().clone()
+        optimizer.step()
+        update = parameter.detach() - before
+        assert stats.update_rms == pytest.approx(update.square().mean().sqrt().item(), rel=1e-4), turn
+
+
+class Unknown(Adam):
+    def step(self, closure: object = None) -> None:
+        return None
+
+
+def test_what_it_does_not_know_it_refuses() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    known = "known are torch's SGD, Adam, AdamW, NAdam, RAdam, Adamax"
+    with pytest.raises(
+        NotImplementedError, match=rf"what .*\.Unknown does in a step is not known to gradstat; {known}"
+    ):
+        update_stats(Unknown(parameters))
+    with pytest.raises(NotImplementedError, match=rf"RMSprop does in a step.*{known}"):
+        update_stats(torch.optim.RMSprop(parameters))
+    with pytest.raises(NotImplementedError, match=rf"SparseAdam.*{known}"):
+        update_stats(torch.optim.SparseAdam(parameters))
+    with pytest.raises(TypeError, match=r"optimizer: expected one of torch's SGD, .*, got Linear"):
+        update_stats(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"scaler: expected a torch\.amp\.GradScaler"):
+        update_stats(Adam(parameters), scaler=3)
+    parameters[0].grad = torch.ones(2)
+    with pytest.raises(ValueError, match="unknown backend 'fast'"):
+        update_stats(Adam(parameters), backend="fast")
+
+
+def test_gradients_and_states_it_cannot_read() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"gradient of 'weight' has the layout torch.sparse_coo"):
+        update_stats(SGD(embedding.parameters(), 0.1), embedding)
+    model, optimizer = stepped(lambda p: Adam(p, 1e-2))
+    optimizer.state[model[2].weight]["exp_avg_sq"] = torch.ones(3)
+    with pytest.raises(
+        ValueError, match=r"'exp_avg_sq' of '2.weight' is shape \(3,\), expected a tensor of shape \(2, 5\)"
+    ):
+        update_stats(optimizer, model)
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"'max_exp_avg_sq' of '0\.weight' is None, expected a tensor"):
+        update_stats(optimizer, model)
+
+
+# The CUDA kernels, compiled for the CPU --------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", RULES)
+def test_the_cuda_kernels(rule: int, kernels_on_host: ctypes.CDLL) -> None:
+    """Aligned vectors and rests, misaligned and mixed operands, several chunks, zeros and extremes; in any order."""
+    types = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    operands, offsets = [], []
+    for turn, size in enumerate((0, 3, 16, 1000, 2 * 16384 + 77)):
+        for variant, dtype in enumerate([*types, torch.float32, torch.float32, torch.float32, torch.float32]):
+            made = operands_of(rule, size, torch.float32, "cpu")
+            if variant == 5:  # blocks of zeros
+                made = [torch.where(torch.arange(size) // 700 % 2 == 0, tensor, 0.0) for tensor in made]
+            if variant == 6:  # below what float32 can square
+                made = [tensor * 1e-25 for tensor in made[:3]] + [tensor * 1e-38 for tensor in made[3:]]
+            offsets += [turn + i if variant == 4 else 0 for i in range(len(made))]
+            operands += [tensor.to(types[i % 4] if variant == 7 else dtype).clone() for i, tensor in enumerate(made)]
+    rules = [rule] * (len(operands) // _fields.UPDATE_OPERANDS[rule])
+    pieces = [Piece(tensor, offset=offset) for tensor, offset in zip(operands, offsets, strict=True)]
+    coefficients = coefficients_of(len(rules), "cpu", weight_decay=0.0, eps=1e-12)
+    coefficients[1::2, _fields.UPDATE_COEFFICIENTS.index("eps")] = 1e-30
+    coefficients[::5, _fields.UPDATE_COEFFICIENTS.index("is_adaptive")] = 0.0
+    coefficients[::3, _fields.UPDATE_COEFFICIENTS.index("weight_decay")] = 0.1
+    expected = backends.resolve("reference", "cpu").update_sums(operands, rules, coefficients)
+    first = host_update_sums(kernels_on_host, pieces, rules, coefficients)
+    assert_close_sums(first, expected, 2e-6)
+    assert torch.equal(host_update_sums(kernels_on_host, pieces, rules, coefficients, seed=3), first)
+
+
+@on_ranks(2)
+def test_sharded_parameters_are_measured_as_wholes() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    wholes = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4))]
+    shards = [nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])) for whole in wholes]
+    whole_optimizer, optimizer = Adam(wholes, 1e-2), Adam(shards, 1e-2)
+    for _ in range(3):
+        set_gradients(wholes)
+        for whole, shard in zip(wholes, shards, strict=True):
+            shard.grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
+        expected, found = update_stats(whole_optimizer), update_stats(optimizer)
+        assert torch.allclose(found.table, expected.table, rtol=1e-5, equal_nan=True)
+        assert torch.allclose(found.overall, expected.overall, rtol=1e-5, equal_nan=True)
+        whole_optimizer.step()
+        optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.state[shards[0]]["exp_avg"] = None
+        with pytest.raises(ValueError, match=r"'exp_avg' of 'group0\.0' is None"):
+            update_stats(optimizer)
+    else:
+        assert update_stats(optimizer).table[0].isnan().all()
