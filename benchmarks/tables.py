@@ -40,6 +40,7 @@ _CLIPPING = [
 ]
 _STEPPING = [GUARDED, AMP, TORCH, ALONE]
 _SETTING = ["gradients", "optimizer", "circumstance"]
+_OF_LOGGERS = ("logging", "Weights & Biases steps")
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -378,7 +379,7 @@ def everything(rows: Iterable[Row], short: bool = False) -> str:
         rows: Of one device.
         short: As a document shows them: charts stand for how times grow and for memory of training steps,
             docs/numerics.md for errors of norms, float32 for the other dtypes of most lists, and the largest list and
-            two optimizers for the others.
+            two optimizers for the others; without loggers, and clips within the Trainer's steps.
     """
     kept = rows_module.current(rows)
     groups: dict[str, list[Row]] = {}
@@ -459,6 +460,10 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         return [] if short else [title, growth(rows), slopes(rows)]
     if name == "memory":
         return [] if short else ["Peak memory of a call:\n", memory(rows)]
+    if short and name in _OF_LOGGERS:
+        return []
+    if short:
+        rows = [row for row in rows if not row.provider.endswith(": its clip")]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 
