@@ -1,6 +1,6 @@
 """Renders recorded rows as the tables of README.md and of documents, so that no figure is typed by hand.
 
-``python benchmarks/render.py`` prints the tables, ``--write`` puts them, with the charts there are rows for (see
+``python benchmarks/render.py`` prints all tables, ``--write`` puts most, with the charts there are rows for (see
 ``plots.py``), between the markers in these documents; a test holds them equal to the rows.
 """
 
@@ -114,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="rewrite the documents instead of printing the tables")
     if not parser.parse_args().write:
-        print(everything(ROOT) + steps_of_optimizers(ROOT))
+        print("".join(map(tables.everything, rows.devices())))
         return 0
     for document in DOCUMENTS:
         document.write_text(rendered(document.read_text(), document.parent))

@@ -40,6 +40,7 @@ _CLIPPING = [
 ]
 _STEPPING = [GUARDED, AMP, TORCH, ALONE]
 _SETTING = ["gradients", "optimizer", "circumstance"]
+_OF_LOGGERS = ("logging", "Weights & Biases steps")
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -151,7 +152,7 @@ def accuracy(rows: Sequence[Row]) -> str:
 def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
     """The worst relative error of norms, and how many were lost.
 
-    Unless ``short`` also the mean, the reference, and the float8 types without negative zeros.
+    Unless ``short`` also the mean, the reference, the number of vectors, and the float8 types without negative zeros.
     """
     parts = []
     providers = [p for p in _in_order(row.provider for row in rows) if not (short and p == "gradstat reference")]
@@ -161,12 +162,11 @@ def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
         lines = []
         for dtype in _in_order(row.dtype for row in of_kind if not (short and row.dtype.endswith("fnuz"))):
             cells = [_norm_error(metrics, dtype, provider, short) for provider in providers]
-            lines.append(
-                [dtype, f"{max(r.value for r in of_kind if r.metric == 'vectors' and r.dtype == dtype):,.0f}", *cells]
-            )
+            vectors = max(row.value for row in of_kind if row.metric == "vectors" and row.dtype == dtype)
+            lines.append([dtype, *([] if short else [f"{vectors:,.0f}"]), *cells])
         mean = "" if short else " and (the mean)"
         parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, the worst relative error{mean}:\n")
-        parts.append(grid(["dtype", "vectors", *providers], lines))
+        parts.append(grid(["dtype", *([] if short else ["vectors"]), *providers], lines))
     return "\n".join(parts)
 
 
@@ -184,8 +184,8 @@ def fuzzed(rows: Sequence[Row]) -> str:
     """How many random tensors went through each operation, none of them wrong."""
     counts = [row for row in rows if row.metric == "tensors"]
     batches, seconds = (next(row.value for row in rows if row.metric == metric) for metric in ("batches", "time"))
-    lines = [[f"`{row.case}`", f"{row.value:,.0f}"] for row in counts]
-    return f"In {batches:,.0f} batches and {seconds:,.0f} s, none wrong:\n\n" + grid(["operation", "tensors"], lines)
+    listed = ";\n".join(f"`{row.case}` {row.value:,.0f}" for row in counts)
+    return f"In {batches:,.0f} batches and {seconds:,.0f} s, none wrong (tensors of each operation):\n{listed}.\n"
 
 
 def leaks(rows: Sequence[Row]) -> str:
@@ -299,7 +299,8 @@ def adaptive_steps(rows: Sequence[Row], short: bool = False) -> str:
         for name in (GUARDED, GUARD, *ADAPTIVE):
             if name in found:
                 time = _relative(found[name], None if name == GUARDED else found[GUARDED])
-                lines.append([*key[0].split(SEPARATOR)[short:], name, _passes(moved[key][name], None), time])
+                setting = [part * (name == GUARDED) for part in key[0].split(SEPARATOR)[short:]]
+                lines.append([*setting, name, _passes(moved[key][name], None), time])
     return grid([*_SETTING[short:], "call", "passes", "median"], lines, len(_SETTING) + 1 - short)
 
 
@@ -378,7 +379,7 @@ def everything(rows: Iterable[Row], short: bool = False) -> str:
         rows: Of one device.
         short: As a document shows them: charts stand for how times grow and for memory of training steps,
             docs/numerics.md for errors of norms, float32 for the other dtypes of most lists, and the largest list and
-            two optimizers for the others.
+            two optimizers for the others; without loggers, and clips within the Trainer's steps.
     """
     kept = rows_module.current(rows)
     groups: dict[str, list[Row]] = {}
@@ -459,6 +460,10 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         return [] if short else [title, growth(rows), slopes(rows)]
     if name == "memory":
         return [] if short else ["Peak memory of a call:\n", memory(rows)]
+    if short and name in _OF_LOGGERS:
+        return []
+    if short:
+        rows = [row for row in rows if not row.provider.endswith(": its clip")]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 

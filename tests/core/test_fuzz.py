@@ -84,10 +84,10 @@ def test_many_tensors_from_a_seed(device: str) -> None:
     assert done["stats"] >= 1000
 
 
-def test_what_was_done_becomes_a_table() -> None:
+def test_what_was_done_is_told() -> None:
     done = run(seed=7, tensors=50)
-    table = tables.fuzzed(as_rows(done, 12.3, torch.device("cpu")))
-    assert f"In {done['batches']:,} batches and 12 s, none wrong" in table
+    told = tables.fuzzed(as_rows(done, 12.3, torch.device("cpu")))
+    assert f"In {done['batches']:,} batches and 12 s, none wrong" in told
     for operation, count in done.items():
-        assert operation == "batches" or f"`{operation}`" in table
-        assert f"{count:,}" in table
+        assert operation == "batches" or f"`{operation}`" in told
+        assert f"{count:,}" in told
