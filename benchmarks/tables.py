@@ -67,6 +67,33 @@ def in_time(micro: float) -> str:
     return f"{micro / 1e3:,.1f} ms" if micro < 1e6 else f"{micro / 1e6:,.2f} s"
 
 
+def guards(rows: Sequence[Row]) -> str:
+    """What each guard does about each fault: share flagged in time, and steps until the training is back."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row.group == "guards":
+            found.setdefault(row.case, {}).setdefault(row.provider, {})[row.metric] = row.value
+    names = list(dict.fromkeys(name for case in found.values() for name in case))
+
+    def cell(values: dict[str, float]) -> str:
+        timed = f"{values['flagged in time']:.0%}" if "flagged in time" in values else "-"
+        return f"{timed}, {values['steps until back']:.0f} ({values['sooner']:.0f}, {values['later']:.0f})"
+
+    plain, others = names[0], names[1:]
+    lines = [
+        [case, f"{by[plain]['steps until back']:.0f}", *(cell(by[name]) for name in others)]
+        for case, by in found.items()
+    ]
+    healthy = {row.metric: row.value for row in rows if row.group == "guards, healthy"}
+    told = (
+        f"\nHealthy trainings: {healthy['refused']:.0f} of {healthy['steps']:,.0f} steps refused; "
+        f"the last losses are above those without a guard by {healthy['last loss above']:.2g} at most.\n"
+        if healthy
+        else ""
+    )
+    return grid(["model, fault", plain, *others], lines) + told
+
+
 def where(rows: Sequence[Row]) -> str:
     """A line about the machine and the day."""
     last = rows[-1]

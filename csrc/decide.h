@@ -242,8 +242,13 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   const auto& totals = *reinterpret_cast<const GuardTotals*>(request.state);
   const double* const ring = request.state + kGuardTotals + series * request.window;
   const double recorded = totals.recorded[series];
-  if (recorded < options[2]) return kOrdinary;
-  const auto count = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
+  // The newest are left out, so that what grows step by step is held against what was before it grew.
+  const int64_t newest = options[0] != 0 ? 0 : request.window / 8;
+  if (recorded < merge::max(options[2], static_cast<double>(newest + 2))) return kOrdinary;
+  const auto held = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
+  const int64_t count = held - newest;
+  const int64_t oldest = recorded > request.window ? static_cast<int64_t>(recorded) % request.window : 0;
+  const auto at = [&](int64_t i) { return ring[(oldest + i) % request.window]; };
   double centre = 0, spread = 0;
   if (options[0] != 0) {
     const auto sum_of = [&](auto&& term) {
@@ -258,10 +263,10 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     // The median, and the most of: the median distance from it, as a standard deviation of normal numbers; half
     // the distance of the largest, as losses and norms have long tails; a hundredth of the median, as where
     // most values are the same any other would stand out.
-    centre = quantile(team, [&](int64_t i) { return ring[i]; }, count, 0.5);
-    spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(ring[i] - centre); }, count, 0.5);
+    centre = quantile(team, at, count, 0.5);
+    spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;
-    for (int64_t i = team.rank(); i < count; i += team.size()) largest = merge::max(largest, ring[i]);
+    for (int64_t i = team.rank(); i < count; i += team.size()) largest = merge::max(largest, at(i));
     largest = team.merged(largest, [](double a, double b) { return merge::max(a, b); });
     spread = merge::max(merge::max(spread, 0.5 * (largest - centre)), 0.01 * fabs(centre));
   }

@@ -59,10 +59,11 @@ class SpikeGuard:
         ...
         gradstat.guarded_step(optimizer, max_norm=1.0, loss=loss, guard=guard)
 
-    A value stands out if it is above the median of the last ones by more than ``threshold`` times their spread, the
-    most of three: the median distance from it times 1.4826, which is the standard deviation of normal numbers; half the
-    distance of the largest, as losses and norms have long tails; a hundredth of the median. So with the default it is
-    three times as far away as any of them. The last two are conventions of gradstat, measured in docs/stepping.md.
+    A value stands out if it is above the median of the last ones, less the newest eighth, by more than ``threshold``
+    times their spread, the most of three: the median distance from it times 1.4826, which is the standard deviation of
+    normal numbers; half the distance of the largest, as losses and norms have long tails; a hundredth of the median. So
+    with the default it is three times as far away as any of them. The last two, and that the newest do not count, which
+    may be a part of what grows, are conventions of gradstat, measured in docs/stepping.md.
     Steps that were refused do not enter, so a spike changes nothing. What is NaN or Inf is skipped whatever the rule.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place there: no
@@ -292,7 +293,10 @@ def _judge(
             continue
         value = value.reshape(()).to(torch.float64)
         finite = finite & value.isfinite()
-        held = torch.arange(window, device=memory.device) < recorded[i]
+        # The newest are left out, so that what grows step by step is held against what was before it grew.
+        newest = 0 if by_sigmas else window // 8
+        places = torch.arange(window, device=memory.device)
+        held = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)
         ring = torch.where(held, rings[i], math.nan)
         if by_sigmas:
             count = recorded[i].clamp(max=window)
@@ -304,7 +308,8 @@ def _judge(
             largest = torch.where(held, rings[i], -math.inf).amax()
             spread = torch.maximum(torch.maximum(spread, 0.5 * (largest - centre)), 0.01 * centre.abs())
         above[i] = value > limits[i]
-        outstanding[i] = ~above[i] & (recorded[i] >= warmup) & ~(value - centre <= threshold * spread)
+        is_known = recorded[i] >= max(warmup, newest + 2)
+        outstanding[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
     is_above, stands_out = torch.stack(above).any(), torch.stack(outstanding).any()
     gives_in = finite & stands_out & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
     refused = finite & (is_above | (stands_out & ~gives_in))

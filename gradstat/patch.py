@@ -194,8 +194,10 @@ def _clip_with_norm(
     **kwargs: Any,
 ) -> Any:
     given = listed(parameters)
-    tensors = [*gradients_of(given).tensors, *([total_norm] if isinstance(total_norm, Tensor) else [])]
-    return layer.choose(clip_grads_with_norm_, tensors)(given, max_norm, total_norm, *args, **kwargs)
+    gradients = gradients_of(given).tensors
+    tensors = [*gradients, *([total_norm] if isinstance(total_norm, Tensor) else [])]
+    function = layer.choose(clip_grads_with_norm_, tensors) if gradients else layer.below
+    return function(given, max_norm, total_norm, *args, **kwargs)
 
 
 # torch looks the functions up by their names in both modules, private ones in the second. Those may be called

@@ -25,7 +25,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Those of a backend on the CPU, or what a GPU runs, on the CPU as well."""
     if request.param != "block":
         return backends.resolve(request.param, "cpu")
-    made = Kernels(*[cast(Any, None)] * 3)
+    made = Kernels(*[cast(Any, None)] * 4)
     made.decide_clip_ = decide_clip_on(request.getfixturevalue("kernels_on_host"))
     return made
 

@@ -1,0 +1,278 @@
+"""What guards do about faults that are finite: when each refuses, and how soon a small training is back.
+
+Every fault is put into the training of every model at the same step, once for each guard, with the same seeds. A fault
+is flagged in time if the guard refuses a step no later than the loss of the training without a guard stands out by six
+standard deviations, OLMo's rule on the loss alone. A training is back when the loss on clean data it is not trained on
+stays where it was. ``--record`` appends rows to ``benchmarks/results/<device>/guards.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+import rows as rows_module  # noqa: E402
+import tables  # noqa: E402
+from healthy import HEALTHY  # noqa: E402
+from rows import Row  # noqa: E402
+from small_training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, by, cnn, mlp, train  # noqa: E402
+
+import gradstat  # noqa: E402
+from gradstat.bench.timing import progress_bar  # noqa: E402
+
+GROUP, HEALTHY_GROUP = "guards", "guards, healthy"
+FAULT, END = 240, 360  # the step of the fault, and of the end
+QUIET = 140  # steps before it in which a quiet phase is quiet
+HEALTHY_STEPS = 2000
+SETTLED = 20  # steps over which the clean loss is said to be back, or was before
+Batch = tuple[Tensor, Tensor]
+
+
+# What is trained --------------------------------------------------------------------------------------------------
+
+
+def _adam(lr: float) -> Any:
+    return by(torch.optim.AdamW, lr, betas=(0.9, 0.95))
+
+
+MODELS: dict[str, Callable[[int], Training]] = {
+    "GPT": lambda seed: train(seed, GPT, _adam(3e-3), Sentences(seed)),
+    "CNN": lambda seed: train(seed, cnn, _adam(3e-3), Clusters(seed, 1, 8, 8, size=16, noise=2.0)),
+    "MLP": lambda seed: train(seed, mlp, _adam(3e-3), Clusters(seed, 16, noise=2.0)),
+}
+
+
+# What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def _garbage(batch: Batch, random: torch.Generator) -> Batch:
+    inputs, labels = _noise(batch, random)
+    if inputs.is_floating_point():
+        return 10 * torch.randn(inputs.shape, generator=random), labels
+    return torch.randint(TOKENS, inputs.shape, generator=random), labels
+
+
+def _noise(batch: Batch, random: torch.Generator) -> Batch:
+    inputs, labels = batch
+    classes = CLASSES if inputs.is_floating_point() else TOKENS
+    return inputs, torch.randint(classes, labels.shape, generator=random)
+
+
+def _quiet(batch: Batch, random: torch.Generator) -> Batch:
+    """The same easy example all over."""
+    return torch.zeros_like(batch[0]), torch.zeros_like(batch[1])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a step, given how many come since the fault began (negative before)."""
+
+    batch: Callable[[int, Batch, torch.Generator], Batch] = lambda since, batch, random: batch
+    lr: Callable[[int], float] = lambda since: 1.0
+    weight: Callable[[int], float] = lambda since: 1.0  # of the loss
+    level: int = 0  # where before the fault the loss is what it is to be again
+
+
+FAULTS = {
+    "stale second moment": Fault(lambda s, b, r: _quiet(b, r) if -QUIET <= s < 0 else b, level=-QUIET),
+    "learning-rate jump": Fault(lr=lambda s: 30.0 if 0 <= s < 3 else 1.0),
+    "garbage batch": Fault(lambda s, b, r: _garbage(b, r) if s == 0 else b),
+    "label noise": Fault(lambda s, b, r: _noise(b, r) if 0 <= s < 5 else b),
+    "norm drift": Fault(weight=lambda s: 1.05 ** min(max(s, 0), 80)),
+}
+
+
+# What guards ------------------------------------------------------------------------------------------------------
+
+
+NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard", "SpikeGuard, update"
+GUARDS = (NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE)
+
+
+class Stepper:
+    """Takes steps under one of `GUARDS`, with what it remembers."""
+
+    def __init__(self, name: str) -> None:
+        self._clip = gradstat.ZClip() if name == ZCLIP else None
+        self._clipped = 0
+        made = {SIGMA: gradstat.SpikeGuard.sigma, GUARD: gradstat.SpikeGuard, WITH_UPDATE: gradstat.SpikeGuard}
+        self._guard = made[name]() if name in made else None
+        self._with_update = name == WITH_UPDATE
+
+    def step(self, optimizer: Optimizer, loss: Tensor) -> bool:
+        """Takes or refuses a step; whether it was refused, or clipped."""
+        options: dict[str, Any] = {} if self._guard is None else {"loss": loss, "guard": self._guard}
+        if self._with_update:
+            options["update"] = gradstat.update_stats(optimizer).overall[0]
+        gradstat.guarded_step(optimizer, self._clip, **options)
+        if self._clip is None:
+            return self._guard is not None and bool(self._guard.read(wait=True).reasons)
+        before, self._clipped = self._clipped, self._clip.summary().clipped
+        return self._clipped > before
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A training with a fault: the losses that it saw, those on clean data, and the steps that were refused."""
+
+    losses: list[float]
+    clean: list[float]
+    refused: list[int]
+
+
+def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outcome:
+    """One training."""
+    torch.set_num_threads(1)
+    training, broken, stepper = MODELS[model](seed), FAULTS[fault], Stepper(guard)
+    random = torch.Generator().manual_seed(1000 + seed)
+    held = [training.batch() for _ in range(8)]
+    clean = (torch.cat([x for x, _ in held]), torch.cat([y for _, y in held]))
+    base = [group["lr"] for group in training.optimizer.param_groups]
+    outcome = Outcome([], [], [])
+    for step in range(steps):
+        since = step - FAULT
+        for group, lr in zip(training.optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * broken.lr(since)
+        training.optimizer.zero_grad()
+        loss = broken.weight(since) * training.loss(training.model, broken.batch(since, training.batch(), random))
+        loss.backward()
+        if stepper.step(training.optimizer, loss.detach()):
+            outcome.refused.append(step)
+        outcome.losses.append(loss.item())
+        training.model.eval()
+        with torch.no_grad():
+            outcome.clean.append(training.loss(training.model, clean).item())
+        training.model.train()
+    return outcome
+
+
+def stands_out(losses: Sequence[float], since: int, window: int = 128, sigmas: float = 6.0) -> int | None:
+    """The first step from ``since`` on whose loss is above the mean of the last ones by six standard deviations."""
+    for step in range(since, len(losses)):
+        last = losses[max(0, step - window) : step]
+        if losses[step] > statistics.fmean(last) + sigmas * statistics.stdev(last):
+            return step
+    return None
+
+
+def recovery(outcome: Outcome, fault: Fault) -> int:
+    """Steps from the fault until the clean loss stays where it was, within what it varies by; at most all there are."""
+    before = outcome.clean[FAULT + fault.level - SETTLED : FAULT + fault.level]
+    limit = max(before) + 0.05 * statistics.fmean(before)
+    above = [step for step in range(FAULT, len(outcome.clean)) if not outcome.clean[step] <= limit]
+    return above[-1] + 1 - FAULT if above else 0
+
+
+def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
+    """Of a model, a fault and a seed, by guard: flagged in time, steps until it is back, and steps refused before.
+
+    The first is NaN where no loss stands out and nothing is flagged, so that there is no time.
+    """
+    model, fault, seed = case
+    plain = run(model, fault, NONE, seed)
+    due = stands_out(plain.losses, FAULT)
+    found = {}
+    for guard in GUARDS:
+        outcome = plain if guard == NONE else run(model, fault, guard, seed)
+        first = next((step for step in outcome.refused if step >= FAULT), None)
+        is_in_time = math.nan if due is None and first is None else float(first is not None and first <= (due or END))
+        early = sum(step < FAULT + FAULTS[fault].level for step in outcome.refused)
+        found[guard] = is_in_time, recovery(outcome, FAULTS[fault]), early
+    return found
+
+
+def spoil(case: tuple[int, int, int]) -> tuple[int, int, float]:
+    """Of a healthy training under a guard: steps, those refused, and the last losses beside those without a guard."""
+    number, seed, steps = case
+    torch.set_num_threads(1)
+    losses: dict[str, list[float]] = {}
+    refused = 0
+    for guard in (NONE, GUARD):
+        training, stepper = HEALTHY[number].training(seed, steps), Stepper(guard)
+        schedule = training.schedule
+        base = [group["lr"] for group in training.optimizer.param_groups]
+        losses[guard] = []
+        for step in range(steps):
+            for group, lr in zip(training.optimizer.param_groups, base, strict=True):
+                group["lr"] = lr * (1.0 if schedule is None else schedule(step))
+            training.optimizer.zero_grad()
+            total = torch.zeros(())
+            for _ in range(training.accumulate):
+                loss = training._loss(training.batch()) / training.accumulate
+                loss.backward()
+                total += loss.detach().float()
+            refused += stepper.step(training.optimizer, total)
+            losses[guard].append(total.item())
+    last = max(1, steps // 10)
+    ends = {guard: statistics.fmean(of[-last:]) for guard, of in losses.items()}
+    return steps, refused, ends[GUARD] - ends[NONE]
+
+
+def measure(seeds: int, workers: int) -> list[Row]:
+    """All rows."""
+    cpu, made = torch.device("cpu"), []
+    cases = [(model, fault, seed) for model in MODELS for fault in FAULTS for seed in range(seeds)]
+    unscaled = [number for number, each in enumerate(HEALTHY) if each.training(0, 1).scaler is None]
+    healthy = [(number, seed, HEALTHY_STEPS) for number in unscaled for seed in range(max(1, seeds // 10))]
+    with ProcessPoolExecutor(workers) as pool, progress_bar(len(cases) + len(healthy), "trainings") as bar:
+
+        def told(each: Any) -> Any:
+            bar.update()
+            return each
+
+        compared = [told(found) for found in pool.map(compare, cases)]
+        spoiled = [told(found) for found in pool.map(spoil, healthy)]
+    for model, fault in dict.fromkeys(case[:2] for case in cases):
+        those = [found for case, found in zip(cases, compared, strict=True) if case[:2] == (model, fault)]
+        for guard in GUARDS:
+            in_time = [found[guard][0] for found in those if not math.isnan(found[guard][0])]
+            changes = [found[guard][1] - found[NONE][1] for found in those]
+            values = {
+                "flagged in time": statistics.fmean(in_time) if in_time else math.nan,
+                "faults with a time": len(in_time),
+                "steps until back": statistics.median(found[guard][1] for found in those),
+                "sooner": sum(change < 0 for change in changes),
+                "later": sum(change > 0 for change in changes),
+                "seeds": len(those),
+                "refused before": sum(found[guard][2] for found in those),
+            }
+            made += [
+                rows_module.row(GROUP, f"{model}, {fault}", guard, metric, "", value, cpu)
+                for metric, value in values.items()
+                if not math.isnan(value)
+            ]
+    steps, refused = sum(s for s, _, _ in spoiled), sum(r for _, r, _ in spoiled)
+    worse = max((by for _, _, by in spoiled), default=0.0)
+    for metric, value in (("steps", steps), ("refused", refused), ("last loss above", worse)):
+        made.append(rows_module.row(HEALTHY_GROUP, "healthy trainings", GUARD, metric, "", float(value), cpu))
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20, help="of each model and fault (default 20)")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    rows_module.add_arguments(parser)
+    arguments = parser.parse_args()
+    made = measure(arguments.seeds, arguments.workers)
+    print(tables.guards(made))
+    if arguments.record:
+        print(rows_module.append(made, "guards", arguments.results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
