@@ -32,21 +32,21 @@ TITLES = {
 
 def summary(folder: Path) -> str:
     """For the README: one table, of one device, a GPU if there are rows of one."""
-    return tables.summary(rows.devices()[0])
+    return tables.summary(rows.shown()[0])
 
 
 def everything(folder: Path) -> str:
-    """For docs/performance.md: the charts and tables of every device, but for those that have a place of their own."""
+    """For docs/performance.md: the charts and tables there are, but for those that have a place of their own."""
     parts = []
-    for device in rows.devices():
+    for device in rows.shown():
         others = [row for row in device if row.group != optimizer_steps.GROUP]
         parts.append(_charts(device, folder, list(TITLES)) + tables.everything(others, short=True))
     return "".join(parts)
 
 
 def steps_of_optimizers(folder: Path) -> str:
-    """For docs/performance.md: the tables about steps of optimizers of every device that has them."""
-    members = [[row for row in device if row.group == optimizer_steps.GROUP] for device in rows.devices()]
+    """For docs/performance.md: the tables about steps of optimizers."""
+    members = [[row for row in device if row.group == optimizer_steps.GROUP] for device in rows.shown()]
     return "".join(tables.everything(each, short=True) for each in members if each)
 
 

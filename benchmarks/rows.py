@@ -155,3 +155,15 @@ def devices(results: Path = RESULTS, suites: Sequence[str] = ("full", "quick")) 
         files = [folder / f"{suite}.jsonl" for suite in suites]
         found += [read(path) for path in files if path.exists()][:1]
     return sorted(found, key=lambda rows: not rows[-1].driver)
+
+
+def shown(results: Path = RESULTS) -> list[list[Row]]:
+    """What documents show: the rows that hold now of every GPU, and each group of the processor it was last run on."""
+    gpus = [current(device) for device in devices(results) if device[-1].driver]
+    others = [current(device) for device in devices(results) if not device[-1].driver]
+    groups: set[str] = set()
+    kept = []
+    for device in sorted(others, key=lambda rows: rows[-1].run, reverse=True):
+        kept.append([row for row in device if row.group not in groups])
+        groups |= {row.group for row in device}
+    return gpus + [device for device in kept if device]

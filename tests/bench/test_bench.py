@@ -442,3 +442,13 @@ def test_pytest_benchmarks_run_in_any_order() -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
     assert int(run.stdout.rsplit(" passed", 1)[0].split()[-1]) >= 8
+
+
+def test_documents_show_each_group_of_the_processor_it_was_last_run_on(tmp_path: Path) -> None:
+    def row(device: str, group: str, run: str, driver: str = "") -> rows.Row:
+        return rows.Row("p", "case", "wall time", "us", 1.0, group=group, run=run, device=device, driver=driver)
+
+    for made in (row("old", "a", "1"), row("old", "b", "1"), row("new", "a", "2"), row("gpu", "a", "0", "580")):
+        rows.append([made], "full", tmp_path)
+    shown = [[(r.device, r.group) for r in device] for device in rows.shown(tmp_path)]
+    assert shown == [[("gpu", "a")], [("new", "a")], [("old", "b")]]
