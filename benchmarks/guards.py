@@ -49,7 +49,7 @@ def _adam(lr: float) -> Any:
 
 
 MODELS: dict[str, Callable[[int], Training]] = {
-    "GPT": lambda seed: train(seed, GPT, _adam(3e-3), Sentences(seed)),
+    "GPT": lambda seed: train(seed, lambda: GPT(layers=1), _adam(3e-3), Sentences(seed)),
     "CNN": lambda seed: train(seed, cnn, _adam(3e-3), Clusters(seed, 1, 8, 8, size=16, noise=2.0)),
     "MLP": lambda seed: train(seed, mlp, _adam(3e-3), Clusters(seed, 16, noise=2.0)),
 }
@@ -228,7 +228,7 @@ def measure(seeds: int, workers: int) -> list[Row]:
     cpu, made = torch.device("cpu"), []
     cases = [(model, fault, seed) for model in MODELS for fault in FAULTS for seed in range(seeds)]
     unscaled = [number for number, each in enumerate(HEALTHY) if each.training(0, 1).scaler is None]
-    healthy = [(number, seed, HEALTHY_STEPS) for number in unscaled for seed in range(max(1, seeds // 10))]
+    healthy = [(number, seed, HEALTHY_STEPS) for number in unscaled for seed in range(max(1, seeds // 20))]
     with ProcessPoolExecutor(workers) as pool, progress_bar(len(cases) + len(healthy), "trainings") as bar:
 
         def told(each: Any) -> Any:
