@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradstat.accumulation import AccumulationReport, MicroBatches
     from gradstat.automatic import AutoHandle, auto
     from gradstat.monitor import Monitor
+    from gradstat.noise_scale import NoiseScale
     from gradstat.patch import patch_torch
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "FixedClip",
     "MicroBatches",
     "Monitor",
+    "NoiseScale",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",
@@ -73,6 +75,7 @@ _LAZY = {
     "AutoHandle": "automatic",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
+    "NoiseScale": "noise_scale",
     "auto": "automatic",
     "distributed": None,
     "monitor": None,

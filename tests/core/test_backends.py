@@ -160,7 +160,7 @@ LAYERS = [
     {"check"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},
-    {"_step"},
+    {"_step", "noise_scale"},
     {"step", "amp"},
     {"distributed"},
     {"monitor"},
