@@ -38,22 +38,22 @@ class NoiseScale:
             optimizer.zero_grad()
         print(noise_scale.value(), noise_scale.by_layer())
 
-    A step costs two reads of the gradients and nine small operations on a table of them, and no host sync; what is
-    remembered are two float64 numbers for each parameter, on the device. A step with NaN or Inf in a gradient is left
-    out, as is one with a float64 element above 2**486. The loss of a micro-batch is the mean over its examples, divided
-    by the number of micro-batches or not: a factor that all gradients of a step share, such as a loss scale, cancels.
-
-    Distributed tensors count as a whole, and all ranks call everything together.
+    No step waits for the device; one that is measured costs two reads of the gradients and nine small operations on
+    their rows. Remembered are two float64 numbers for each parameter, on the device. A step with NaN or Inf is left
+    out, or with a float64 element above 2**486. Losses are means over the examples of a micro-batch, divided by the
+    number of micro-batches or not: a factor that all gradients of a step share, such as a loss scale, cancels.
+    Distributed tensors count as a whole; all ranks call everything together.
 
     Args:
-        parameters: What `check` takes, but for engines that keep gradients to themselves. Parameters that require
-            gradients now are looked at from then on; one without a gradient counts as if it were zero.
+        parameters: What `check` takes, but for engines. Those that require a gradient now are looked at from then on;
+            one without a gradient counts as if it were zero.
         micro_batch_size: How many examples, at least 1, the gradients that the first `micro_batch` sees are the mean
             of: where they are reduced over ranks before (FSDP), the examples of all ranks.
         ranks: By how many ranks the last micro-batch's ``backward()`` averages what was local until then: those of
             DDP, if the others run under ``no_sync()``. If there is but one micro-batch, `micro_batch` is given
             ``watch.rows()`` of `gradstat.distributed.watch_origin`.
-        decay: What a step leaves of the averages over the steps before it, at least 0 and less than 1.
+        every: Steps of which one is measured, the first of them, as the noise scale changes slowly; 1 measures all.
+        decay: What a measured step leaves of the averages over those before it, at least 0 and less than 1.
         backend: As in `check`; errors, too.
 
     Raises:
@@ -61,10 +61,18 @@ class NoiseScale:
     """
 
     def __init__(
-        self, parameters: Any, micro_batch_size: int, *, ranks: int = 1, decay: float = 0.99, backend: str | None = None
+        self,
+        parameters: Any,
+        micro_batch_size: int,
+        *,
+        ranks: int = 1,
+        every: int = 4,
+        decay: float = 0.99,
+        backend: str | None = None,
     ) -> None:
         self._size = whole_number("micro_batch_size", micro_batch_size, 1)
         self._ranks = whole_number("ranks", ranks, 1)
+        self._every = whole_number("every", every, 1)
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay is {decay}; expected a number from 0 to less than 1")
         source = source_of(parameters)
@@ -79,14 +87,15 @@ class NoiseScale:
         self._averages = torch.zeros(2, len(self._names), dtype=torch.float64, device="cpu")
         self._streams: Streams = ()
         self._mirror = Mirror(lambda: self._averages)
-        self._first: Tensor | None = None
-        self._count = 0
+        self._first: Tensor | None = None  # rows of the first micro-batch, in a step that is measured
+        self._count = 0  # of micro-batches
+        self._steps = 0
 
     @never_traced
     def micro_batch(self, rows: Tensor | None = None) -> None:
-        """To be called after each micro-batch's ``backward()``. The first of a step reads the gradients, others count.
+        """To be called after each micro-batch's ``backward()``. The first of a measured step reads the gradients.
 
-        The gradients have to be those of that micro-batch alone, hence zero or None before it.
+        They have to be those of that micro-batch alone, hence zero or None before it.
 
         Args:
             rows: Where a caller has them: what `stats` gives of the parameters' gradients. Saves the read.
@@ -94,7 +103,7 @@ class NoiseScale:
         Raises:
             RuntimeError: No parameter has a gradient. ValueError: ``rows`` has another shape. Others as of `check`.
         """
-        if self._first is None:
+        if not self._count and self._steps % self._every == 0:
             self._first = self._rows("micro_batch()", rows)
         self._count += 1
 
@@ -109,28 +118,16 @@ class NoiseScale:
             RuntimeError: There was no `micro_batch` since the last step, or with one rank only one: then both norms are
                 the same, and nothing can be told.
         """
-        if self._first is None:
+        if not self._count:
             raise RuntimeError("step() before micro_batch(); call that after the backward() of each micro-batch")
         if self._count * self._ranks < 2:
             raise RuntimeError(
                 "one micro-batch in this step: the noise scale comes from the difference between a part of a batch and "
                 "all of it; accumulate at least two, or see `ranks` for DDP"
             )
-        both = torch.stack([self._first, self._rows("step()", rows)])
-        if self._averages.device != both.device:
-            refuse_capture(both.device, "the averages of NoiseScale")
-            self._averages = self._averages.to(both.device)
-        # With s and a the squared norms of the small and of the whole batch's mean gradient, n the number of
-        # micro-batches in it on all ranks and b their size, tr(S) is estimated as b (s - a) / (1 - 1/n), |G|^2 as
-        # (a - s/n) / (1 - 1/n). The denominators, a weight of the step, cancel, b comes in when values are read, and
-        # the first gradients are a share of the accumulated ones: of s there is a (count)th, squared.
-        first, whole = both[..., _SQUARES]
-        minus_noise = torch.sub(whole, first, alpha=self._count**2)
-        signal = torch.sub(whole, first, alpha=self._count / self._ranks)
-        left_out = both[..., _fields.NONFINITE].any() | both[..., _LARGE].any()
-        averages = self._averages.lerp(torch.stack([minus_noise, signal]), 1.0 - self._decay)
-        torch.where(left_out, self._averages, averages, out=self._averages)
-        self._streams = streams_of([self._averages])
+        if self._first is not None:
+            self._add(torch.stack([self._first, self._rows("step()", rows)]))
+        self._steps += 1
         self.reset()
 
     def reset(self) -> None:
@@ -178,6 +175,23 @@ class NoiseScale:
         self._streams = streams_of([self._averages])
         self._mirror = Mirror(lambda: self._averages)
         self.reset()
+
+    def _add(self, both: Tensor) -> None:
+        """Adds a step to the averages: rows of its first micro-batch, and of all."""
+        if self._averages.device != both.device:
+            refuse_capture(both.device, "the averages of NoiseScale")
+            self._averages = self._averages.to(both.device)
+        # With s and a the squared norms of the gradients, averaged over a micro-batch of b examples and over all n of
+        # them on all ranks, tr(S) is estimated as b (s - a) / (1 - 1/n), |G|^2 as (a - s/n) / (1 - 1/n). The divisors
+        # cancel, b comes in when values are read, and what was measured first is s / count^2, for its gradients are one
+        # summand of the rank's mean.
+        first, whole = both[..., _SQUARES]
+        minus_noise = torch.sub(whole, first, alpha=self._count**2)
+        signal = torch.sub(whole, first, alpha=self._count / self._ranks)
+        left_out = both[..., _fields.NONFINITE].any() | both[..., _LARGE].any()
+        averages = self._averages.lerp(torch.stack([minus_noise, signal]), 1.0 - self._decay)
+        torch.where(left_out, self._averages, averages, out=self._averages)
+        self._streams = streams_of([self._averages])
 
     def _rows(self, caller: str, given: Tensor | None) -> Tensor:
         """One row for each parameter; of one without a gradient it is zero, which its squares and counts are."""

@@ -57,7 +57,7 @@ def test_a_covariance_that_is_known(divided: bool) -> None:
     # Examples are around zero, so |G|^2 is width * offset^2 of a layer and tr(S) width * deviation^2.
     offsets, deviations = {"a": 0.5, "b": 2.0, "still": 1.0}, {"a": 3.0, "b": 2.0, "still": 0.0}
     model = Means(offsets)
-    noise = gradstat.NoiseScale(model, SIZE)
+    noise = gradstat.NoiseScale(model, SIZE, every=1)
     for step in range(400):
         losses = [
             lambda: model.loss({name: torch.randn(SIZE, 400) * deviation for name, deviation in deviations.items()})
@@ -94,7 +94,7 @@ def test_gradients_of_single_examples_of_a_gpt() -> None:
     accumulated = torch.zeros(sum(sizes))
     for parameter, view in zip(parameters, accumulated.split(sizes), strict=True):
         parameter.grad = view.view_as(parameter)
-    noise = gradstat.NoiseScale(model, 4, decay=0.9995)
+    noise = gradstat.NoiseScale(model, 4, every=1, decay=0.9995)
     for _ in range(1500):
         accumulated.zero_()
         for _ in range(8):
@@ -121,7 +121,7 @@ def estimates(small: list[Tensor], whole: list[Tensor], size: int, n: float) -> 
 
 def test_averages_are_those_of_the_paper_and_steps_with_nan_or_inf_are_left_out() -> None:
     parameter = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    noise = gradstat.NoiseScale([("p", parameter)], SIZE, decay=0.5)
+    noise = gradstat.NoiseScale([("p", parameter)], SIZE, every=1, decay=0.5)
     assert math.isnan(noise.value())
     assert noise.by_layer() == {}
     tr, sq = 0.0, 0.0
@@ -146,7 +146,7 @@ def test_what_cannot_be_told_from_noise_has_no_bound_and_none_is_below_zero(
     first: float, whole: float, expected: float
 ) -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    noise = gradstat.NoiseScale(parameter, 1)
+    noise = gradstat.NoiseScale(parameter, 1, every=1)
     for gradient in (first, whole):
         parameter.grad = torch.tensor([gradient])
         noise.micro_batch()
@@ -158,7 +158,7 @@ def test_gradients_that_come_and_go_and_rows_that_a_caller_has() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
     model[2].requires_grad_(False)
     parameters = list(model[:2].parameters())
-    read, given = gradstat.NoiseScale(model, 2), gradstat.NoiseScale(model, 2)
+    read, given = gradstat.NoiseScale(model, 2, every=1), gradstat.NoiseScale(model, 2, every=1)
     gradients = [torch.randn_like(p) for p in parameters]
     parameters[2].grad, parameters[3].grad = gradients[2] / 2, gradients[3] / 2  # the first layer comes later
     read.micro_batch()
@@ -180,8 +180,8 @@ def test_gradients_that_come_and_go_and_rows_that_a_caller_has() -> None:
 
 def test_state_goes_on_elsewhere_with_another_size_and_a_logger_reads_it() -> None:
     model = nn.Linear(3, 2)
-    noise = gradstat.NoiseScale(model, 2)
-    again = gradstat.NoiseScale(model, 6)
+    noise = gradstat.NoiseScale(model, 2, every=1)
+    again = gradstat.NoiseScale(model, 6, every=1)
     accumulate(noise, model, [lambda x=x: model(torch.ones(2, 3) * x).square().mean() for x in (3, 2.8, 2.6)])
     assert noise.value(wait=False) == noise.value() > 0  # on a CPU nothing has to arrive
     assert math.isnan(again.value(wait=False))
@@ -203,9 +203,11 @@ def test_what_is_refused() -> None:
         gradstat.NoiseScale(model, 1, ranks=0)
     with pytest.raises(ValueError, match=r"decay is 1\.0; expected a number from 0 to less than 1"):
         gradstat.NoiseScale(model, 1, decay=1.0)
+    with pytest.raises(ValueError, match="every is 0"):
+        gradstat.NoiseScale(model, 1, every=0)
     with pytest.raises(ValueError, match="none of the 2 parameters requires a gradient"):
         gradstat.NoiseScale(nn.Linear(3, 2).requires_grad_(False), 1)
-    noise = gradstat.NoiseScale(model, 1)
+    noise = gradstat.NoiseScale(model, 1, every=1)
     with pytest.raises(RuntimeError, match=r"step\(\) before micro_batch\(\)"):
         noise.step()
     with pytest.raises(RuntimeError, match=r"no parameter has a gradient; call micro_batch\(\) after backward"):
@@ -240,7 +242,7 @@ class Operations(TorchDispatchMode):
 
 def test_nine_small_operations_and_no_read_of_a_number() -> None:
     model = nn.Linear(3, 2)
-    noise = gradstat.NoiseScale(model, 1)
+    noise = gradstat.NoiseScale(model, 1, every=1)
     for _ in range(2):
         model(torch.randn(2, 3)).sum().backward()
         with NoSync():
@@ -257,11 +259,31 @@ def test_nine_small_operations_and_no_read_of_a_number() -> None:
     assert seen.names == []
 
 
+def test_one_step_of_three_is_read() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    noise, alone = gradstat.NoiseScale(parameter, 1, every=3), gradstat.NoiseScale(parameter, 1, every=1)
+    for step in range(7):
+        parameter.grad = torch.ones(4) + step
+        with Operations() as seen:
+            noise.micro_batch()
+        first = gradstat.stats([parameter.grad])
+        parameter.grad = torch.ones(4) * 1.5 + step * 2
+        with Operations() as seen_last:
+            noise.micro_batch()
+            noise.step()
+        assert bool(seen.names) == bool(seen_last.names) == (step % 3 == 0)
+        if step % 3 == 0:
+            alone.micro_batch(first)
+            alone.micro_batch()
+            alone.step()
+        assert noise.state_dict()["averages"].equal(alone.state_dict()["averages"])
+
+
 @pytest.mark.cuda
 def test_no_sync_on_a_gpu() -> None:
     model = nn.Linear(3, 2).cuda()
     model(torch.randn(2, 3, device="cuda")).sum().backward()
-    noise = gradstat.NoiseScale(model, 1)
+    noise = gradstat.NoiseScale(model, 1, every=1)
 
     def step() -> None:
         for _ in range(3):
@@ -290,7 +312,7 @@ def test_local_gradients_against_those_that_ddp_averaged() -> None:
         trace, square = estimates(list(small), [p.grad for p in plain.parameters() if p.grad is not None], size, n)
         return max(trace, 0.0) / square if square > 0 else math.inf
 
-    noise = gradstat.NoiseScale(model, 8, ranks=2, decay=0.0)  # remembers the last step only
+    noise = gradstat.NoiseScale(model, 8, ranks=2, every=1, decay=0.0)  # remembers the last step only
     for _ in range(3):
         inputs = torch.randn(8, 6) + 1
         model(inputs).square().mean().backward()
@@ -319,7 +341,7 @@ def test_gradients_of_fsdp2_count_as_a_whole() -> None:
     model = fully_shard(plain)
     batches = [torch.randn(8, 6) + 1 for _ in range(3)]  # the same on both ranks, which have a half each
     halves = [batch.chunk(2)[dist.get_rank()] for batch in batches]
-    sharded, whole = gradstat.NoiseScale(model, 8), gradstat.NoiseScale(alone, 8)
+    sharded, whole = gradstat.NoiseScale(model, 8, every=1), gradstat.NoiseScale(alone, 8, every=1)
     accumulate(sharded, model, [lambda half=half: model(half).square().mean() for half in halves])
     accumulate(whole, alone, [lambda batch=batch: alone(batch).square().mean() for batch in batches])
     assert whole.value() > 0
