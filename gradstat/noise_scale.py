@@ -123,7 +123,7 @@ class NoiseScale:
         if self._count * self._ranks < 2:
             raise RuntimeError(
                 "one micro-batch in this step: the noise scale comes from the difference between a part of a batch and "
-                "all of it; accumulate at least two, or see `ranks` for DDP"
+                "all of it; accumulate at least two, see `ranks` for DDP, and reset() where an epoch ends with one"
             )
         if self._first is not None:
             self._add(torch.stack([self._first, self._rows("step()", rows)]))
