@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradstat.accumulation import AccumulationReport, MicroBatches
     from gradstat.automatic import AutoHandle, auto
     from gradstat.monitor import Monitor
+    from gradstat.noise_scale import NoiseScale
     from gradstat.patch import patch_torch
     from gradstat.update import UPDATE_FIELDS, UpdateReport, UpdateStats, update_stats
 
@@ -43,6 +44,7 @@ __all__ = [
     "GuardCounts",
     "MicroBatches",
     "Monitor",
+    "NoiseScale",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",
@@ -81,6 +83,7 @@ _LAZY = {
     "AutoHandle": "automatic",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
+    "NoiseScale": "noise_scale",
     "auto": "automatic",
     "distributed": None,
     "monitor": None,

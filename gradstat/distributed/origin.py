@@ -216,6 +216,25 @@ class OriginWatch:
                 brought.append(BadGradient(self._names[position], numel, earliest[position], on))
         return OriginReport(self._names, brought, ranks, count)
 
+    def rows(self) -> Tensor:
+        """What was seen in the last reduction: the table that `gradstat.stats` gives of this rank's local gradients.
+
+        One row for each parameter that requires a gradient, in the model's order. No sync and no collective; call it
+        before `result` or `take`.
+
+        Raises:
+            RuntimeError: Not every parameter was seen in it.
+        """
+        seen = [one for one in self._seen if one.micro_batch == self._micro_batch - 1]
+        order = [position for one in seen for position in one.positions]
+        if sorted(order) != list(range(len(self._names))):
+            raise RuntimeError(
+                f"{len(order)} gradients of {len(self._names)} were seen in the last reduction since result(); call "
+                "rows() after backward() and before result()"
+            )
+        table = torch.cat([moved(one.table, seen[0].table.device) for one in seen])
+        return table[torch.tensor(order, device="cpu").argsort().to(table.device, non_blocking=True)]
+
     def reset(self) -> None:
         """Forgets what was seen since the last `result`, for a step that is given up."""
         self._seen: list[_Seen] = []

@@ -162,7 +162,7 @@ LAYERS = [
     {"check"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},
-    {"guard"},
+    {"guard", "noise_scale"},
     {"_step"},
     {"step", "amp", "update"},
     {"distributed"},

@@ -1,0 +1,228 @@
+"""The gradient noise scale, from the norms of one micro-batch's gradients and of all together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gradstat import _fields
+from gradstat._core.compiling import never_traced
+from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture, streams_of
+from gradstat._core.measure import measure
+from gradstat._core.parameters import gradients_of, labels_of, source_of
+from gradstat.adaptive._base import whole_number
+
+_FIELDS = len(_fields.NAMES)
+_SQUARES, _LARGE = _fields.INDEX["sq_sum"], _fields.INDEX["sq_sum_large"]
+
+
+@final
+class NoiseScale:
+    """The simple gradient noise scale of a training that accumulates gradients: the batch size that pays, in examples.
+
+    It is tr(S) / |G|^2, S the covariance of the gradients of single examples and G their mean, estimated without bias
+    from two squared norms as in McCandlish et al., arXiv 1812.06162, appendix A: those of the first micro-batch's
+    gradients and of the accumulated ones. Numerator and denominator are smoothed apart. ::
+
+        noise_scale = gradstat.NoiseScale(model, micro_batch_size=8)
+        for _ in range(3):  # steps
+            for inputs, targets in batches:
+                (loss_of(model(inputs), targets) / len(batches)).backward()
+                noise_scale.micro_batch()
+            noise_scale.step()  # before gradients are clipped
+            optimizer.step()
+            optimizer.zero_grad()
+        print(noise_scale.value(), noise_scale.by_layer())
+
+    No step waits for the device; one that is measured costs two reads of the gradients and nine small operations on
+    their rows. Remembered are two float64 numbers for each parameter, on the device. A step with NaN or Inf is left
+    out, or with a float64 element above 2**486. Losses are means over the examples of a micro-batch, divided by the
+    number of micro-batches or not: a factor that all gradients of a step share, such as a loss scale, cancels.
+    Distributed tensors count as a whole; all ranks call everything together.
+
+    Args:
+        parameters: What `check` takes, but for engines. Those that require a gradient now are looked at from then on;
+            one without a gradient counts as if it were zero.
+        micro_batch_size: How many examples, at least 1, the gradients that the first `micro_batch` sees are the mean
+            of: where they are reduced over ranks before (FSDP), the examples of all ranks.
+        ranks: By how many ranks the last micro-batch's ``backward()`` averages what was local until then: those of
+            DDP, if the others run under ``no_sync()``. If there is but one micro-batch, `micro_batch` is given
+            ``watch.rows()`` of `gradstat.distributed.watch_origin`.
+        every: Steps of which one is measured, the first of them, as the noise scale changes slowly; 1 measures all.
+        decay: What a measured step leaves of the averages over those before it, at least 0 and less than 1.
+        backend: As in `check`; errors, too.
+
+    Raises:
+        ValueError: A number is out of range, or no parameter requires a gradient.
+    """
+
+    def __init__(
+        self,
+        parameters: Any,
+        micro_batch_size: int,
+        *,
+        ranks: int = 1,
+        every: int = 4,
+        decay: float = 0.99,
+        backend: str | None = None,
+    ) -> None:
+        self._size = whole_number("micro_batch_size", micro_batch_size, 1)
+        self._ranks = whole_number("ranks", ranks, 1)
+        self._every = whole_number("every", every, 1)
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay is {decay}; expected a number from 0 to less than 1")
+        source = source_of(parameters)
+        if source.engine is not None:
+            raise TypeError(f"{type(parameters).__name__} keeps gradients to itself and shows none of a micro-batch")
+        named = zip(source.names(), source.parameters, strict=True)
+        self._source = source_of([(name, parameter) for name, parameter in named if parameter.requires_grad])
+        self._names = list(self._source.names())
+        if not self._names:
+            raise ValueError(f"none of the {len(source.parameters)} parameters requires a gradient")
+        self._decay, self._backend = decay, backend
+        self._averages = torch.zeros(2, len(self._names), dtype=torch.float64, device="cpu")
+        self._streams: Streams = ()
+        self._mirror = Mirror(lambda: self._averages)
+        self._first: Tensor | None = None  # rows of the first micro-batch, in a step that is measured
+        self._count = 0  # of micro-batches
+        self._steps = 0
+
+    @never_traced
+    def micro_batch(self, rows: Tensor | None = None) -> None:
+        """To be called after each micro-batch's ``backward()``. The first of a measured step reads the gradients.
+
+        They have to be those of that micro-batch alone, hence zero or None before it.
+
+        Args:
+            rows: Where a caller has them: what `stats` gives of the parameters' gradients. Saves the read.
+
+        Raises:
+            RuntimeError: No parameter has a gradient. ValueError: ``rows`` has another shape. Others as of `check`.
+        """
+        if not self._count and self._steps % self._every == 0:
+            self._first = self._rows("micro_batch()", rows)
+        self._count += 1
+
+    @never_traced
+    @torch.no_grad()
+    def step(self, rows: Tensor | None = None) -> None:
+        """To be called after the last `micro_batch` of a step, before gradients are clipped or changed otherwise.
+
+        ``rows``, and errors, are as there. Besides:
+
+        Raises:
+            RuntimeError: There was no `micro_batch` since the last step, or with one rank only one: then both norms are
+                the same, and nothing can be told.
+        """
+        if not self._count:
+            raise RuntimeError("step() before micro_batch(); call that after the backward() of each micro-batch")
+        if self._count * self._ranks < 2:
+            raise RuntimeError(
+                "one micro-batch in this step: the noise scale comes from the difference between a part of a batch and "
+                "all of it; accumulate at least two, see `ranks` for DDP, and reset() where an epoch ends with one"
+            )
+        if self._first is not None:
+            self._add(torch.stack([self._first, self._rows("step()", rows)]))
+        self._steps += 1
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the micro-batches since the last `step`, of a step that is given up."""
+        self._first = None
+        self._count = 0
+
+    def value(self, wait: bool = True) -> float:
+        """The noise scale of all parameters together, in examples; NaN before the first step.
+
+        Inf while the mean gradient cannot be told from noise, so that the estimate of its square is not above zero:
+        at a noise scale far above the examples averaged over.
+
+        Args:
+            wait: For all steps so far. If False no call but the first waits for a GPU; the number is then one of some
+                steps ago, as is enough for a logger.
+        """
+        noise, signal = self._read(wait)
+        return _ratio(float(noise.sum()), float(signal.sum()))
+
+    def by_layer(self, depth: int | None = None, wait: bool = True) -> dict[str, float]:
+        """The noise scale of each parameter that had a gradient, by name; ``wait``, and values, as of `value`.
+
+        Args:
+            depth: Takes those together whose names agree in so many parts: 2 gives ``"blocks.0"``, ``"blocks.1"``.
+        """
+        sums: dict[str, tuple[float, float]] = {}
+        for name, noise, signal in zip(self._names, *self._read(wait).tolist(), strict=True):
+            if noise or signal:
+                layer = ".".join(name.split(".")[:depth])
+                before = sums.get(layer, (0.0, 0.0))
+                sums[layer] = before[0] + noise, before[1] + signal
+        return {layer: _ratio(noise, signal) for layer, (noise, signal) in sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the averages, on their device, and the names and size they are of. No host sync."""
+        return {"averages": self._averages.clone(), "names": list(self._names), "micro_batch_size": self._size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from ``state``, of `state_dict`, also with another size; ValueError if of other parameters."""
+        if state["names"] != self._names:
+            raise ValueError("this state is of other parameters, or of the same in another order or by other names")
+        self._averages.copy_(state["averages"])
+        self._averages[0] *= state["micro_batch_size"] / self._size
+        self._streams = streams_of([self._averages])
+        self._mirror = Mirror(lambda: self._averages)
+        self.reset()
+
+    def _add(self, both: Tensor) -> None:
+        """Adds a step to the averages: rows of its first micro-batch, and of all."""
+        if self._averages.device != both.device:
+            refuse_capture(both.device, "the averages of NoiseScale")
+            self._averages = self._averages.to(both.device)
+        # With s and a the squared norms of the gradients, averaged over a micro-batch of b examples and over all n of
+        # them on all ranks, tr(S) is estimated as b (s - a) / (1 - 1/n), |G|^2 as (a - s/n) / (1 - 1/n). The divisors
+        # cancel, b comes in when values are read, and what was measured first is s / count^2, for its gradients are one
+        # summand of the rank's mean.
+        first, whole = both[..., _SQUARES]
+        minus_noise = torch.sub(whole, first, alpha=self._count**2)
+        signal = torch.sub(whole, first, alpha=self._count / self._ranks)
+        left_out = both[..., _fields.NONFINITE].any() | both[..., _LARGE].any()
+        averages = self._averages.lerp(torch.stack([minus_noise, signal]), 1.0 - self._decay)
+        torch.where(left_out, self._averages, averages, out=self._averages)
+        self._streams = streams_of([self._averages])
+
+    def _rows(self, caller: str, given: Tensor | None) -> Tensor:
+        """One row for each parameter; of one without a gradient it is zero, which its squares and counts are."""
+        expected = (len(self._names), _FIELDS)
+        if given is not None:
+            if given.shape != expected:
+                raise ValueError(
+                    f"rows has the shape {tuple(given.shape)}; expected {expected}: what gradstat.stats gives of the "
+                    "gradients of all parameters that require one"
+                )
+            return given
+        gradients = gradients_of(self._source.parameters)
+        if not gradients.tensors:
+            raise RuntimeError(f"no parameter has a gradient; call {caller} after backward() and before zero_grad()")
+        name_of, owners = labels_of(self._source, gradients).of, self._source.parameters
+        measured = measure(gradients.tensors, name_of, self._backend, owners=owners)
+        rows = measured.nan_if_failed().table()[:, :_FIELDS]  # those of distributed tensors have a column more
+        if gradients.positions is None:
+            return rows
+        at = torch.tensor(gradients.positions, device="cpu").to(rows.device, non_blocking=True)
+        return rows.new_zeros(expected).index_copy_(0, at, rows)
+
+    def _read(self, wait: bool) -> Any:
+        """The averages of noise and signal for each parameter, [2, parameters], on the host."""
+        with behind(self._streams):
+            averages = self._mirror.read(wait).copy()
+        averages[0] *= -self._size
+        return averages
+
+
+def _ratio(noise: float, signal: float) -> float:
+    if signal > 0.0:
+        return max(noise, 0.0) / signal
+    return math.inf if noise > 0.0 else math.nan
