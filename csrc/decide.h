@@ -248,7 +248,9 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   const auto held = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
   const int64_t count = held - newest;
   const int64_t oldest = recorded > request.window ? static_cast<int64_t>(recorded) % request.window : 0;
-  const auto at = [&](int64_t i) { return ring[(oldest + i) % request.window]; };
+  const double* const wrapped = ring - request.window;
+  const int64_t end = request.window - oldest;
+  const auto at = [&](int64_t i) { return (i < end ? ring : wrapped)[oldest + i]; };
   double centre = 0, spread = 0;
   if (options[0] != 0) {
     const auto sum_of = [&](auto&& term) {

@@ -191,7 +191,13 @@ GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+// sm_120 has not registers enough for a third block without a spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define GRADSTAT_UPDATE_BLOCKS 2
+#else
+#define GRADSTAT_UPDATE_BLOCKS kBlocksPerMultiprocessor
+#endif
+__global__ void __launch_bounds__(kThreads, GRADSTAT_UPDATE_BLOCKS)
     update_kernel(const __grid_constant__ UpdateArguments arguments) {
   __shared__ UpdateMemory memory;
   update_block(arguments, memory);
