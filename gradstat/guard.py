@@ -63,7 +63,7 @@ class SpikeGuard:
     times their spread, the most of three: the median distance from it times 1.4826, which is the standard deviation of
     normal numbers; half the distance of the largest, as losses and norms have long tails; a hundredth of the median. So
     with the default it is three times as far away as any of them. The last two, and that the newest do not count, which
-    may be a part of what grows, are conventions of gradstat, measured in docs/stepping.md.
+    may be a part of what grows, are conventions of gradstat; benchmarks/guards.py measures what comes of them.
     Steps that were refused do not enter, so a spike changes nothing. What is NaN or Inf is skipped whatever the rule.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place there: no
