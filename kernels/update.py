@@ -47,7 +47,7 @@ def _add_update(x, by, RULE: tl.constexpr):
     gradient = tl.where(weight_decay != 0, gradient + weight * weight_decay, gradient)
     moved = gradient * momentum_gain + momentum * momentum_decay
     update = gradient * from_gradient + moved * from_momentum
-    scaled = gradient * 0
+    scaled = tl.zeros_like(gradient)
     if RULE >= ADAM:
         if RULE == ADAMAX:
             divisor = tl.maximum(second * second_decay, tl.abs(gradient) + eps)
