@@ -47,7 +47,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
 class HostCopy:
     """A tensor copied to the host, into pinned memory and behind the kernel that fills it, without waiting."""
 
-    __slots__ = ("_event", "_host", "travels")
+    __slots__ = ("_event", "_host")
 
     def __init__(self, tensor: Tensor) -> None:
         """Raises RuntimeError if ``tensor`` is one of a torch.func transform, which has no numbers."""
@@ -69,7 +69,11 @@ class HostCopy:
             # On the CPU nothing has to be copied. While a graph is captured there are no numbers yet: they are
             # copied when asked for, after a replay.
             self._host = tensor
-        self.travels = self._event is not None  # else there is nothing to wait for
+
+    @property
+    def travels(self) -> bool:
+        """Whether there is a copy to wait for: not on the CPU, nor in a graph's capture."""
+        return self._event is not None
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""

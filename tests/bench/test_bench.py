@@ -18,6 +18,7 @@ import rows
 import suite
 import tables
 import torch
+import updates_to_come
 from cases import CASES, PROVIDERS, Case, Provider, input_of, verify
 from models import TRAININGS, Training, gpt_step, resnet
 from torch import nn
@@ -372,6 +373,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     case = Case("10,000 tensors of 64", lambda: [(8, 8)] * 3, (torch.float32, torch.bfloat16))
     monkeypatch.setattr(suite, "CASES", [case])
     monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])
+    monkeypatch.setattr(updates_to_come, "CASES", [case.name])
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))
@@ -445,8 +447,8 @@ def test_pytest_benchmarks_run_in_any_order() -> None:
 
 
 def test_documents_show_each_group_of_the_processor_it_was_last_run_on(tmp_path: Path) -> None:
-    def row(device: str, group: str, run: str, driver: str = "") -> rows.Row:
-        return rows.Row("p", "case", "wall time", "us", 1.0, group=group, run=run, device=device, driver=driver)
+    def row(on: str, group: str, run: str, driver: str = "") -> rows.Row:
+        return rows.Row("p", "case", "wall time", "us", 1.0, group=group, run=run, device=on, driver=driver)
 
     for made in (row("old", "a", "1"), row("old", "b", "1"), row("new", "a", "2"), row("gpu", "a", "0", "580")):
         rows.append([made], "full", tmp_path)

@@ -188,8 +188,8 @@ def test_rows_become_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     quick = measured(OPTIMIZERS[0], SCALED, optimizer_steps.QUICK_CASE)
     assert "loss scaler, clipped" in tables.summary(quick)  # every table, as there are no rows of training steps
 
-    monkeypatch.setattr(rows, "devices", lambda: [made, [dataclasses.replace(row, group="x") for row in made]])
+    monkeypatch.setattr(rows, "shown", lambda: [made, [dataclasses.replace(row, group="x") for row in made]])
     assert render.steps_of_optimizers(tmp_path) == tables.everything(made, short=True)
     assert "; 1.33)" in render.steps_of_optimizers(tmp_path)  # counted, beside what was measured
-    monkeypatch.setattr(rows, "devices", lambda: [[dataclasses.replace(row, group="x") for row in made]])
+    monkeypatch.setattr(rows, "shown", lambda: [[dataclasses.replace(row, group="x") for row in made]])
     assert render.steps_of_optimizers(tmp_path) == ""

@@ -14,6 +14,7 @@ from torch import nn
 
 import gradstat
 from gradstat import amp, counters
+from gradstat._core.backends import resolve
 from gradstat._core.host_copy import HostCopy, streams_of
 from gradstat._step import measured
 
@@ -95,12 +96,13 @@ def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatc
         gradstat.step_counters(optimizer)
     with pytest.raises(RuntimeError, match=message):
         amp.GradScaler("cpu")._count(SimpleNamespace(device=GPU))  # type: ignore[arg-type]
-    for clip in (gradstat.AutoClip(), gradstat.AdaGC()):
+    kernels, on_gpu = resolve("reference", "cpu"), SimpleNamespace(device=GPU, dim=lambda: 0)
+    for clip in (gradstat.AutoClip(), gradstat.ZClip()):
         with pytest.raises(RuntimeError, match=f"the state of {type(clip).__name__} .*{message}"):
-            clip._state_on(GPU)
-        clip._state_on(torch.device("cpu"))
+            clip._decide(kernels, on_gpu)
+        clip._decide(kernels, torch.ones((), dtype=torch.float64))
         with pytest.raises(RuntimeError, match=message):  # moving it would be repeated, too
-            clip._state_on(GPU)
+            clip._decide(kernels, on_gpu)
 
 
 # On a GPU ---------------------------------------------------------------------------------------------------
