@@ -24,7 +24,7 @@ _SQUARES, _LARGE = _fields.INDEX["sq_sum"], _fields.INDEX["sq_sum_large"]
 class NoiseScale:
     """The simple gradient noise scale of a training that accumulates gradients: the batch size that pays, in examples.
 
-    It is ``tr(S) / |G|^2``, S the covariance of the gradients of single examples and G their mean, estimated without bias
+    It is ``tr(S) / |G|^2``, S the covariance of the gradients of single examples and G their mean, estimated unbiased
     from two squared norms as in McCandlish et al., arXiv 1812.06162, appendix A: those of the first micro-batch's
     gradients and of the accumulated ones. Numerator and denominator are smoothed apart. ::
 
