@@ -12,10 +12,11 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,6 +124,16 @@ class Stepper:
         before, self._clipped = self._clipped, self._clip.summary().clipped
         return self._clipped > before
 
+    def train(self, training: Training, steps: int) -> Iterator[tuple[int, float, bool]]:
+        """Trains, and yields each step behind it: its number, its loss, and what `step` has said."""
+        losses: list[Tensor] = []
+        said: list[bool] = []
+        training._update = lambda: said.append(self.step(training.optimizer, losses[-1]))  # type: ignore[method-assign]
+        watch: Any = SimpleNamespace(batch=lambda batch: None, step=losses.append)
+        for step, begins in training.steps(watch, 0, steps):
+            if not begins:
+                yield step, losses[-1].item(), said[-1]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -136,27 +147,24 @@ class Outcome:
 def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outcome:
     """One training."""
     torch.set_num_threads(1)
-    training, broken, stepper = MODELS[model](seed), FAULTS[fault], Stepper(guard)
+    training, broken = MODELS[model](seed), FAULTS[fault]
     random = torch.Generator().manual_seed(1000 + seed)
-    held = [training.batch() for _ in range(4)]
+    batch, loss_of = training.batch, training.loss
+    held = [batch() for _ in range(4)]
     clean = (torch.cat([x for x, _ in held]), torch.cat([y for _, y in held]))
-    base = [group["lr"] for group in training.optimizer.param_groups]
     outcome = Outcome([], [], [])
-    for step in range(steps):
-        since = step - FAULT
-        for group, lr in zip(training.optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * broken.lr(since)
-        training.optimizer.zero_grad()
-        loss = broken.weight(since) * training.loss(training.model, broken.batch(since, training.batch(), random))
-        loss.backward()
-        if stepper.step(training.optimizer, loss.detach()):
-            outcome.refused.append(step)
-        outcome.losses.append(loss.item())
+    # How many steps since the fault began: those that are done, less those before it.
+    training.batch = lambda: broken.batch(len(outcome.losses) - FAULT, batch(), random)
+    training.loss = lambda model, batch: broken.weight(len(outcome.losses) - FAULT) * loss_of(model, batch)
+    training.schedule = lambda step: broken.lr(step - FAULT)
+    for step, loss, is_refused in Stepper(guard).train(training, steps):
+        outcome.losses.append(loss)
+        outcome.refused.extend([step] * is_refused)
         outcome.clean.append(math.nan)
-        if -SETTLED <= since - broken.level < 0 or since >= 0:  # what `recovery` looks at
+        if -SETTLED <= step - FAULT - broken.level < 0 or step >= FAULT:  # what `recovery` looks at
             training.model.eval()
             with torch.no_grad():
-                outcome.clean[step] = training.loss(training.model, clean).item()
+                outcome.clean[step] = loss_of(training.model, clean).item()
             training.model.train()
     return outcome
 
@@ -200,27 +208,10 @@ def spoil(case: tuple[int, int, int]) -> tuple[int, int, float]:
     """Of a healthy training under a guard: steps, those refused, and the last losses beside those without a guard."""
     number, seed, steps = case
     torch.set_num_threads(1)
-    losses: dict[str, list[float]] = {}
-    refused = 0
-    for guard in (NONE, GUARD):
-        training, stepper = HEALTHY[number].training(seed, steps), Stepper(guard)
-        schedule = training.schedule
-        base = [group["lr"] for group in training.optimizer.param_groups]
-        losses[guard] = []
-        for step in range(steps):
-            for group, lr in zip(training.optimizer.param_groups, base, strict=True):
-                group["lr"] = lr * (1.0 if schedule is None else schedule(step))
-            training.optimizer.zero_grad()
-            total = torch.zeros(())
-            for _ in range(training.accumulate):
-                loss = training._loss(training.batch()) / training.accumulate
-                loss.backward()
-                total += loss.detach().float()
-            refused += stepper.step(training.optimizer, total)
-            losses[guard].append(total.item())
+    taken = {guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps)) for guard in (NONE, GUARD)}
     last = max(1, steps // 10)
-    ends = {guard: statistics.fmean(of[-last:]) for guard, of in losses.items()}
-    return steps, refused, ends[GUARD] - ends[NONE]
+    ends = {guard: statistics.fmean(loss for _, loss, _ in of[-last:]) for guard, of in taken.items()}
+    return steps, sum(is_refused for _, _, is_refused in taken[GUARD]), ends[GUARD] - ends[NONE]
 
 
 def measure(seeds: int, workers: int) -> list[Row]:

@@ -108,9 +108,7 @@ def _launched(
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()
-        table, total = rows.table(), rows.total()
-        if scale is not None:
-            table, total = without_scale(table, scale), without_scale(total, scale)
+        table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
         return Report(labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total)
 
     return measured, make

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
-from gradstat._core.engines import refuse_engine
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
 from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
 from gradstat._step import loss_scale as _scaling
@@ -134,7 +133,8 @@ def guarded_step(
             optimizer's first guarded step, or skipping on the host would be needed.
         NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` `AdaGC` or `AGC`.
     """
-    _check_optimizer(optimizer)
+    optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
+    optimizers.refuse_foreign_verdict(optimizer)
     clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
     limit = math.inf if max_norm is None or isinstance(max_norm, AdaptiveClip) else float(max_norm)
     if math.isnan(limit):
@@ -162,15 +162,6 @@ def guarded_step(
     if guard is not None and returned is not None:
         request = request._replace(loss=checked_value("what the closure returned", returned))
     return _step(request, returned)
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        refuse_engine(optimizer)
-        inner = getattr(optimizer, "optimizer", None)
-        hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
-    optimizers.refuse_foreign_verdict(optimizer)
 
 
 def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> Tensor | None:

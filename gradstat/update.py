@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
-from gradstat._core.parameters import named_by, source_of
+from gradstat._core.parameters import named_by, names_at, source_of
 from gradstat._core.tensors import moved
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.updates import kind_of, update_sums
@@ -175,10 +175,4 @@ def update_stats(
     if model is not None:
         source = named_by(model, source)
     positions, sizes, sums = update_sums(optimizer, lambda i: source.names()[i], backend, scale)
-    names = source.names
-
-    def present() -> list[str]:
-        every = names()
-        return [every[position] for position in positions]
-
-    return UpdateReport(present, sums, sizes)
+    return UpdateReport(names_at(source, positions), sums, sizes)

@@ -35,9 +35,7 @@ class Measurement(NamedTuple):
 
     def table(self) -> Tensor:
         """One table in the order of the tensors, on the first one's device."""
-        if len(self.tables) == 1:
-            return self.tables[0]
-        joined = self.summands()
+        joined = self.tables[0] if len(self.tables) == 1 else self.summands()
         if self.order is None:
             return joined
         return joined[torch.tensor(self.order, device="cpu").argsort().to(joined.device, non_blocking=True)]
@@ -85,7 +83,7 @@ class HostRows:
 
     def table(self) -> Any:
         """The rows in the order of the tensors; waits for them, once for each device."""
-        if len(self._copies) == 1:
+        if self._order is None and len(self._copies) == 1:
             return self._copies[0].wait()
         if not self._copies:
             return np.empty((0, len(_fields.NAMES)))

@@ -189,11 +189,12 @@ class Labels(NamedTuple):
 def labels_of(source: Source, gradients: Gradients) -> Labels:
     """What ``gradients``, which are those of ``source``, are called."""
     # Which ones are missing is known now and could change.
-    missing = tuple if gradients.missing is None else _names_at(source, gradients.missing)
-    return Labels(_names_at(source, gradients.positions), missing)
+    missing = tuple if gradients.missing is None else names_at(source, gradients.missing)
+    return Labels(names_at(source, gradients.positions), missing)
 
 
-def _names_at(source: Source, positions: list[int] | None) -> Names:
+def names_at(source: Source, positions: list[int] | None) -> Names:
+    """What those at ``positions`` are called, looked up when asked for; None for all of them."""
     if positions is None:
         return source.names
 

@@ -16,12 +16,23 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
+from gradstat._core.engines import refuse_engine
+
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 def original_step(kind: Any) -> Any:
     # torch wraps `step` of every class to call its hooks. A subclass with a step of its own has another one.
     return inspect.unwrap(kind.step)
+
+
+def require_optimizer(optimizer: object, expected: str) -> None:
+    """Raises TypeError, which begins with what was ``expected``, unless it is an optimizer of torch's."""
+    if not isinstance(optimizer, Optimizer):
+        refuse_engine(optimizer)
+        inner = getattr(optimizer, "optimizer", None)
+        hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}{hint}")
 
 
 _WITH_FUSED_STEP = {original_step(kind) for kind in (Adam, AdamW, Adagrad, SGD)}

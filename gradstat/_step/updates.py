@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 from gradstat import _fields
-from gradstat._core.engines import refuse_engine
 from gradstat._core.measure import resolve_for
+from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import PLAIN_TYPES
 from gradstat._core.tensors import NameOf, is_distributed, moved, readable, shard_of
-from gradstat._step.optimizers import original_step
+from gradstat._step.optimizers import original_step, require_optimizer
 
 Numbers: TypeAlias = Mapping[str, Tensor]
 _GRADIENT, _MOMENTUM, _ADAM, _AMSGRAD, _ADAMAX = range(len(_fields.UPDATE_RULES))
@@ -98,11 +98,7 @@ def is_known(optimizer: object) -> bool:
 
 def kind_of(optimizer: object) -> _Kind:
     known = ", ".join(kind.name for kind in _KINDS.values())
-    if not isinstance(optimizer, Optimizer):
-        refuse_engine(optimizer)
-        inner = getattr(optimizer, "optimizer", None)
-        hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
-        raise TypeError(f"optimizer: expected one of torch's {known}, got {type(optimizer).__name__}{hint}")
+    require_optimizer(optimizer, f"optimizer: expected one of torch's {known}")
     kind = _KINDS.get(original_step(type(optimizer)))
     if kind is None:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -174,13 +170,11 @@ def _local_sums(
         table[:, _UPDATE] *= coefficients[:, _LR].square()
         if len(kind.states) < len(_MOMENTS):
             table[:, _SCALED] = torch.nan
-        tables.append(table if not tables else moved(table, tables[0].device))
+        tables.append(table)
         order += [position for batch in of_device for position in batch.positions]
     if not tables:
         return torch.zeros(0, len(_fields.UPDATE_SUMS), dtype=torch.float64, device="cpu")
-    rows = sorted(range(len(order)), key=order.__getitem__)
-    sums = tables[0] if len(tables) == 1 else torch.cat(tables)
-    return sums if rows == list(range(len(order))) else sums[moved(torch.tensor(rows, device="cpu"), sums.device)]
+    return Measurement(tables, None if order == sorted(order) else order, ()).table()
 
 
 def _batches_of(kind: _Kind, optimizer: Optimizer, name_of: NameOf) -> list[_Batch]:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradstat import _fields
 from gradstat._core.collectives import device_of, gather, in_words, reduce_
 from gradstat._core.compiling import never_traced
+from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import moved
 from gradstat._core.wrappers import uncompiled
 from gradstat.check import stats
@@ -232,8 +233,7 @@ class OriginWatch:
                 f"{len(order)} gradients of {len(self._names)} were seen in the last reduction since result(); call "
                 "rows() after backward() and before result()"
             )
-        table = torch.cat([moved(one.table, seen[0].table.device) for one in seen])
-        return table[torch.tensor(order, device="cpu").argsort().to(table.device, non_blocking=True)]
+        return Measurement([one.table for one in seen], order, ()).table()
 
     def reset(self) -> None:
         """Forgets what was seen since the last `result`, for a step that is given up."""

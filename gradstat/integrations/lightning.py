@@ -99,7 +99,9 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
         given = {"on_anomaly": on_anomaly, **options}
-        super().__init__(Options(given, "trainer", max_norm, True, True, healthy_checkpoints))
+        super().__init__(
+            Options(given, "trainer", max_norm, runs_steps=True, saves=True, healthy_checkpoints=healthy_checkpoints)
+        )
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []
