@@ -32,11 +32,12 @@ from rows import Row  # noqa: E402
 from small_training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, by, cnn, mlp, train  # noqa: E402
 
 import gradstat  # noqa: E402
+from gradstat._step.updates import is_known  # noqa: E402
 from gradstat.bench.timing import progress_bar  # noqa: E402
 
 GROUP, HEALTHY_GROUP = "guards", "guards, healthy"
-FAULT, END = 240, 360  # the step of the fault, and of the end
-QUIET = 140  # steps before it in which a quiet phase is quiet
+FAULT, END = 300, 420  # the step of the fault, and of the end
+QUIET = 200  # steps before it in which a quiet phase is quiet: more than any guard looks back upon
 HEALTHY_STEPS = 2000
 SETTLED = 20  # steps over which the clean loss is said to be back, or was before
 Batch = tuple[Tensor, Tensor]
@@ -99,8 +100,10 @@ FAULTS = {
 # What guards ------------------------------------------------------------------------------------------------------
 
 
-NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard", "SpikeGuard, update"
-GUARDS = (NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE)
+NONE, ZCLIP, SIGMA, GUARD = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard"
+WITH_UPDATE, SCALING = "SpikeGuard, update", "SpikeGuard(scale=0.1), update"
+GUARDS = (NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE, SCALING)
+SPOILING = (SIGMA, GUARD, SCALING)  # tried on healthy trainings as well
 
 
 class Stepper:
@@ -109,9 +112,11 @@ class Stepper:
     def __init__(self, name: str) -> None:
         self._clip = gradstat.ZClip() if name == ZCLIP else None
         self._clipped = 0
-        made = {SIGMA: gradstat.SpikeGuard.sigma, GUARD: gradstat.SpikeGuard, WITH_UPDATE: gradstat.SpikeGuard}
-        self._guard = made[name]() if name in made else None
-        self._with_update = name == WITH_UPDATE
+        self._guard = None
+        if name not in (NONE, ZCLIP):
+            make = gradstat.SpikeGuard.sigma if name == SIGMA else gradstat.SpikeGuard
+            self._guard = make(scale=0.1 if name == SCALING else None)
+        self._with_update = name in (WITH_UPDATE, SCALING)
 
     def step(self, optimizer: Optimizer, loss: Tensor) -> bool:
         """Takes or refuses a step; whether it was refused, or clipped."""
@@ -128,6 +133,7 @@ class Stepper:
         """Trains, and yields each step behind it: its number, its loss, and what `step` has said."""
         losses: list[Tensor] = []
         said: list[bool] = []
+        self._with_update = self._with_update and is_known(training.optimizer)
         training._update = lambda: said.append(self.step(training.optimizer, losses[-1]))  # type: ignore[method-assign]
         watch: Any = SimpleNamespace(batch=lambda batch: None, step=losses.append)
         for step, begins in training.steps(watch, 0, steps):
@@ -204,14 +210,21 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
     return found
 
 
-def spoil(case: tuple[int, int, int]) -> tuple[int, int, float]:
-    """Of a healthy training under a guard: steps, those refused, and the last losses beside those without a guard."""
+def spoil(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
+    """Of a healthy training, by guard: steps, those refused, and the last losses beside those without a guard.
+
+    An optimizer whose update cannot be told is guarded without it.
+    """
     number, seed, steps = case
     torch.set_num_threads(1)
-    taken = {guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps)) for guard in (NONE, GUARD)}
-    last = max(1, steps // 10)
-    ends = {guard: statistics.fmean(loss for _, loss, _ in of[-last:]) for guard, of in taken.items()}
-    return steps, sum(is_refused for _, _, is_refused in taken[GUARD]), ends[GUARD] - ends[NONE]
+    taken = {
+        guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps)) for guard in (NONE, *SPOILING)
+    }
+    ends = {guard: statistics.fmean(loss for _, loss, _ in of[-max(1, steps // 10) :]) for guard, of in taken.items()}
+    return {
+        guard: (steps, sum(is_refused for _, _, is_refused in taken[guard]), ends[guard] - ends[NONE])
+        for guard in SPOILING
+    }
 
 
 def measure(seeds: int, workers: int) -> list[Row]:
@@ -247,10 +260,10 @@ def measure(seeds: int, workers: int) -> list[Row]:
                 for metric, value in values.items()
                 if not math.isnan(value)
             ]
-    steps, refused = sum(s for s, _, _ in spoiled), sum(r for _, r, _ in spoiled)
-    worse = max((by for _, _, by in spoiled), default=0.0)
-    for metric, value in (("steps", steps), ("refused", refused), ("last loss above", worse)):
-        made.append(rows_module.row(HEALTHY_GROUP, "healthy trainings", GUARD, metric, "", float(value), cpu))
+    for guard in SPOILING:
+        steps, refused, above = zip(*(each[guard] for each in spoiled), strict=True)
+        for metric, value in (("steps", sum(steps)), ("refused", sum(refused)), ("last loss above", max(above))):
+            made.append(rows_module.row(HEALTHY_GROUP, "healthy trainings", guard, metric, "", float(value), cpu))
     return made
 
 

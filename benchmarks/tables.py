@@ -84,14 +84,16 @@ def guards(rows: Sequence[Row]) -> str:
         [case, f"{by[plain]['steps until back']:.0f}", *(cell(by[name]) for name in others)]
         for case, by in found.items()
     ]
-    healthy = {row.metric: row.value for row in rows if row.group == "guards, healthy"}
-    told = (
-        f"\nHealthy trainings: {healthy['refused']:.0f} of {healthy['steps']:,.0f} steps refused; "
-        f"the last losses are above those without a guard by {healthy['last loss above']:.2g} at most.\n"
-        if healthy
-        else ""
-    )
-    return grid(["model, fault", plain, *others], lines) + told
+    healthy: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.group == "guards, healthy":
+            healthy.setdefault(row.provider, {})[row.metric] = row.value
+    told = [
+        [name, f"{of['refused']:.0f}", f"{of['steps']:,.0f}", f"{of['last loss above']:.2g}"]
+        for name, of in healthy.items()
+    ]
+    headers = ["healthy trainings", "refused", "of so many steps", "last loss above that without a guard, at most"]
+    return "\n".join([grid(["model, fault", plain, *others], lines), grid(headers, told)])
 
 
 def where(rows: Sequence[Row]) -> str:

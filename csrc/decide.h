@@ -263,14 +263,16 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
         sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
   } else {
     // The median, and the most of: the median distance from it, as a standard deviation of normal numbers; half
-    // the distance of the largest, as losses and norms have long tails; a hundredth of the median, as where
-    // most values are the same any other would stand out.
+    // the distance of the largest, as losses and norms have long tails, and all of it for updates, which leap when
+    // a rare input gets its first gradients; a hundredth of the median, as where most values are the same any other
+    // would stand out.
     centre = quantile(team, at, count, 0.5);
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;
     for (int64_t i = team.rank(); i < count; i += team.size()) largest = merge::max(largest, at(i));
     largest = team.merged(largest, [](double a, double b) { return merge::max(a, b); });
-    spread = merge::max(merge::max(spread, 0.5 * (largest - centre)), 0.01 * fabs(centre));
+    const double share = series == 2 ? 1.0 : 0.5;
+    spread = merge::max(merge::max(spread, share * (largest - centre)), 0.01 * fabs(centre));
   }
   return value - centre <= options[1] * spread ? kOrdinary : kStandsOut;
 }
@@ -279,11 +281,12 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
 GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   const double* const options = request.options;
   auto& totals = *reinterpret_cast<GuardTotals*>(request.state);
-  bool is_finite = request.verdict[0] == 0, is_above = false, stands_out = false;
+  bool is_finite = request.verdict[0] == 0, is_above = false, stands_out = false, is_in_gradients = false;
   for (int series = 0; series < kGuarded; ++series) {
     is_finite = is_finite && judgements[series] != kNonfinite;
     is_above = is_above || judgements[series] == kAboveLimit;
     stands_out = stands_out || judgements[series] == kStandsOut;
+    is_in_gradients = is_in_gradients || (series < 2 && (is_above || stands_out));
   }
   // So many in a row are no spike but another level, which is to be learned anew.
   const bool gives_in = is_finite && stands_out && !is_above && totals.in_a_row >= options[3];
@@ -302,8 +305,10 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
       recorded += 1;
     }
   }
-  const bool skip = !is_finite || (refused && options[4] == 0);
-  const double coefficient = refused && options[4] != 0 ? options[4] : 1.0;
+  // Smaller gradients do not mend a learning rate.
+  const bool scales = options[4] != 0 && is_in_gradients;
+  const bool skip = !is_finite || (refused && !scales);
+  const double coefficient = refused && scales ? options[4] : 1.0;
   totals.steps += 1;
   totals.refused += refused ? 1 : 0;
   totals.nonfinite += is_finite ? 0 : 1;

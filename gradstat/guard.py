@@ -61,9 +61,10 @@ class SpikeGuard:
 
     A value stands out if it is above the median of the last ones, less the newest eighth, by more than ``threshold``
     times their spread, the most of three: the median distance from it times 1.4826, which is the standard deviation of
-    normal numbers; half the distance of the largest, as losses and norms have long tails; a hundredth of the median. So
-    with the default it is three times as far away as any of them. The last two, and that the newest do not count, which
-    may be a part of what grows, are conventions of gradstat; benchmarks/guards.py measures what comes of them.
+    normal numbers; half the distance of the largest, as losses and norms have long tails, or all of it for updates,
+    which leap when a rare input gets its first gradients; a hundredth of the median. So with the default it is three
+    times, an update six times, as far away as any of them. The last two, and that the newest do not count, which may be
+    a part of what grows, are conventions of gradstat; benchmarks/guards.py measures what comes of them.
     Steps that were refused do not enter, so a spike changes nothing. What is NaN or Inf is skipped whatever the rule.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place there: no
@@ -80,6 +81,8 @@ class SpikeGuard:
         max_consecutive: After so many refused in a row a step that only stands out is taken, and its values begin the
             statistics anew: the level has changed. None for no limit.
         scale: What the gradients of a refused step are multiplied by, behind any clip, between 0 and 1; None skips it.
+            Skipped all the same is a step of which the update alone stands out, as smaller gradients do not mend a
+            learning rate.
         max_loss, max_norm, max_update: A larger value is refused, in a row or not.
         process_group: Of the ranks that train together; None, as in torch, for all.
 
@@ -306,7 +309,8 @@ def _judge(
             centre = ring.nanquantile(0.5)
             spread = 1.4826022185056018 * (ring - centre).abs().nanquantile(0.5)
             largest = torch.where(held, rings[i], -math.inf).amax()
-            spread = torch.maximum(torch.maximum(spread, 0.5 * (largest - centre)), 0.01 * centre.abs())
+            share = 1.0 if SERIES[i] == "update" else 0.5
+            spread = torch.maximum(torch.maximum(spread, share * (largest - centre)), 0.01 * centre.abs())
         above[i] = value > limits[i]
         is_known = recorded[i] >= max(warmup, newest + 2)
         outstanding[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
@@ -322,8 +326,9 @@ def _judge(
             held_now = rings[i].gather(0, at)
             rings[i].scatter_(0, at, torch.where(kept, value.reshape(1).to(torch.float64), held_now))
             recorded[i] += kept
-    coefficient = torch.where(refused, scale, 1.0).to(torch.float64) if scale else torch.ones_like(totals[0])
-    skip = ~finite if scale else ~finite | refused
+    scaled = refused & (why[0] | why[1]) if scale else no
+    coefficient = torch.where(scaled, scale, 1.0).to(torch.float64)
+    skip = ~finite | (refused & ~scaled)
     bits = torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64, device="cpu").to(memory.device)
     reason = (why * bits).sum() + (~finite).to(torch.float64)
     totals[0] += 1

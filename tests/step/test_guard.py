@@ -59,7 +59,10 @@ class Rule:
         if self.sigmas:
             return not value - statistics.mean(last) <= self.threshold * statistics.stdev(last)
         centre = float(np.median(last))
-        spread = max(1.482602218505602 * float(np.median(np.abs(np.array(last) - centre))), (max(last) - centre) / 2)
+        share = 1 if series == 2 else 0.5
+        spread = max(
+            1.482602218505602 * float(np.median(np.abs(np.array(last) - centre))), share * (max(last) - centre)
+        )
         return not value - centre <= self.threshold * max(spread, 0.01 * abs(centre))
 
     def judge(self, values: list[float | None]) -> tuple[str, ...]:
@@ -145,11 +148,16 @@ def test_limits_hold_from_the_first_step_and_in_a_row(kernels: Kernels) -> None:
         assert judge(guard, kernels, cast(Any, values))[0][3] == why
 
 
-def test_a_refused_step_can_be_scaled_down(kernels: Kernels) -> None:
-    guard = SpikeGuard(scale=0.25, max_norm=2.0)
-    decided, numbers = judge(guard, kernels, [None, 3.0, None])
-    assert decided.tolist() == [0.0, 8.0, 8.0, 4.0]
-    assert numbers.tolist() == [0.125, 3.0]
+def test_a_refused_step_can_be_scaled_down_but_if_the_update_alone_stands_out(kernels: Kernels) -> None:
+    guard = SpikeGuard(scale=0.25, max_norm=2.0, max_update=1.0)
+    for norm, update, decided, coefficient in (
+        (3.0, None, [0.0, 8.0, 8.0, 4.0], 0.125),
+        (3.0, 2.0, [0.0, 8.0, 8.0, 12.0], 0.125),
+        (1.0, 2.0, [1.0, 2.0, 8.0, 8.0], 0.5),
+    ):
+        found, numbers = judge(guard, kernels, [None, norm, update])
+        assert found.tolist() == decided
+        assert numbers.tolist() == [coefficient, norm]
     assert judge(guard, kernels, [math.nan, 1.0, None])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
 
 
