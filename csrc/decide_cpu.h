@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "decide.h"
@@ -17,13 +18,33 @@ struct Alone {
     return value;
   }
 
+  // By partitions that swap always and count, as branches on numbers as random as these cost the most. What is
+  // below the pivot goes first, what equals it behind that.
   template <class Numbers>
   Neighbours ordered(const Numbers& numbers, int64_t count, int64_t k) const {
     std::vector<double> sorted(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) sorted[i] = numbers(i);
-    const auto at = sorted.begin() + k;
-    std::nth_element(sorted.begin(), at, sorted.end());
-    return {*at, k + 1 < count ? *std::min_element(at + 1, sorted.end()) : *at};
+    double *first = sorted.data(), *const end = first + count, *const at = first + k, *last = end;
+    const auto moved_to_front = [&](auto&& belongs) {
+      double* middle = first;
+      for (double* p = first; p != last; ++p) {
+        std::swap(*p, *middle);
+        middle += belongs(*middle) ? 1 : 0;
+      }
+      return middle;
+    };
+    while (last - first > 1) {
+      const double pivot = first[(last - first) / 2];
+      double* const below = moved_to_front([&](double x) { return x < pivot; });
+      if (at < below) {
+        last = below;
+        continue;
+      }
+      first = below;
+      first = moved_to_front([&](double x) { return !(x > pivot); });
+      if (at < first) break;
+    }
+    return {*at, at + 1 < end ? *std::min_element(at + 1, end) : *at};
   }
 };
 

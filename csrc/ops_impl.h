@@ -119,6 +119,14 @@ struct Operations {
     return table;
   }
 
+  // `request` lacks nothing but where the verdict goes.
+  static Memory guard(GuardRequest request, int32_t device) {
+    Memory verdict({kGuardVerdict}, DType::kFloat32, device);
+    request.out = static_cast<float*>(verdict.data());
+    Device::guard(request, device);
+    return verdict;
+  }
+
   static Memory clip(const TensorList& list, double max_norm, double norm_type) {
     Norm measured = measure(list, max_norm, norm_type);
     if (max_norm != kInf) {
@@ -281,8 +289,6 @@ struct Ops {
                              counters ? &*counters : nullptr});
     STD_TORCH_CHECK(options.size() == kGuardOptions && window > 0, "gradstat: expected ", kGuardOptions,
                     " options and a positive window");
-    const int32_t device = state.get_device_index();
-    const Memory out({kGuardVerdict}, DType::kFloat32, device);
     GuardRequest request{};
     std::copy(options.begin(), options.end(), request.options);
     request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "the state");
@@ -292,9 +298,7 @@ struct Ops {
     if (loss) request.loss = number_of(*loss, request.dtypes[0]);
     if (update) request.update = number_of(*update, request.dtypes[2]);
     if (counters) request.counters = numbers_in<int64_t>(*counters, kCounters, "counters");
-    request.out = static_cast<float*>(out.data());
-    Device::guard(request, device);
-    return out.tensor;
+    return Bodies::guard(request, state.get_device_index()).tensor;
   }
 
   // Where one number of any real type lies, and which type that is.

@@ -275,7 +275,7 @@ struct PythonOps {
     PyObject* factor = nullptr;
     const auto body = [&](const TensorList& list) {
       if (has_repeated(list.entries())) throw NotOrdinary();
-      return with_signature(Bodies::check(list, numbers_of<float>(factor, 1, list)), list);
+      return with_signature(Bodies::check(list, numbers_of<float>(factor, 1, list.device_index())), list);
     };
     return with_list(body, arguments, "OO", &factor);
   }
@@ -306,9 +306,10 @@ struct PythonOps {
     PyObject *loss_scale = nullptr, *counters = nullptr;
     double max_norm = 0, norm_type = 0;
     const auto body = [&](const TensorList& list) {
+      const int32_t device = list.device_index();
       auto [table, norm, numbers, verdict] = Bodies::measure_step(
-          list, max_norm, norm_type, loss_scale != Py_None ? numbers_of<float>(loss_scale, 1, list) : nullptr,
-          counters != Py_None ? numbers_of<int64_t>(counters, kCounters, list) : nullptr);
+          list, max_norm, norm_type, loss_scale != Py_None ? numbers_of<float>(loss_scale, 1, device) : nullptr,
+          counters != Py_None ? numbers_of<int64_t>(counters, kCounters, device) : nullptr);
       Ref made[] = {table.to_python(), norm.to_python(), numbers.to_python(), verdict.to_python()};
       return Py_BuildValue("(NLNNN)", made[0].release(), static_cast<long long>(list.signature()),
                            made[1].release(), made[2].release(), made[3].release());
@@ -326,11 +327,38 @@ struct PythonOps {
         numbers[i] = PyLong_AsLong(PyList_GetItem(rules, static_cast<Py_ssize_t>(i)));
       }
       const auto count = static_cast<int64_t>(numbers.size()) * kUpdateCoefficients;
-      return Bodies::update_sums(list, numbers, numbers_of<double>(coefficients, count, list))
+      return Bodies::update_sums(list, numbers, numbers_of<double>(coefficients, count, list.device_index()))
           .to_python()
           .release();
     };
     return with_list(body, arguments, "OOO", &rules, &coefficients);
+  }
+
+  // guard_(options, state, window, numbers, verdict, loss | None, update | None, counters | None)
+  //   -> verdict | None
+  static PyObject* guard_(PyObject*, PyObject* arguments) {
+    GuardRequest request{};
+    double* const o = request.options;
+    static_assert(kGuardOptions == 8);
+    PyObject *state = nullptr, *numbers = nullptr, *verdict = nullptr;
+    PyObject *loss = nullptr, *update = nullptr, *counters = nullptr;
+    long long window = 0;
+    if (!PyArg_ParseTuple(arguments, "(dddddddd)OLOOOOO", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6],
+                          &o[7], &state, &window, &numbers, &verdict, &loss, &update, &counters)) {
+      return nullptr;
+    }
+    return guarded([&] {
+      if (exchange().api == nullptr || window <= 0) throw NotOrdinary();
+      const int32_t device = ordinary_view(state, Device::kDLPackType).first.device_index;
+      request.state = numbers_of<double>(state, kGuardTotals + kGuarded * window, device);
+      request.window = window;
+      request.numbers = numbers_of<double>(numbers, 2, device);
+      request.verdict = numbers_of<float>(verdict, kVerdict, device);
+      request.loss = number_of(loss, request.dtypes[0], device);
+      request.update = number_of(update, request.dtypes[2], device);
+      if (counters != Py_None) request.counters = numbers_of<int64_t>(counters, kCounters, device);
+      return Bodies::guard(request, device).to_python().release();
+    });
   }
 
   // scale_(tensors, memory that begins with the coefficient) -> True | None
@@ -344,24 +372,35 @@ struct PythonOps {
     PyObject* coefficients = nullptr;
     const auto body = [&](const TensorList& list) -> PyObject* {
       const int64_t count = stride == 0 ? kAtLeastOne : list.size();
-      scale_list<Unlocked<Device>>(list, {numbers_of<double>(coefficients, count, list), stride}, false);
+      const double* by = numbers_of<double>(coefficients, count, list.device_index());
+      scale_list<Unlocked<Device>>(list, {by, stride}, false);
       Py_RETURN_TRUE;
     };
     return with_list(body, arguments, "OO", &coefficients);
   }
 
-  // Where so many numbers lie that come along with a list, in order and on its device.
+  // Where so many numbers lie, in order and on that device.
   static constexpr int64_t kAtLeastOne = -1;
   template <class Number>
-  static Number* numbers_of(PyObject* tensor, int64_t count, const TensorList& list) {
+  static Number* numbers_of(PyObject* tensor, int64_t count, int32_t device_index) {
     const auto [view, type] = ordinary_view(tensor, Device::kDLPackType);
     const auto code = std::is_integral_v<Number> ? kDLInt : kDLFloat;
     const bool is_enough = count == kAtLeastOne ? view.numel > 0 : view.numel == count;
     if (type.code != code || type.bits != 8 * sizeof(Number) || type.lanes != 1 || !is_enough ||
-        !is_row_major(view) || view.device_index != list.device_index()) {
+        !is_row_major(view) || view.device_index != device_index) {
       throw NotOrdinary();
     }
     return static_cast<Number*>(view.data);
+  }
+
+  // Where one real number lies, of a type that is told, on that device; null for None.
+  static const void* number_of(PyObject* tensor, DType& dtype, int32_t device_index) {
+    if (tensor == Py_None) return nullptr;
+    const auto [view, type] = ordinary_view(tensor, Device::kDLPackType);
+    const ElementType element = element_of(type);
+    if (element.is_pair || view.numel != 1 || view.device_index != device_index) throw NotOrdinary();
+    dtype = element.dtype;
+    return view.data;
   }
 
   static PyObject* with_signature(NewTensor<Device> table, const TensorList& list) {
@@ -379,6 +418,7 @@ PyObject* make_module(const char* name, PyMethodDef* own) {
                                   {"use_exchange", use_exchange, METH_VARARGS, nullptr},
                                   {"check", Methods::check, METH_O, nullptr},
                                   {"clip_", Methods::clip_, METH_VARARGS, nullptr},
+                                  {"guard_", Methods::guard_, METH_VARARGS, nullptr},
                                   {"measure", Methods::measure, METH_VARARGS, nullptr},
                                   {"measure_step", Methods::measure_step, METH_VARARGS, nullptr},
                                   {"scale_", Methods::scale_, METH_VARARGS, nullptr},

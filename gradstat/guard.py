@@ -206,7 +206,7 @@ class SpikeGuard:
             refuse_capture(device, "the state of a guard")
             self._memory = (self._new_memory() if self._memory is None else self._memory).to(device)
         self._streams = streams
-        loss = None if loss is None else _on(self._over_ranks(loss.detach()), device)
+        loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         update = None if update is None else _on(update.detach(), device)
         options = (float(self._by_sigmas), *self._numbers)
         if kernels.guard_ is not None:

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,11 @@ class NativeKernels(Kernels):
             *(operators.stats.default, operators.scale_.default, operators.scale_each_.default, self._update_sums)
         )
         self.direct = direct
-        self.decide_clip_, self.guard_ = operators.decide_clip_.default, operators.guard_.default
+        self.decide_clip_, self.guard_ = operators.decide_clip_.default, self._guard_
+
+    def _guard_(self, *arguments: Any) -> Tensor:
+        verdict = None if self.direct is None else self.direct.guard_(*arguments)
+        return torch.ops.gradstat.guard_.default(*arguments) if verdict is None else verdict
 
     def _update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
         assert self.direct is not None

@@ -43,6 +43,12 @@ class DeviceModule(Protocol):
     # The norm of what was clipped.
     def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None: ...
 
+    # The verdict; what is changed in place says `gradstat.guard`.
+    def guard_(
+        self, options: tuple[float, ...], state: Tensor, window: int, numbers: Tensor, verdict: Tensor,
+        loss: Tensor | None, update: Tensor | None, counters: Tensor | None, /,
+    ) -> Tensor | None: ...  # fmt: skip
+
     # The norm, and memory whose first element is the coefficient that `scale_` needs.
     def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None: ...
 

@@ -15,6 +15,9 @@ import torch
 from gradstat.monitor.recording.recording import Recording, Series
 from gradstat.monitor.rows import Floats, Rows, Window
 
+# Rows are kept as they came, up to so many bytes of them: most are forgotten before anybody asks for a series.
+_MOST_RAW = 16 * 2**20
+
 
 class History:
     """The last steps of a run, no more than ``length`` and roughly ``max_bytes``, and the newest row of each kind."""
@@ -22,8 +25,9 @@ class History:
     def __init__(self, length: int, max_bytes: int) -> None:
         self._length = length
         self._max_bytes = max_bytes
-        self._chunks: dict[str, deque[Series]] = {}
+        self._chunks: dict[str, deque[Any]] = {}  # of `Series`, and of `Rows` that will be some if asked for
         self._scalars: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats]]] = deque()
+        self._held = 0  # bytes of the chunks
         self.latest: dict[str, Rows] = {}
 
     def keep(self, window: Window) -> None:
@@ -31,21 +35,32 @@ class History:
         for kind, rows in window.tables.items():
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
-                self._chunks.setdefault(kind, deque()).append(rows.series())
+                is_small = self._held + rows.raw.nbytes <= _MOST_RAW
+                chunk = Rows(rows.layout, rows.steps, rows.raw.copy("K")) if is_small else rows.series()
+                self._chunks.setdefault(kind, deque()).append(chunk)
+                self._held += _bytes_of(chunk)
         if self._length and len(window.steps):  # none if a batch was reviewed before the first step
             self._scalars.append((window.steps, window.scalars))
             self._forget()
 
     def _forget(self) -> None:
         newest = int(self._scalars[-1][0][-1])
-        held = sum(chunk.values.nbytes for chunks in self._chunks.values() for chunk in chunks)
+        if self._held > self._max_bytes:
+            self._condense()
         while self._scalars and (
-            newest - int(self._scalars[0][0][-1]) >= self._length or (held > self._max_bytes and len(self._scalars) > 1)
+            newest - int(self._scalars[0][0][-1]) >= self._length
+            or (self._held > self._max_bytes and len(self._scalars) > 1)
         ):
             last = int(self._scalars.popleft()[0][-1])
             for chunks in self._chunks.values():
                 while chunks and int(chunks[0].steps[-1]) <= last:
-                    held -= chunks.popleft().values.nbytes
+                    self._held -= _bytes_of(chunks.popleft())
+
+    def _condense(self) -> None:
+        """Makes series of all rows that are kept."""
+        for kind, chunks in self._chunks.items():
+            self._chunks[kind] = deque(chunk.series() if isinstance(chunk, Rows) else chunk for chunk in chunks)
+        self._held = sum(_bytes_of(chunk) for chunks in self._chunks.values() for chunk in chunks)
 
     def recording(self) -> Recording:
         """All that is kept, without findings."""
@@ -57,18 +72,24 @@ class History:
             name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held in self._scalars])[kept]
             for name in names
         }
+        self._condense()
         joined = {kind: _joined(chunks, first) for kind, chunks in self._chunks.items() if chunks}
         tables = {kind: series for kind, series in joined.items() if len(series.steps)}
         return Recording(steps[kept], scalars, tables)
 
     def load(self, recording: Recording) -> None:
         """Replaces what is kept by the history of another run."""
-        self._chunks, self._scalars, self.latest = {}, deque(), {}
+        self._chunks, self._scalars, self._held, self.latest = {}, deque(), 0, {}
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))
         for kind, series in recording.tables.items():
             if len(series.steps):
                 self._chunks[kind] = deque([series])
+                self._held += _bytes_of(series)
+
+
+def _bytes_of(chunk: Series | Rows) -> int:
+    return chunk.raw.nbytes if isinstance(chunk, Rows) else chunk.values.nbytes
 
 
 def _joined(chunks: deque[Series], first: int) -> Series:

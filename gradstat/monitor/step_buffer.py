@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from gradstat import _fields
 from gradstat._core.measurement import without_scale
@@ -71,12 +70,14 @@ class StepBuffer:
 
     def __init__(self, judge_label: JudgeLabel) -> None:
         self._judge_label = judge_label
-        self._steps: list[Pending] = []
+        self._steps: list[tuple[int, dict[str, float]]] = []
         self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
         self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
-        self._memory: Floats | None = None
+        # Rows of gradients by step. Each field lies in one piece, as rules look at one after the other.
+        self._memory = np.empty((len(_fields.FIELDS), 0, 0)).transpose(1, 2, 0)
+        self._layout: Layout | None = None
         self.observations: list[Observation] = []
         self.newest: Pending | None = None
 
@@ -132,7 +133,8 @@ class StepBuffer:
             judge()
         self._names = names
         self.newest = pending
-        self._steps.append(pending)
+        self._keep_gradients(pending)
+        self._steps.append((pending.step, pending.scalars))
         if pending.seen_at_once:
             self.observations += pending.seen_at_once
         for segment, rows, layout in others:
@@ -155,17 +157,10 @@ class StepBuffer:
         """All that has come since the last call, for rules; its memory serves the next steps."""
         closed, others, seen = self._steps, self._others, self.observations
         self._steps, self._others, self.observations = [], {}, []
-        steps = np.array([one.step for one in closed], dtype=np.int64)
-        absent = dict.fromkeys(_COUNTS, 0.0) if closed else {}
-        for one in closed:
-            absent |= {name: math.nan for name in one.scalars if name not in absent}
-        scalars = {
-            name: np.array([one.scalars.get(name, value) for one in closed], dtype=np.float64)
-            for name, value in absent.items()
-        }
+        steps, scalars = np.array([step for step, _ in closed], dtype=np.int64), _columns([one for _, one in closed])
         tables: dict[str, Rows] = {}
-        if closed:
-            tables["gradient"] = self._gradients(closed, steps)
+        if closed and self._layout is not None:
+            tables["gradient"] = Rows(self._layout, steps, self._memory[: len(closed)])
         known = set(steps.tolist())
         for kind, rows in others.items():
             of_these = [row for row in rows if row[0] in known]  # an interrupt may have taken a step from its rows
@@ -174,28 +169,24 @@ class StepBuffer:
                 tables[kind] = Rows(of_these[-1][1], at, np.stack([raw for _, _, raw in of_these]))
         return Window(steps, scalars, tables, facts, seen, latest)
 
-    def _gradients(self, held: list[Pending], steps: npt.NDArray[np.int64]) -> Rows:
-        raw = self._memory
-        if raw is None or raw.shape[0] < len(held) or raw.shape[1] != len(self._names):
-            # Each field in one piece, as rules look at one after the other.
-            raw = np.empty((len(_fields.FIELDS), len(held), len(self._names))).transpose(1, 2, 0)
-            self._memory = raw
-        raw = raw[: len(held)]
-        known: tuple[object, object] = (None, None)
-        for one, rows in zip(held, raw, strict=True):
-            numbers = one.numbers[0]
-            segment, table, infos = numbers.segments[0], numbers.table(), numbers.rows.infos
-            if segment is not known[0] or infos is not known[1]:
-                known, count = (segment, infos), segment.measured
-                layout = self._layout_of(segment, infos, 0)
-            if segment.positions is None:
-                rows[:] = table[:count]
-            else:
-                rows.fill(math.nan)
-                rows[segment.positions] = table[:count]
-            if one.is_scaled:
-                rows[:] = without_scale(rows, one.scalars["loss_scale"])
-        return Rows(layout, steps, raw)
+    def _keep_gradients(self, pending: Pending) -> None:
+        """Copies the rows of gradients while they are in the cache, behind those of the steps before."""
+        numbers, at = pending.numbers[0], len(self._steps)
+        segment = numbers.segments[0]
+        self._layout = self._layout_of(segment, numbers.rows.infos, 0)
+        if at >= self._memory.shape[0] or self._memory.shape[1] != len(segment.names):
+            longer = np.empty((len(_fields.FIELDS), 2 * at or 1, len(segment.names))).transpose(1, 2, 0)
+            if at:
+                longer[:at] = self._memory
+            self._memory = longer
+        rows, table = self._memory[at], numbers.table()[: segment.measured]
+        if pending.is_scaled:
+            table = without_scale(table, pending.scalars["loss_scale"])
+        if segment.positions is None:
+            rows[:] = table
+        else:
+            rows.fill(math.nan)
+            rows[segment.positions] = table
 
     def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
         """The layout of a segment, whose tensors begin at ``start`` of ``every`` one measured; remembered."""
@@ -216,6 +207,18 @@ class StepBuffer:
             layout = Layout.of(segment.names, infos)
         self._layouts[segment.kind] = (every, segment.positions, layout)
         return layout
+
+
+def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
+    """The scalars of some steps, each as an array; what a step does not have is NaN, or 0 if it is a count."""
+    if not steps:
+        return {}
+    absent = dict.fromkeys(_COUNTS, 0.0)
+    for one in steps:
+        if not absent.keys() >= one.keys():
+            absent |= {name: math.nan for name in one if name not in absent}
+    values = np.array([[one.get(name, value) for name, value in absent.items()] for one in steps], dtype=np.float64)
+    return dict(zip(absent, values.T.copy(), strict=True))
 
 
 def _value(row: list[float]) -> float:

@@ -26,13 +26,15 @@ from gradstat.integrations import loggers as log
 BLOCK = pytest.param("block", marks=needs_compiler)
 
 
-@pytest.fixture(params=["native", "triton", "reference", BLOCK])
+@pytest.fixture(params=["native", "dispatched", "triton", "reference", BLOCK])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Those of a backend on the CPU, or what a GPU runs, on the CPU as well."""
-    if request.param != "block":
+    if request.param not in ("block", "dispatched"):
         return backends.resolve(request.param, "cpu")
     given = Kernels(*[cast(Any, None)] * 4)
-    given.guard_ = guard_on(request.getfixturevalue("kernels_on_host"))
+    given.guard_ = torch.ops.gradstat.guard_.default
+    if request.param == "block":
+        given.guard_ = guard_on(request.getfixturevalue("kernels_on_host"))
     return given
 
 

@@ -208,8 +208,12 @@ class LastingRule(Rule):
         step. ``looks`` is one number or broadcasts to ``[m, n]``; ``names`` are those of episodes, if not of the rows.
         """
         names = rows.names if names is None else names
-        since, times, needed = self._since.of(names), self._times.of(names), np.broadcast_to(looks, condition.shape)
-        for look, lengths in runs(condition, self._lasts_for.of(names)):
+        before, since, times = self._lasts_for.of(names), self._since.of(names), self._times.of(names)
+        if not condition.any():
+            before[:] = 0
+            return
+        needed = np.broadcast_to(looks, condition.shape)
+        for look, lengths in runs(condition, before):
             step = int(rows.steps[look])
             since[lengths == 1] = step
             times += lengths == 1

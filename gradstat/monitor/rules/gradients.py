@@ -108,7 +108,11 @@ class VanishingGradient(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         # What is left beside NaN may well be small; zero is for `DeadGradient`, and no gradient for `MissingGradient`.
-        for step, norm in series(window, "norm"):
+        norms = window.scalars.get("norm", np.empty(0))
+        if len(norms) and not ((norms > 0) & (norms < self.limit)).any():
+            self._low = 0
+            norms = np.empty(0)
+        for step, norm in zip(window.steps.tolist(), norms.tolist(), strict=False):
             self._low = self._low + 1 if 0 < norm < self.limit else 0
             if self._low >= self.in_a_row and self._episodes.begins("norm", step):
                 text = f"the gradient norm is {norm:.3g}, for {self.in_a_row} steps"
@@ -122,7 +126,7 @@ class VanishingGradient(Rule):
         if len(weights) < self.layers:
             return
         # Once for all of these steps: it does not come and go.
-        sizes = rows.rms[-1, weights]
+        sizes = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:]).rms[0, weights]
         there = np.isfinite(sizes) & (sizes > 0)
         if there.sum() < self.layers:
             return

@@ -40,17 +40,17 @@ class RuleRunner:
     def review(self, window: Window) -> list[Finding]:
         """What the rules find, in the order of the steps in which it began."""
         found: list[Finding] = []
-        for rule in self.rules:
-            if id(rule) in self._failed:
-                continue
-            try:
-                # Squares and sums of huge float64 numbers overflow, and comparisons with them are right all the same.
-                with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        # Squares and sums of huge float64 numbers overflow, and comparisons with them are right all the same.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for rule in self.rules:
+                if id(rule) in self._failed:
+                    continue
+                try:
                     found += list(rule.review(window))
-            except Exception:
-                # Watching must not end what is watched. The rule is not asked again.
-                self._failed.add(id(rule))
-                warn_of_failure(f"the rule {rule.name!r} failed and is switched off")
+                except Exception:
+                    # Watching must not end what is watched. The rule is not asked again.
+                    self._failed.add(id(rule))
+                    warn_of_failure(f"the rule {rule.name!r} failed and is switched off")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
         found.sort(key=lambda finding: finding.step)
         return found

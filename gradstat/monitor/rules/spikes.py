@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gradstat.monitor.rules.base import Episodes, Rule
 
@@ -67,8 +67,10 @@ class SpikeRule(Rule):
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within), step]
         if (alone or (is_high and len(self._leaps) >= self.times)) and self._episodes.begins("leap", step):
             began = step if alone else self._leaps[0]
-        if value <= self.factor * max(self._values[-self.within :], default=math.inf):
-            self._beyond = max(self._beyond, self.beyond * value)  # what grows from step to step is no single leap
+        if self.beyond * value > self._beyond and value <= self.factor * max(
+            self._values[-self.within :], default=math.inf
+        ):
+            self._beyond = self.beyond * value  # what grows from step to step is no single leap
         if len(self._first) < _BEGINNING:
             self._first.append(value)
         self._values.append(value)
@@ -95,17 +97,26 @@ class SpikeRule(Rule):
         values = sorted(self._values)
         self._median = median = values[len(values) // 2]
         first = self.beginning()
-        sizes = sorted(abs(value) for value in values if value)
+        sizes = values if values[0] > 0 else sorted(abs(value) for value in values if value)
         if sizes:
-            logs = [math.log(size) for size in sizes]
-            self._scatter = math.exp(min(self.log_sigmas * _spread(logs, logs[len(logs) // 2]), 100.0))
+            self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
-        above = max(
-            self.sigmas * _spread(values, median), (self.factor - 1) * size, self.back * (first - median), self.floor
-        )
+        above = max(self.sigmas * _spread(values), (self.factor - 1) * size, self.back * (first - median), self.floor)
         self._beyond = max(median + above, self.beyond * max(first, values[-1]))
         self._high = median + max(above, (self._scatter - 1) * size)
 
 
-def _spread(values: Sequence[float], median: float) -> float:
-    return _MAD * sorted(abs(value - median) for value in values)[len(values) // 2]
+def _spread(values: Sequence[float], scale: Callable[[float], float] = float) -> float:
+    """A robust standard deviation of sorted ``values``, on a ``scale`` that keeps their order."""
+    half = len(values) // 2
+    median = scale(values[half])
+    # The nearest ``half`` neighbours of the median are a range of values. It is found by bisection, where the value
+    # below the range comes to be farther away than the one above it.
+    low, high = 0, len(values) - half - 1
+    while low < high:
+        middle = (low + high) // 2
+        if median - scale(values[middle]) > scale(values[middle + half + 1]) - median:
+            low = middle + 1
+        else:
+            high = middle
+    return _MAD * max(median - scale(values[low]), scale(values[low + half]) - median)

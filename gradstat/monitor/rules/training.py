@@ -124,6 +124,13 @@ class LearningRateJump(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         self._scheduled = window.facts.initial_lr
+        rates = window.scalars.get("lr", np.empty(0))
+        if len(rates) and (rates > 0).all():
+            previous = np.array([self._before, *rates[:-1]])
+            if ((rates <= self.up * previous) & (rates >= previous / self.down)).all():
+                self._before, self._zero_for = float(rates[-1]), 0
+                self._largest = max(self._largest, float(rates.max()))
+                return
         for step, rate in series(window, "lr"):
             before, self._before = self._before, rate
             if rate < 0 or (math.isnan(rate) and not math.isnan(before)):
