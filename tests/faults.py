@@ -6,6 +6,7 @@ runs it. ``python tools/diagnosis.py --only faults`` prints what is found, or wr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -39,39 +40,23 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Fault:
-    """A training that is broken, and what has to be found.
+    """A training that is broken, and what has to be found."""
 
-    Attributes:
-        what, model: What is broken, in which training, in words.
-        rule, name: Of the finding that has to be the first.
-        breaks: Breaks the training, just before step ``step``; 0 is from the start.
-        late: By how many steps the finding may date it too late; 0 where the fault shows at once.
-        further: How many steps are trained after it.
-        also: Other rules that have to be among the findings.
-        ranks: On how many ranks, by DDP; what the monitor of rank 0 finds counts.
-        bad_ranks: The ranks on which the training is broken.
-    """
-
-    what: str
-    model: str
-    rule: str
+    what: str  # is broken, in words
+    model: str  # in which training
+    rule: str  # of the finding that has to be the first
     name: str
     breaks: Callable[[Training], object]
     training: Callable[[], Training] = train_mlp
-    step: int = 70
-    late: int = 0
-    further: int = 6
-    also: tuple[str, ...] = ()
+    step: int = 70  # before which it is broken; 0 is from the start
+    late: int = 0  # by how many steps the finding may date it too late
+    further: int = 6  # steps after it
+    also: tuple[str, ...] = ()  # other rules that have to be among the findings
     watch: dict[str, int] | None = None
     classes: int | None = None
-    ranks: int = 1
-    bad_ranks: tuple[int, ...] = (0,)
+    ranks: int = 1  # by DDP; what the monitor of rank 0 finds counts
+    bad_ranks: tuple[int, ...] = (0,)  # where the training is broken
     policy: Any = field(default_factory=lambda: RECORD)
-
-    @property
-    def id(self) -> str:
-        """For a test."""
-        return self.what.replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -126,29 +111,19 @@ def _injected(fault: Fault, training: Training) -> Outcome:
 # Ways to break a training -------------------------------------------------------------------------------------
 
 
+def every_batch(spoil: Callable[[Batch], Batch], count: float = math.inf) -> Callable[[Training], None]:
+    """Spoils so many batches from now on."""
+
+    def breaks(training: Training) -> None:
+        healthy, numbers = training.batch, itertools.count()
+        training.batch = lambda: spoil(healthy()) if next(numbers) < count else healthy()
+
+    return breaks
+
+
 def next_batch(spoil: Callable[[Batch], Batch]) -> Callable[[Training], None]:
     """Spoils one batch."""
-
-    def breaks(training: Training) -> None:
-        healthy = training.batch
-
-        def once() -> Batch:
-            training.batch = healthy
-            return spoil(healthy())
-
-        training.batch = once
-
-    return breaks
-
-
-def every_batch(spoil: Callable[[Batch], Batch]) -> Callable[[Training], None]:
-    """Spoils all batches from now on."""
-
-    def breaks(training: Training) -> None:
-        healthy = training.batch
-        training.batch = lambda: spoil(healthy())
-
-    return breaks
+    return every_batch(spoil, 1)
 
 
 def loss(function: Callable[[nn.Module, Batch], Tensor], shown: bool = False) -> Callable[[Training], None]:
@@ -303,13 +278,8 @@ def _stalled() -> Training:
 
 def _two_rates() -> Training:
     made = train_mlp()
-    made.optimizer = torch.optim.Adam(
-        [
-            {"params": [*made.model[0].parameters(), *made.model[2].parameters()]},  # type: ignore[index]
-            {"params": made.model[4].parameters(), "lr": 1.0},  # type: ignore[index]
-        ],
-        1e-3,
-    )
+    lower, last = made.model[:4].parameters(), made.model[4].parameters()  # type: ignore[index]
+    made.optimizer = torch.optim.Adam([{"params": lower}, {"params": last, "lr": 1.0}], 1e-3)
     return made
 
 
@@ -320,15 +290,12 @@ def _hooked(training: Training) -> None:
 
 def _sporadic(training: Training) -> None:
     """NaN in one gradient every tenth step, each time another."""
-    names = [name for name, _ in training.model.named_parameters()]
-    healthy, count = training.loss, [0]
+    parameters, healthy, steps = list(training.model.parameters()), training.loss, itertools.count()
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        count[0] += 1
-        at = count[0] - 1
-        if at % 10 == 0 and at < 30:
-            parameter = model.get_parameter(names[(5, 0, 3)[at // 10]])
-            handle = parameter.register_hook(lambda g: (handle.remove(), g + math.nan)[1])
+        step = next(steps)
+        if step in (0, 10, 20):
+            handle = parameters[(5, 0, 3)[step // 10]].register_hook(lambda g: (handle.remove(), g + math.nan)[1])
         return healthy(model, batch)
 
     training.loss = loss

@@ -13,16 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from exact import (
-    NARROW_TOLERANCE,
-    WIDE_TOLERANCE,
-    Account,
-    Floats,
-    assert_rows,
-    expect,
-    is_float64,
-    rounded_product,
-)
+from exact import NARROW_TOLERANCE, WIDE_TOLERANCE, Account, Floats, assert_rows, expect, is_float64, rounded_product
 from fuzzing import FLOAT8, KIND_OF, Batch, Memory, decoded_from, view_of
 from torch import Tensor, nn
 
@@ -85,13 +76,7 @@ def assert_report(report: Report, batch: Batch, accounts: Sequence[Account], nam
         if account.min <= account.max:
             expect((stats.min, stats.max) == (account.min, account.max), "range", recipe, stats, account.min)
         else:
-            expect(
-                math.isnan(stats.min) and math.isnan(stats.max) and math.isnan(stats.mean),
-                "range",
-                recipe,
-                stats,
-                "NaN",
-            )
+            expect(all(map(math.isnan, (stats.min, stats.max, stats.mean))), "range", recipe, stats, "NaN")
         assert_first(stats.first_nonfinite, account, batch, i)
     str(report), report.to_dict(), report.to_numpy()
 
@@ -196,19 +181,15 @@ def judge_total_norm(batch: Batch, source: random.Random, backend: str) -> None:
 
 def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
     """Of the gradients that can be clipped; the others are refused, and nothing is changed."""
-    writable = batch.only(
-        lambda recipe: not recipe.is_expanded and not (backend == "triton" and recipe.dtype in FLOAT8)
-    )
+    refused = FLOAT8 if backend == "triton" else ()
+    writable = batch.only(lambda recipe: not recipe.is_expanded and recipe.dtype not in refused)
     before, every = batch.memory(), batch.accounts()
     gradients = [batch.tensors[i] for i in writable]
     dtypes = [batch.recipes[i].dtype for i in writable]
     infinity = source.random() < 0.2 and can_have_infinity_norm(batch, writable)
     exact = norm_of([every[i] for i in writable], infinity)
-    max_norm = source.choice((0.0, 0.5, -0.5, 1e-3, 1.0, 1 - 1e-9, 1 + 1e-9, 2.0)) * (
-        exact if 0 < exact < 1e300 else 1.0
-    )
-    if source.random() < 0.1:
-        max_norm = math.inf
+    factor = source.choice((0.0, 0.5, -0.5, 1e-3, 1.0, 1 - 1e-9, 1 + 1e-9, 2.0))
+    max_norm = math.inf if source.random() < 0.1 else factor * (exact if 0 < exact < 1e300 else 1.0)
     parameters = parameters_with(gradients)
     norm = gradstat.clip_grad_norm_(parameters, max_norm, math.inf if infinity else 2.0, backend=backend)
     assert_norm(norm, exact, dtypes)
@@ -262,10 +243,8 @@ def assert_products(
 def product(values: Floats, coefficients: Floats, dtype: torch.dtype) -> Floats:
     """Of parts of elements, rounded to their type."""
     real = dtype.to_real() if dtype.is_complex else dtype
-    multiplied: Floats = (
-        rounded_product(torch.from_numpy(values), torch.from_numpy(coefficients), real).double().numpy()
-    )
-    return multiplied
+    rounded = rounded_product(torch.from_numpy(values), torch.from_numpy(coefficients), real)
+    return rounded.double().numpy()  # type: ignore[no-any-return]
 
 
 def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
@@ -302,13 +281,8 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     table = kernels.unscale_(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
     factor = float(np.float32(factor))
     assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
-    accounts = batch.accounts()
-    assert_rows(
-        table,
-        [accounts[i] for i in chosen],
-        [batch.recipes[i].dtype for i in chosen],
-        [batch.recipes[i] for i in chosen],
-    )
+    accounts, recipes = batch.accounts(), [batch.recipes[i] for i in chosen]
+    assert_rows(table, [accounts[i] for i in chosen], [recipe.dtype for recipe in recipes], recipes)
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -8,7 +8,6 @@ Each calls gradstat as its user would, by `gradstat.auto` or a `gradstat.Monitor
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -39,13 +38,9 @@ class Outcome:
         tenth = max(1, len(self.course) // 10)
         return sum(self.course[:tenth]) / tenth, sum(self.course[-tenth:]) / tenth
 
-    def digest(self) -> str:
-        """Of all parameters and buffers, bit by bit."""
-        digest = hashlib.sha256()
-        for module in self.modules:
-            for tensor in module.state_dict().values():
-                digest.update(tensor.numpy().tobytes())
-        return digest.hexdigest()
+    def bits(self) -> list[bytes]:
+        """Of all parameters and buffers."""
+        return [tensor.numpy().tobytes() for module in self.modules for tensor in module.state_dict().values()]
 
     def __str__(self) -> str:
         return "{:.3g} to {:.3g}".format(*self.ends())
@@ -104,20 +99,13 @@ class Session:
 
 @dataclass(frozen=True)
 class Program:
-    """A training program.
-
-    Attributes:
-        name: For people.
-        short, steps: How many steps in a test, and in the table of docs/diagnosis.md.
-        falls: To what share of its beginning the course falls in a short run; None where that takes longer.
-        train: Trains, watched or not; random numbers are seeded before.
-    """
+    """A training program."""
 
     name: str
-    short: int
-    steps: int
-    falls: float | None
-    train: Callable[[Session], Outcome]
+    short: int  # steps in a test
+    steps: int  # in the table of docs/diagnosis.md
+    falls: float | None  # to what share of its beginning the course falls in a short run; None where that takes longer
+    train: Callable[[Session], Outcome]  # random numbers are seeded before
 
 
 PROGRAMS: list[Program] = []

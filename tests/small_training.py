@@ -23,25 +23,18 @@ RECORD = {"error": "record", "warning": "record", "lost-loss": "record"}
 
 @dataclass
 class Training:
-    """A model, what it is trained on, and how.
-
-    Attributes:
-        autocast: The type in which the forward pass computes; None for that of the parameters.
-        schedule: Learning rate of a step beside the first one's; None for a constant.
-        accumulate: Micro-batches of a step.
-        shown, show: Whether the monitor is shown the batches, and what of them.
-    """
+    """A model, what it is trained on, and how."""
 
     model: nn.Module
     optimizer: Optimizer
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
     scaler: torch.amp.GradScaler | None = None
-    autocast: torch.dtype | None = None
-    schedule: Callable[[int], float] | None = None
-    accumulate: int = 1
+    autocast: torch.dtype | None = None  # in which the forward pass computes
+    schedule: Callable[[int], float] | None = None  # the learning rate of a step beside the first one's
+    accumulate: int = 1  # micro-batches of a step
     max_norm: float | None = None
-    shown: bool = True
+    shown: bool = True  # the monitor is shown the batches, or that of them which ``show`` gives
     show: Callable[[tuple[Tensor, Tensor]], Any] = tuple
 
     def monitor(self, **options: Any) -> Monitor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from gradstat._step import optimizers
 from gradstat.monitor.hooks import Hook
@@ -120,11 +121,5 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return copy.deepcopy(value)
+def _copied(state: Any) -> Any:
+    return tree_map(lambda v: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else copy.deepcopy(v), state)

@@ -8,16 +8,22 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
 from torch import nn
-from trainers import forget_accelerators
+from trainers import forget_accelerators, training_arguments
+from transformers import Trainer
 
 import gradstat
+from gradstat.integrations import accelerate, fabric, transformers
+from gradstat.integrations.lightning import GradstatCallback
 
 Way = Callable[[nn.Module, torch.optim.Optimizer], Any]
 WAYS: dict[str, Way] = {
@@ -44,46 +50,27 @@ def loaded(model: nn.Module) -> nn.Module:
 
 
 def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
-    from accelerate import Accelerator
-
-    from gradstat.integrations.accelerate import install
-
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, optimizer)
-    return lambda: install(accelerator)
+    return lambda: accelerate.install(accelerator)
 
 
 def _fabric(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
-    import lightning
-
-    from gradstat.integrations.fabric import install
-
-    fabric = lightning.Fabric(accelerator="cpu")
-    both = fabric.setup(model, optimizer)
-    return lambda: install(fabric, *both)
-
-
-def _lightning(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
-    from gradstat.integrations.lightning import GradstatCallback
-
-    return lambda: GradstatCallback(max_norm=1.0, on_anomaly=["warn", "skip"])
+    made = Fabric(accelerator="cpu")
+    both = made.setup(model, optimizer)
+    return lambda: fabric.install(made, *both)
 
 
 def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
-    from transformers import Trainer, TrainingArguments
-
-    from gradstat.integrations.transformers import install
-
-    arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[])
-    trainer = Trainer(model, arguments, optimizers=(optimizer, None))
-    return lambda: install(trainer)
+    trainer = Trainer(model, training_arguments(folder), optimizers=(optimizer, None))
+    return lambda: transformers.install(trainer)
 
 
 FRAMEWORKS: dict[str, Callable[..., Callable[[], Any]]] = {
     "patch": lambda *_: gradstat.patch_torch,
     "Accelerate": _accelerate,
     "Fabric": _fabric,
-    "Lightning": _lightning,
+    "Lightning": lambda *_: partial(GradstatCallback, max_norm=1.0, on_anomaly=["warn", "skip"]),
     "Trainer": _trainer,
 }
 
@@ -137,25 +124,16 @@ def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -
 # What programs do between the steps: each gets how to watch, None for not at all, and gives what came of it.
 
 
-def _compiled_before(watch: Way) -> nn.Module:
-    model, _ = made()
-    compiled = torch.compile(model, backend="eager")
-    optimizer = torch.optim.AdamW(compiled.parameters())
-    _steps(compiled, [optimizer], [watch(compiled, optimizer)], 20)
-    return model
+def _through(wrap: Callable[[nn.Module], Any], watched: bool = False) -> Callable[[Way], nn.Module]:
+    """The model is trained through what wraps it, which may be what is watched."""
 
+    def program(watch: Way) -> nn.Module:
+        model, optimizer = made()
+        wrapped = wrap(model)
+        _steps(wrapped, [optimizer], [watch(wrapped if watched else model, optimizer)], 20)
+        return model
 
-def _compiled_after(watch: Way) -> nn.Module:
-    model, optimizer = made()
-    watcher = watch(model, optimizer)
-    _steps(torch.compile(model, backend="eager"), [optimizer], [watcher], 20)
-    return model
-
-
-def _replicated(watch: Way) -> nn.Module:
-    model, optimizer = made()
-    _steps(nn.DataParallel(model), [optimizer], [watch(model, optimizer)], 20)
-    return model
+    return program
 
 
 def _averaged(watch: Way) -> nn.Module:
@@ -191,14 +169,10 @@ def _several_optimizers(watch: Way) -> nn.Module:
 
 
 def _two_trainings(watch: Way) -> nn.Module:
-    trained = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainings = [made(), made()]
+    for model, optimizer in trainings:
         _steps(model, [optimizer], [watch(model, optimizer)], 20)
-        trained.append(model)
-    return nn.ModuleList(trained)
+    return nn.ModuleList(model for model, _ in trainings)
 
 
 def _resumed(watch: Way) -> nn.Module:
@@ -230,9 +204,9 @@ def _cell_run_twice(watch: Way) -> nn.Module:
 
 
 PROGRAMS: dict[str, Callable[[Way], nn.Module]] = {
-    "compiled before": _compiled_before,
-    "compiled after": _compiled_after,
-    "replicated": _replicated,
+    "compiled and watched": _through(partial(torch.compile, backend="eager"), watched=True),
+    "watched below a compiled one": _through(partial(torch.compile, backend="eager")),
+    "replicated": _through(nn.DataParallel),
     "averaged": _averaged,
     "tied": _tied,
     "several optimizers": _several_optimizers,
@@ -257,6 +231,8 @@ def test_a_program_goes_on_as_if_nobody_watched(way: str, program: str) -> None:
     watched = PROGRAMS[program](watch)
     for watcher in reversed(made):
         getattr(watcher, "remove", getattr(watcher, "detach", lambda: None))()
+        monitor = getattr(watcher, "monitor", watcher)
+        assert not isinstance(monitor, gradstat.Monitor) or monitor.recording().meta["model"] == "Sequential"
     for (name, value), other in zip(alone.state_dict().items(), watched.state_dict().values(), strict=True):
         assert torch.equal(value, other), name
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import trainers
 from accelerate import Accelerator
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from ranked import accelerate_on_ranks, assert_alike, lightning_on_ranks
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -37,25 +39,16 @@ NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 
 
 class Case(NamedTuple):
-    """A training, and how it is watched.
-
-    Attributes:
-        optimizer: Made of the parameters.
-        clip: What the program clips to, by its own means.
-        accumulate: Micro-batches of a step.
-        bad_at: Forward passes that break.
-        watch: For the integration.
-        folder: For what is written.
-        before: Called with the handle before the training.
-    """
+    """A training, and how it is watched."""
 
     folder: Path
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)
-    clip: float | None = None
-    accumulate: int = 1
-    bad_at: frozenset[int] = frozenset()
-    watch: dict[str, Any] = {}  # noqa: RUF012
-    before: Callable[[Handle], object] = lambda handle: None
+    clip: float | None = None  # by the program's own means
+    accumulate: int = 1  # micro-batches of a step
+    bad_at: frozenset[int] = frozenset()  # forward passes that break
+    watch: dict[str, Any] = {}  # noqa: RUF012 -- options of the integration
+    before: Callable[[Handle], object] = lambda handle: None  # called before the training
+    scaler: Callable[..., torch.amp.GradScaler] | None = None  # for float16; what makes it
 
     def net(self) -> Net:
         net = Net()
@@ -67,6 +60,12 @@ class Case(NamedTuple):
 
     def loader(self) -> DataLoader[Any]:
         return DataLoader(self.data(), batch_size=SIZE)
+
+    def precision(self, plugin: Any) -> dict[str, Any]:
+        """What Lightning or Fabric is told of it, by a plugin of its own."""
+        if self.scaler is None:
+            return {}
+        return {"plugins": [plugin("16-mixed", "cpu", self.scaler("cpu", init_scale=1024.0))]}
 
 
 class Run(NamedTuple):
@@ -116,6 +115,7 @@ def under_lightning(case: Case) -> Run:
     trainer = lightning_trainer(
         callback,
         **settings_of_ranks(),
+        **case.precision(pl.plugins.MixedPrecision),
         default_root_dir=case.folder,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
@@ -159,7 +159,10 @@ def under_trainer(case: Case) -> Run:
 
 
 def under_accelerate(case: Case) -> Run:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate)
+    precision = "no" if case.scaler is None else "fp16"
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate, mixed_precision=precision)
+    if case.scaler is not None:  # which Accelerate makes on a GPU only; from here on it is the same
+        accelerator.scaler, accelerator.native_amp = case.scaler("cpu", init_scale=1024.0), True
     net = case.net()
     inner = case.optimizer(net.parameters())
     net, optimizer, loader = accelerator.prepare(net, inner, case.loader())
@@ -191,7 +194,7 @@ def under_accelerate(case: Case) -> Run:
 
 
 def under_fabric(case: Case) -> Run:
-    made = Fabric(accelerator="cpu", **settings_of_ranks())
+    made = Fabric(accelerator="cpu", **settings_of_ranks(), **case.precision(MixedPrecision))
     made.launch()
     net = case.net()
     inner = case.optimizer(net.parameters())
@@ -293,6 +296,7 @@ def test_max_norm_clips_where_the_program_does_not(under: Any, limit: Any, tmp_p
 
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),  # which minds how long gradients are
     "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, fused=False),
     "other": lambda p: torch.optim.RMSprop(p, lr=0.01),
 }
@@ -307,6 +311,48 @@ def test_a_bad_step_is_skipped(under: Any, kind: str, clip: float | None, tmp_pa
     assert {float(state["step"]) for state in run.optimizer.state.values()} == {STEPS - 1}
     assert [f.step for f in run.handle.monitor.findings if f.rule == "nonfinite-gradient"] == [2]
     assert run.handle.monitor.nonfinite_steps == run.handle.scalars()["grad/nonfinite_steps"] == 1
+
+
+SCALED = pytest.mark.parametrize("name", ["lightning", "accelerate", "fabric"])
+
+
+@SCALED
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "limit", "scaler"),
+    [
+        ("fused", 3, 0.5, torch.amp.GradScaler),
+        ("fused SGD", 1, 0.5, torch.amp.GradScaler),
+        ("foreach", 1, gradstat.FixedClip(0.5), gradstat.amp.GradScaler),
+        ("fused", 1, gradstat.FixedClip(0.5), gradstat.amp.GradScaler),
+    ],
+)
+def test_under_a_loss_scale_all_is_told_and_clipped_without_it(
+    name: str, kind: str, accumulate: int, limit: Any, scaler: Any, tmp_path: Path
+) -> None:
+    case = Case(tmp_path, OPTIMIZERS[kind], accumulate=accumulate, watch={"max_norm": limit}, scaler=scaler)
+    expected = plain(case._replace(clip=0.5))
+    run = UNDER[name](case)
+    forget_accelerators()
+    torch.testing.assert_close(weights(run), weights(expected), rtol=0.02, atol=2e-3)  # half precision
+    recording = run.handle.monitor.recording()
+    assert recording.scalars["norm"].tolist() == pytest.approx(expected.norms, rel=0.05)
+    losses = [case.net()(x, y)["loss"].item() for x, y in list(case.loader())[:accumulate]]
+    assert recording.scalars["loss"][0] == pytest.approx(np.mean(losses), rel=0.02)
+    assert set(recording.scalars["loss_scale"]) == {1024.0}
+
+
+@SCALED
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_an_overflow_under_a_loss_scale_is_the_scalers_to_skip(name: str, kind: str, tmp_path: Path) -> None:
+    watch = {"on_anomaly": "skip", "max_norm": 0.5}
+    case = Case(tmp_path, OPTIMIZERS[kind], bad_at=frozenset({2}), watch=watch, scaler=torch.amp.GradScaler)
+    run = UNDER[name](case)
+    forget_accelerators()
+    skipped = weights(plain(case._replace(clip=0.5), skip=2))
+    torch.testing.assert_close(weights(run), skipped, rtol=0.02, atol=2e-3)
+    assert not {"found_inf", "grad_scale"} & set(run.optimizer.__dict__)
+    assert run.handle.monitor.recording().scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512, 512]
+    assert run.handle.monitor.nonfinite_steps == 1
 
 
 def test_a_guard_is_one_argument(under: Any, tmp_path: Path) -> None:
@@ -432,11 +478,9 @@ def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
     assert all(one.startswith("on_anomaly='replay'" + " names" * has_step) for one in advice)
 
 
-def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        under(Case(tmp_path, bad_at=frozenset({2})))
-    told = [warning for warning in caught if "gradstat" in str(warning.message)]
+def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    under(Case(tmp_path, bad_at=frozenset({2})))
+    told = [warning for warning in recwarn if "gradstat" in str(warning.message)]
     assert told
     assert {warning.filename for warning in told} == {__file__}
 
@@ -519,6 +563,36 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     for engine, words in (("MEGATRON_LM", "got Megatron-LM"), (xla, "got XLA")):
         with pytest.raises(NotImplementedError, match=words):
             ask(engine)
+
+
+EXAMPLES = {
+    "accelerate_example.py --steps 20": (
+        *("step 10: Inf was first made in the forward pass, by exp in module '3'", "step 10: micro-batch 1 of 2"),
+        "errors in 20 steps of Sequential",
+    ),
+    "auto_example.py --steps 30 --output run.gradstat": (
+        *("it began in step 15 with 2.weight", "the first at [17, 42]", "all parameters are finite: True"),
+    ),
+    "lightning_example.py --steps 64 --folder .": (
+        *("it began in step 60", "NaN was first made in the forward pass, by div in module 'body.2'"),
+        "return x / x.square().mean(-1, keepdim=True).sqrt()",
+    ),
+    "transformers_example.py --steps 20": (
+        *("step 10: NaN was first made in the forward pass, by div in module 'transformer.h.1.mlp'",),
+        *("step 10: micro-batch 1 of 2", "2 errors in 20 steps of GPT2LMHeadModel"),
+    ),
+}
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_an_example_runs_and_names_the_fault(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = trainers.run_example(*command.split())
+    assert [words for words in EXAMPLES[command] if words not in shown] == [], shown
+    assert ("--output" in command) == (tmp_path / "run.gradstat").exists()
+    headers = [path.read_text().splitlines()[0] for path in tmp_path.rglob("metrics.csv")]
+    assert ["grad/l2_norm/body.1.weight" in header for header in headers] == [True] * ("--folder" in command)
+    forget_accelerators()
 
 
 def test_versions() -> None:

@@ -124,6 +124,7 @@ def events_in(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_gets_one_event_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a histogram of norms, if asked."""
     _, report = model_and_report()
     with SummaryWriter(tmp_path) as writer:
         file = writer._get_file_writer()
@@ -131,21 +132,15 @@ def test_tensorboard_gets_one_event_a_step(tmp_path: Path, monkeypatch: pytest.M
         original = file.add_summary
         monkeypatch.setattr(file, "add_summary", lambda *a, **k: (written.append(a), original(*a, **k))[1])
         for at in (3, 7):
-            log_report(writer, report, at, per_tensor=("l2_norm",))
-    assert len(written) == 2
+            log_report(writer, report, at, per_tensor=("l2_norm",), histogram=at == 7)
+    assert len(written) == 3
     events = events_in(tmp_path)
     assert set(events.Tags()["scalars"]) == {*report.scalars("grad/"), *(f"grad/l2_norm/{n}" for n in report.names)}
     for name, value in scalars_of(report, per_tensor=("l2_norm",)).items():
         assert [(e.step, e.value) for e in events.Scalars(name)] == [(at, pytest.approx(value)) for at in (3, 7)]
-
-
-def test_tensorboard_gets_a_histogram_of_norms(tmp_path: Path) -> None:
-    _, report = model_and_report()
-    with SummaryWriter(tmp_path) as writer:
-        log_report(writer, report, 2, histogram=True)
-    (event,) = events_in(tmp_path).Histograms("grad/log10_norms")
+    (event,) = events.Histograms("grad/log10_norms")
     logs = [math.log10(stats.l2_norm) for stats in report]
-    assert event.step == 2
+    assert event.step == 7
     told = event.histogram_value
     assert (told.num, told.min, told.max) == (4, pytest.approx(min(logs)), pytest.approx(max(logs)))
     assert sum(told.bucket) == 4

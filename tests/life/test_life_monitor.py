@@ -1,18 +1,320 @@
-"""Life with a monitor: whatever a program does between steps, what is recorded is what was there."""
+"""Life with a monitor: programs do what comes to a random generator's mind, and know what should be recorded."""
 
+import contextlib
+import io
+import math
 import os
 import random
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
-from monitored_programs import Program
+import torch
+from torch import Tensor, nn
 
+import gradstat
+from gradstat.monitor import AnomalyError
+from gradstat.monitor.recording import load
 from gradstat.monitor.segments import PendingRows
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 # Others each day, and the same in all processes of a parallel run.
 SEEDS = random.Random(date.today().toordinal()).sample(range(2**32), 500) if LONG else range(20)
+POLICIES = ("record", "skip", "rollback", "stop", "snapshot", "raise")
+WATCHED = ("parameters", "buffers", "optimizer", "outputs", "updates", "activations")
+
+
+class InTheMiddleError(Exception):
+    """What a forward pass raises now and then."""
+
+
+class Shifting(nn.Module):
+    """Runs some of its branches; may get more of them, other ones, or lose one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(self.branch() for _ in range(2))
+        self.last = nn.Linear(4, 3)
+        self.taken = [0]
+        self.fails = False
+
+    @staticmethod
+    def branch(width: int = 4) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.taken:
+            x = x + self.branches[i % len(self.branches)](x)
+        if self.fails:
+            raise InTheMiddleError
+        logits: Tensor = self.last(x)
+        return logits
+
+
+class Seen(NamedTuple):
+    """What a step had; norms are of finite elements."""
+
+    loss: float
+    gradients: dict[str, float]
+    parameters: dict[str, float] | None
+
+
+class State(NamedTuple):
+    """A monitor's saved state, and what had been seen when it was saved."""
+
+    saved: bytes
+    steps: int
+    seen: dict[int, Seen]
+
+
+class Program:
+    """A program made of a seed. Its methods that are called ``do_...`` are what may come to mind.
+
+    Args:
+        seed: Of all randomness.
+        folder: For recordings.
+        late: Whether numbers arrive a step later, as from a GPU.
+    """
+
+    def __init__(self, seed: int, folder: Path, late: bool = False) -> None:
+        self.late = late
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+        self.folder = folder
+        self.model = Shifting()
+        make = self.random.choice([torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+        self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=1e-2)
+        scaled = self.random.random() < 0.3
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5) if scaled else None
+        self.watch = {kind: self.random.choice([0, 1, 2, 3, 7]) for kind in WATCHED}
+        self.policy = self.random.choice(POLICIES)
+        self.history = self.random.choice([1000, 9])
+        file = folder / "run.gradstat"
+        self.options = {
+            "on_anomaly": {"error": (self.policy, "record"), "warning": "record"},
+            "watch": self.watch,
+            "classes": 3,
+            "options": {
+                "history": self.history,
+                "review_every": self.random.choice([1, 3, 10, 64]),
+                "rollback_every": self.random.choice([1, 4]),
+            },
+            "save_to": self.random.choice([None, file]) if self.policy != "snapshot" else file,
+        }
+        self.monitor = self.monitored()
+        self.states: list[State] = []
+        self.seen: dict[int, Seen] = {}
+        self.done: list[tuple[int, str]] = []
+
+    def monitored(self) -> gradstat.Monitor:
+        return gradstat.Monitor(self.model, self.optimizer, self.scaler, **self.options)  # type: ignore[arg-type]
+
+    def run(self, steps: int) -> None:
+        """Runs some steps, and holds the monitor to what they had."""
+        events = [name for name in dir(self) if name.startswith("do_")]
+        for _ in range(steps):
+            event = self.random.choice(events) if self.random.random() < 0.5 else ""
+            self.done.append((self.monitor.steps, event))
+            try:
+                self.step(event)
+            except InTheMiddleError:
+                self.optimizer.zero_grad()
+            except AnomalyError:
+                assert self.policy == "raise"
+            self.compare_newest()
+        try:
+            self.monitor.flush()
+        except AnomalyError:
+            assert self.policy == "raise"
+        self.compare()
+
+    def step(self, event: str) -> None:
+        if event:
+            getattr(self, event)()
+        x, labels = self.batch(event)
+        self.optimizer.zero_grad(set_to_none=self.random.random() < 0.7)
+        self.monitor.batch({"x": x, "labels": labels})
+        loss = nn.functional.cross_entropy(self.model(x), labels.clamp(0, 2))
+        if event == "do_loss":
+            loss = loss * math.nan
+        if loss.requires_grad:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        self.edit(event, [p.grad for p in parameters if p.grad is not None])
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        unscaled = self.scaler is not None and bool(stepped) and self.random.random() < 0.5
+        if unscaled:
+            assert self.scaler is not None
+            self.scaler.unscale_(self.optimizer)
+        self.note(loss, 1.0 if self.scaler is None or unscaled else self.scaler.get_scale())
+        try:
+            self.monitor.step(self.random.choice([loss, loss.item()]))
+        finally:
+            if self.scaler is None:
+                self.optimizer.step()
+            elif any(p.grad is not None for p in stepped):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            elif unscaled:  # a rollback took the gradients along
+                self.scaler.update()
+        if any(not p.isfinite().all() for p in self.model.parameters()) and self.random.random() < 0.5:
+            self.heal()
+
+    def batch(self, event: str) -> tuple[Tensor, Tensor]:
+        x = torch.randn(6, 4, dtype=self.model.last.weight.dtype)
+        labels = torch.randint(0, 3, (6,))
+        if event == "do_batch":
+            x[self.random.randrange(6), self.random.randrange(4)] = self.random.choice([math.nan, math.inf])
+        elif event == "do_label":
+            labels[0] = 7
+        return x, labels
+
+    def edit(self, event: str, gradients: list[Tensor]) -> None:
+        for gradient in gradients:
+            if event == "do_spike":
+                gradient *= 1e6
+            elif event == "do_gradient" and self.random.random() < 0.3:
+                gradient.view(-1)[0] = self.random.choice([math.nan, math.inf, -math.inf])
+
+    def heal(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.nan_to_num_(0.1, 0.1, 0.1)
+            for buffer in self.model.buffers():
+                if buffer.is_floating_point():
+                    buffer.fill_(0.5)
+        self.optimizer.state.clear()
+
+    # What may come to mind -------------------------------------------------------------------------------
+
+    def do_branches(self) -> None:
+        self.model.taken = [self.random.randrange(4) for _ in range(self.random.randrange(3))]
+
+    def do_grow(self) -> None:
+        self.model.branches.append(self.trained(self.model.branch()))
+
+    def do_resize(self) -> None:
+        self.model.branches[self.any_branch()] = self.trained(self.model.branch(8))
+
+    def do_shrink(self) -> None:
+        if len(self.model.branches) > 1:
+            del self.model.branches[self.any_branch()]
+
+    def do_freeze(self) -> None:
+        parameter = self.random.choice(list(self.model.parameters()))
+        parameter.requires_grad_(not parameter.requires_grad)
+        parameter.grad = None
+
+    def do_cast(self) -> None:
+        self.model.to(self.random.choice([torch.float32, torch.float64]))
+        self.optimizer.state.clear()
+
+    def do_parameter(self) -> None:
+        with torch.no_grad():
+            self.random.choice(list(self.model.parameters())).view(-1)[0] = math.nan
+
+    def do_optimizer(self) -> None:
+        self.optimizer.state.clear()
+
+    def do_raise(self) -> None:
+        self.model.fails = True
+        try:
+            self.model(torch.ones(6, 4, dtype=self.model.last.weight.dtype))
+        finally:
+            self.model.fails = False
+
+    def do_state(self) -> None:
+        file = io.BytesIO()
+        torch.save(self.monitor.state_dict(), file)
+        self.states.append(State(file.getvalue(), self.monitor.steps, dict(self.seen)))
+
+    def do_load(self) -> None:
+        if self.states:
+            saved, steps, seen = self.random.choice(self.states)
+            self.monitor.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
+            assert self.monitor.steps == steps
+            self.seen = dict(seen)
+
+    def do_replace_monitor(self) -> None:
+        if self.states:
+            with contextlib.suppress(AnomalyError):
+                self.monitor.detach()
+            self.monitor = self.monitored()
+            self.do_load()
+
+    def do_diagnose(self) -> None:
+        assert str(self.monitor.diagnose())
+
+    def elsewhere(self) -> None:
+        """These are done where the step makes what they are about."""
+
+    do_batch = do_label = do_loss = do_gradient = do_spike = elsewhere
+
+    def any_branch(self) -> int:
+        return self.random.randrange(len(self.model.branches))
+
+    def trained(self, module: nn.Module) -> nn.Module:
+        module = module.to(self.model.last.weight.dtype)
+        self.optimizer.add_param_group({"params": list(module.parameters())})
+        return module
+
+    # What should be recorded -----------------------------------------------------------------------------
+
+    def note(self, loss: Tensor, scale: float) -> None:
+        step, period = self.monitor.steps, self.watch["parameters"]
+        named = list(self.model.named_parameters())
+        self.seen[step] = Seen(
+            loss.item(),
+            {name: finite_norm(p.grad) / scale for name, p in named if p.grad is not None},
+            {name: finite_norm(p) for name, p in named} if period and step % period == 0 else None,
+        )
+
+    def compare_newest(self) -> None:
+        newest = self.monitor.latest()
+        if newest is not None:
+            for name, norm in self.seen[newest.step].gradients.items():
+                assert is_close(newest.report[name].l2_norm, norm), (newest.step, name)
+
+    def compare(self) -> None:
+        recording = self.monitor.recording()
+        seen = sorted(self.seen)
+        if self.late and self.policy == "rollback":  # what was on its way is of a time that is gone
+            seen = [step for step in seen if step in recording.steps]
+            assert len(seen) == len(recording.steps)
+        wanted = [step for step in seen if step > max(seen, default=0) - self.history]
+        assert recording.steps.tolist() == wanted
+        for step, loss in zip(wanted, recording.scalars.get("loss", ()), strict=True):
+            np.testing.assert_allclose(loss, self.seen[step].loss, rtol=1e-6)
+        tables = {
+            "gradient": {step: self.seen[step].gradients for step in wanted},
+            "parameter": {step: p for step in wanted if (p := self.seen[step].parameters) is not None},
+        }
+        for kind, norms in tables.items():
+            table = recording.tables.get(kind)
+            assert table is not None or not norms, kind
+            for step, row in norms.items():
+                assert table is not None
+                at = table.steps.tolist().index(step)
+                recorded = dict(zip(table.names, table.column("l2_norm")[at].tolist(), strict=True))
+                for name, norm in row.items():
+                    assert is_close(recorded.pop(name), norm), (kind, step, name)
+                assert all(map(math.isnan, recorded.values())), (kind, step, recorded)  # others had none
+        for kind, series in recording.tables.items():
+            assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
+        loaded = load(self.monitor.save(self.folder / "now.gradstat"))
+        assert loaded.steps.tolist() == wanted
+
+
+def finite_norm(tensor: Tensor) -> float:
+    values = tensor.detach().double()
+    return math.sqrt(values[values.isfinite()].square().sum().item())
+
+
+def is_close(recorded: float, norm: float) -> bool:
+    """Whether a norm is the one of the finite elements; NaN and Inf stand for those of tensors that have others."""
+    return not math.isfinite(recorded) or math.isclose(recorded, norm, rel_tol=1e-5, abs_tol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")

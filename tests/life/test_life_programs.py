@@ -234,10 +234,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gradstat.
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_monitor_that_nobody_has_any_more_leaves_no_hook(kind: str, steps: int) -> None:
     model, optimizer = net()
-    for _ in range(2):
+    for detached in (True, False):
         monitor = gradstat.Monitor(model, optimizer, **MONITORS[kind])
         assert hooks_on(model, optimizer)
         train(model, optimizer, monitor, steps)
+        if detached:
+            monitor.detach()
+            assert hooks_on(model, optimizer) == 0
+            assert (monitor.step(), monitor.steps) == ([], steps)
         alive = weakref.ref(monitor)
         del monitor
         assert alive() is None  # at once: no cycle that waits for the garbage collector

@@ -39,19 +39,12 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 @dataclass(frozen=True)
 class Demands:
-    """What has to be there when a compiled library is loaded, and what it gives in return.
+    """What has to be there when a compiled library is loaded, and what it gives in return."""
 
-    Attributes:
-        libraries: Names of the libraries that are loaded with it.
-        symbols: What it takes from others; the value is the symbol's version, such as GLIBC_2.14, "" if it has none.
-        exported: What others can take from it, less what every C++ library has of templates and inline functions.
-        paths: All strings in the file that look like a path.
-    """
-
-    libraries: frozenset[str]
-    symbols: dict[str, str]
-    exported: frozenset[str]
-    paths: frozenset[str]
+    libraries: frozenset[str]  # that are loaded with it
+    symbols: dict[str, str]  # it takes from others, with the version of each, such as GLIBC_2.14, "" if it has none
+    exported: frozenset[str]  # to others, less what every C++ library has of templates and inline functions
+    paths: frozenset[str]  # all strings in the file that look like one
 
 
 def demands_of(path: Path) -> Demands:

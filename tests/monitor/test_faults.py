@@ -9,7 +9,7 @@ from gradstat.monitor import RULES, Diagnosis, Finding, Recording
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureRequest) -> None:
     ranks: Ranks | None = request.getfixturevalue("ranks") if fault.ranks > 1 else None
     outcome = inject(fault, ranks)

@@ -1,6 +1,5 @@
 """`Monitor`: what it measures, when it reads and reviews, its policies, its memory, and what it must not do."""
 
-import collections
 import copy
 import dataclasses
 import gc
@@ -131,53 +130,36 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     np.testing.assert_allclose(tables["parameter"].column("l2_norm")[1], expected, rtol=1e-6)
 
 
-def test_a_bad_step_is_found_at_once_on_the_cpu_whatever_the_lag() -> None:
-    for lag in (0, 1, 3):
-        model, optimizer, monitor = made(options={"lag": lag})
-        found = trained(model, optimizer, monitor, 12, bad=10)
-        assert [len(some) > 0 for some in found[:11]] == [False] * 10 + [True]
-        finding = monitor.findings[0]
-        assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 10, "second.weight")
-        assert finding.evidence["first"] == [2, 3]
-        assert finding.about == "gradient"
-
-
-@pytest.mark.parametrize("lag", [1, 2])
-def test_numbers_that_travel_are_read_so_many_steps_later(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+@pytest.mark.parametrize(("travels", "lag"), [(False, 0), (False, 3), (True, 1), (True, 2)])
+def test_numbers_that_travel_are_read_so_many_steps_later(
+    monkeypatch: pytest.MonkeyPatch, travels: bool, lag: int
+) -> None:
+    """Those of the CPU are read at once, whatever the lag."""
     asked: set[PendingRows] = set()
     table = PendingRows.table
     monkeypatch.setattr(PendingRows, "table", lambda self: (asked.add(self), table(self))[1])
-    monkeypatch.setattr(PendingRows, "travels", True)
+    monkeypatch.setattr(PendingRows, "travels", travels)
     model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
-    assert len(asked) == 12 - lag
-    assert not any(found[: 10 + lag])
-    if lag == 1:
-        assert found[11][0].step == 10
+    late = lag if travels else 0
+    assert len(asked) == 12 - lag or not travels
+    assert not any(found[: 10 + late])
+    assert late > 1 or found[10 + late][0].step == 10
     monitor.flush()
     assert len(asked) > 12  # and a closer look
-    assert monitor.findings[0].step == 10
+    finding = monitor.findings[0]
+    assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 10, "second.weight")
+    assert (finding.evidence["first"], finding.about) == ([2, 3], "gradient")
 
 
 def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
-    """The bad gradient that was complete first is named, not the first of the model."""
-
-    class Backwards(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used_last, self.used_first = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used_last(self.used_first(x))
-
-    model = Backwards()
-    monitor = gradstat.Monitor(model, on_anomaly="record")
-    for step in range(3):
-        model.zero_grad()
-        loss = model(torch.randn(2, 4)).sum() * (math.nan if step == 2 else 1.0)
-        loss.backward()
+    """The bad gradient that was complete first is named, whatever the order in the model."""
+    used_last, used_first = nn.Linear(4, 4), nn.Linear(4, 4)
+    monitor = gradstat.Monitor(nn.Sequential(used_last, used_first), on_anomaly="record")
+    for factor in (1.0, 1.0, math.nan):
+        (used_last(used_first(torch.randn(2, 4))).sum() * factor).backward()
         monitor.step()
-    assert monitor.findings[0].name.startswith("used_last.")
+    assert monitor.findings[0].name.startswith("0.")
 
 
 def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> None:
@@ -218,12 +200,14 @@ def test_skips_the_bad_step_and_no_other(kind: Any, fused: bool) -> None:
     optimizer = kind(model.parameters(), lr=1e-3, fused=fused, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("record", "skip")})
     changed = []
-    for _ in range(6):
+    for step in range(6):
         before = [p.detach().clone() for p in model.parameters()]
         trained(model, optimizer, monitor, 1, bad=3)
         changed.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
         assert all(p.isfinite().all() for p in model.parameters())
         assert not hasattr(optimizer, "found_inf")
+        if step == 4:
+            monitor.step()  # behind which the program makes no step
     assert changed == [True, True, True, False, True, True]
     assert monitor.findings[0].step == 3
 
@@ -251,21 +235,6 @@ def test_a_guard_keeps_the_optimizer_from_wild_steps(fused: bool) -> None:
     again.load_state_dict(monitor.state_dict())
     assert again.guard is not None
     assert again.guard.read(wait=True) == guard.read(wait=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"guard": 6.0}, TypeError, "expected a gradstat.SpikeGuard, got float"),
-        ({"guard": gradstat.SpikeGuard(), "optimizer": None}, TypeError, "a guard needs the optimizer"),
-        ({"guard": gradstat.SpikeGuard(scale=0.1)}, ValueError, "without scale="),
-        ({"guard": gradstat.SpikeGuard(), "scaler": torch.amp.GradScaler("cpu")}, ValueError, "guarded_step"),
-    ],
-)
-def test_a_guard_without_sense_is_refused(options: dict[str, Any], error: Any, words: str) -> None:
-    model = Net()
-    with pytest.raises(error, match=words):
-        gradstat.Monitor(model, **{"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **options})
 
 
 def test_stops_by_itself_when_the_loss_is_lost() -> None:
@@ -336,6 +305,10 @@ def test_calls_what_it_is_given_by_severity_or_rule() -> None:
     assert seen == ["3 nonfinite-gradient"]
 
 
+GUARD = gradstat.SpikeGuard()
+STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -360,6 +333,10 @@ def test_calls_what_it_is_given_by_severity_or_rule() -> None:
         ({"model": [nn.Linear(2, 2)]}, TypeError, r"expected a torch\.nn\.Module, got list"),
         ({"rules": [default_rules]}, TypeError, "expected instances"),
         ({"rules": [type(default_rules()[0])]}, TypeError, "make an instance"),
+        ({"guard": 6.0}, TypeError, "expected a gradstat.SpikeGuard, got float"),
+        ({"guard": GUARD}, TypeError, "a guard needs the optimizer"),
+        ({"guard": gradstat.SpikeGuard(scale=0.1), **STEPPED}, ValueError, "without scale="),
+        ({"guard": GUARD, "scaler": torch.amp.GradScaler("cpu"), **STEPPED}, ValueError, "guarded_step"),
     ],
 )
 def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -378,56 +355,49 @@ def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> 
         with pytest.raises((TypeError, ValueError), match=error):
             monitor.step(loss)  # type: ignore[arg-type]
     monitor.step(1.5)
-    assert monitor.steps == 1
+    model.zero_grad()
+    monitor.step()
+    assert monitor.recording().scalars["missing"].tolist() == [0, 8]
 
 
 def test_labels_out_of_range_are_told_before_the_forward_pass() -> None:
-    _, _, monitor = made(classes=4)
-    assert monitor.batch((torch.randn(6, 8), torch.tensor([0, 3, -100, 1, 2, 0]))) == []
-    found = monitor.batch({"x": torch.randn(6, 8), "y": torch.tensor([1, 2, 3, 4, 1, 1])})
-    assert [(f.rule, f.name, f.step, f.evidence["high"]) for f in found] == [("label-out-of-range", "batch['y']", 0, 4)]
+    """They may be told from other integers by their place."""
+    labels = torch.tensor([0, 3, -100, 1, 2, 0])
+    for classes, inputs in ((4, torch.randn(6, 8)), ({"batch['y']": 4}, torch.full((6, 8), 30_000))):
+        _, _, monitor = made(classes=classes)
+        assert monitor.batch({"x": inputs, "y": labels}) == []
+        (found,) = monitor.batch({"x": inputs, "y": labels.clamp(0) + 1})
+        assert (found.rule, found.name, found.step) == ("label-out-of-range", "batch['y']", 0)
+        assert found.evidence["high"] == 4
 
 
-def test_labels_may_be_told_from_other_integers_by_their_place() -> None:
-    _, _, monitor = made(classes={"batch['labels']": 4})
-    tokens, labels = torch.full((6, 8), 30_000), torch.tensor([0, 3, 1, 2, 2, 0])
-    assert monitor.batch({"tokens": tokens, "labels": labels}) == []
-    (found,) = monitor.batch({"tokens": tokens, "labels": labels + 1})
-    assert found.name == "batch['labels']"
+class Interrupted:
+    """What is added to it is there, and the user interrupts."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)  # type: ignore[misc]
+        raise KeyboardInterrupt
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)  # type: ignore[misc]
+        raise KeyboardInterrupt
 
 
-def test_an_interrupt_never_makes_two_steps_of_one_number() -> None:
-    class Interrupted(collections.deque[Any]):
-        def append(self, item: Any) -> None:
-            super().append(item)
-            raise KeyboardInterrupt
-
-    model, optimizer, monitor = made()
-    trained(model, optimizer, monitor, 3)
-    monitor._pending = Interrupted(monitor._pending)
-    with pytest.raises(KeyboardInterrupt):
-        trained(model, optimizer, monitor, 1)
-    monitor._pending = collections.deque(monitor._pending)
-    trained(model, optimizer, monitor, 3)
-    assert monitor.recording().steps.tolist() == list(range(7))
-
-
-def test_an_interrupt_between_two_rows_of_a_kind_loses_no_step() -> None:
-    class Interrupted(dict[str, Any]):
-        def __setitem__(self, key: str, value: Any) -> None:
-            super().__setitem__(key, value)
-            raise KeyboardInterrupt
-
+@pytest.mark.parametrize("at", ["_pending", "_others"])
+def test_an_interrupt_loses_no_step_and_makes_no_two_of_one_number(at: str) -> None:
     model, optimizer, monitor = made(watch={"parameters": 2})
     trained(model, optimizer, monitor, 3)
-    monitor.recording()  # takes what has come, so that the next rows begin a new list
-    monitor._buffer._others = Interrupted()
+    monitor.recording()  # takes what has come, so that the next rows of a kind begin a new list
+    owner: Any = monitor if at == "_pending" else monitor._buffer
+    kind = type(getattr(owner, at))
+    setattr(owner, at, type("", (Interrupted, kind), {})(getattr(owner, at)))
     with pytest.raises(KeyboardInterrupt):
         trained(model, optimizer, monitor, 8)
-    monitor._buffer._others = dict(monitor._buffer._others)
+    setattr(owner, at, kind(getattr(owner, at)))
     trained(model, optimizer, monitor, 4)
     recording = monitor.recording()
     assert recording.steps.tolist() == list(range(len(recording.steps)))
+    assert len(recording.steps) == monitor.steps
     assert "parameter" in recording.tables, list(recording.tables)
 
 
@@ -463,25 +433,6 @@ def test_every_step_is_reviewed_once_in_order() -> None:
     monitor.flush()
     assert [step for steps in looks for step in steps] == list(range(40))
     assert [len(steps) for steps in looks[:6]] == [1, 1, 2, 4, 7, 3]
-
-
-def test_a_model_that_changes() -> None:
-    model, optimizer, monitor = made(rules=[])
-    monitor.step()
-    assert monitor.recording().scalars["missing"].tolist() == [8.0]
-    trained(model, optimizer, monitor, 3)
-    model.extra = nn.Linear(2, 2)
-    trained(model, optimizer, monitor, 3)
-    model.first.requires_grad_(False)
-    trained(model, optimizer, monitor, 3)
-    table = monitor.recording().tables["gradient"]
-    assert set(table.names) == {name for name, _ in model.named_parameters()}
-    column = table.column("l2_norm")
-    first, extra = table.names.index("first.weight"), table.names.index("extra.weight")
-    assert np.isfinite(column[1:7, first]).all()
-    assert np.isnan(column[7:, first]).all()
-    assert np.isnan(column[:, extra]).all()
-    assert table.numel[first] == 128
 
 
 def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -520,6 +471,7 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     trained(model, optimizer, monitor, 3)  # nobody has looked at these yet
     with pytest.warns(AnomalyWarning):
         trained(model, optimizer, monitor, 4, bad=15)
+    monitor._to_act_on += monitor.findings  # as an interrupt leaves them
     monitor.load_state_dict(state)
     assert monitor.latest() is None
     assert monitor.findings == []
@@ -635,73 +587,46 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
     assert monitor.recording().steps.tolist() == list(range(9))
 
 
-def test_detaching_takes_everything_away() -> None:
-    model = Net()
-    before = [len(module._forward_hooks) for module in model.modules()]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")}, watch=["activations"]) as monitor:
-        trained(model, optimizer, monitor, 2)
-    assert [len(module._forward_hooks) for module in model.modules()] == before
-    assert all(not p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks)
-    assert not optimizer._optimizer_step_post_hooks
-    assert monitor.step() == []
-    assert monitor.steps == 2
-
-
 def test_the_diagnosis_in_all_its_forms() -> None:
     model, optimizer, monitor = made()
     assert monitor.diagnose().ok
+    assert "nothing wrong in 0 steps of Net" in str(monitor.diagnose())
     trained(model, optimizer, monitor, 6, bad=4)
     diagnosis = monitor.diagnose()
     assert not diagnosis.ok
-    text = str(diagnosis)
-    assert "second.weight" in text
-    assert "likely causes" in text
-    told = diagnosis.to_dict()
-    assert told["findings"][0]["rule"] == "nonfinite-gradient"
-    page = diagnosis.to_html()
-    assert "<script" not in page
-    assert "second.weight" in page
+    assert diagnosis.to_dict()["findings"][0]["rule"] == "nonfinite-gradient"
+    for words in ("second.weight", "likely causes"):
+        assert words in str(diagnosis)
+        assert words in diagnosis.to_html()
 
 
-def test_assert_healthy_passes_and_fails() -> None:
-    from gradstat.monitor import UnhealthyTrainingError, assert_healthy
+def test_assert_healthy_passes_and_fails(assert_healthy: Any) -> None:
+    model, optimizer, _ = made()
+    assert assert_healthy is gradstat.monitor.assert_healthy  # the fixture
 
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step() -> Tensor:
+    def step(detached: bool = False) -> Tensor:
         x = torch.randn(32, 8)
         optimizer.zero_grad()
-        loss = cross_entropy(model(x), (x[:, 0] > 0).long())
+        hidden = relu(model.norm(model.first(x)))
+        logits = model.last(relu(model.second(hidden.detach() if detached else hidden)))
+        loss = cross_entropy(logits, (x[:, 0] > 0).long())
         loss.backward()
         return loss
 
-    assert assert_healthy(model, 60, step, optimizer, loss_falls=True).ok
-
-    def detached() -> Iterator[Tensor]:
+    def steps() -> Iterator[Tensor]:
         for _ in range(30):
-            x = torch.randn(32, 8)
-            optimizer.zero_grad()
-            hidden = relu(model.norm(model.first(x))).detach()
-            loss = model.last(relu(model.second(hidden))).square().mean()
-            loss.backward()
-            yield loss
+            yield step(detached=True)
             optimizer.step()
 
-    with pytest.raises(UnhealthyTrainingError, match="missing-gradient"):
-        assert_healthy(model, detached(), optimizer=optimizer)
-    assert_healthy(model, detached(), optimizer=optimizer, allow="missing-gradient")
+    assert assert_healthy(model, 60, step, optimizer, loss_falls=True).ok
+    with pytest.raises(gradstat.monitor.UnhealthyTrainingError, match="missing-gradient"):
+        assert_healthy(model, steps(), optimizer=optimizer)
+    assert_healthy(model, steps(), optimizer=optimizer, allow="missing-gradient")
     with pytest.raises(TypeError, match="needs step_fn"):
         assert_healthy(model, 3)
 
 
 pytest_plugins = ["gradstat.pytest_plugin"]
-
-
-def test_the_fixture_is_the_function(assert_healthy: Any) -> None:
-    assert assert_healthy is gradstat.monitor.assert_healthy
 
 
 class Rooted(nn.Module):
@@ -756,38 +681,30 @@ def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone()
     model, optimizer, monitor = made(replay=True)
     trained(model, optimizer, monitor, 3)
     x = torch.randn(32, 8)
-    x[3, 3] = math.inf
 
     def step() -> None:
         optimizer.zero_grad()
         cross_entropy(model(x), torch.zeros(32, dtype=torch.long)).backward()
 
     step()
+    model.last.weight.grad[0, 0] = math.nan  # type: ignore[index]  # as a flipped bit would
+    monitor.step()
+    assert monitor.replay(step) is None
+    assert "hardware" in str(monitor.diagnose())
+    x[3, 3] = math.inf
+    step()
     monitor.step()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     culprit = monitor.replay(step)
     assert culprit is not None
     assert culprit.kind in ("inf", "nan")
-    after = [p.grad for p in model.parameters()]
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))  # type: ignore[union-attr]
-    assert monitor.steps == 4
+    torch.testing.assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0, equal_nan=True)
+    assert monitor.steps == 5
     optimizer.step()
     with pytest.raises(RuntimeError, match="parameters have changed"):
         monitor.replay(step)
     with pytest.raises(TypeError, match="no function to run"):
         monitor.replay()
-
-
-def test_a_clean_replay_says_what_that_means() -> None:
-    model, optimizer, monitor = made(replay=True)
-    trained(model, optimizer, monitor, 2)
-    x = torch.randn(32, 8)
-    optimizer.zero_grad()
-    cross_entropy(model(x), torch.zeros(32, dtype=torch.long)).backward()
-    model.last.weight.grad[0, 0] = math.nan  # type: ignore[index]  # as a flipped bit would
-    monitor.step()
-    assert monitor.replay(lambda: cross_entropy(model(x), torch.zeros(32, dtype=torch.long)).backward()) is None
-    assert "hardware" in str(monitor.diagnose())
 
 
 def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:

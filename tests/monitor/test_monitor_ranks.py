@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranked import assert_alike
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,12 +22,6 @@ from gradstat._step import updates
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
-
-
-def _gathered(value: object) -> list[object]:
-    found: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 @on_ranks(2)
@@ -60,7 +55,7 @@ def test_sharded_training_is_told_of_whole_tensors() -> None:
     finding = monitor.findings[0]
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 4, "2.weight")
     assert finding.evidence["first"] == [2, 2]
-    assert len(set(map(str, _gathered(finding.text)))) == 1
+    assert_alike(finding.text)
     table = monitor.recording().tables["parameter"]
     assert table.numel.tolist() == [60, 10, 30, 3]
 
@@ -82,8 +77,7 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
     (bad,) = [finding for finding in monitor.findings if finding.rule == "bad-rank"]
     assert bad.step == 2
     assert bad.evidence["ranks"] == [1]
-    names = _gathered([finding.rule for finding in monitor.findings])
-    assert names[0] == names[1]
+    assert_alike([finding.rule for finding in monitor.findings])
     monitor.detach()
     gradstat.Monitor(model, watch={"origin": 1}).detach()  # the model may be watched again
 
@@ -100,10 +94,10 @@ def test_experts_on_other_ranks_are_in_the_norm(loss_is_known: bool) -> None:
         optimizer.zero_grad()
         if step != 1 or last:
             expert(torch.full((4, 6), math.nan if step == 2 and last else 1.0)).sum().backward()
-        squares = [0.0 if p.grad is None else float(p.grad.square().sum()) for p in expert.parameters()]
-        expected = math.sqrt(sum(map(sum, _gathered(squares))))  # type: ignore[arg-type]
+        squares = sum(p.grad.double().square().sum() for p in expert.parameters() if p.grad is not None)
+        dist.all_reduce(total := torch.as_tensor(squares, dtype=torch.float64))
         monitor.step(torch.tensor(1.0) if loss_is_known else None)
-        assert monitor.latest().scalars["norm"] == pytest.approx(expected, nan_ok=True)  # type: ignore[union-attr]
+        assert monitor.latest().scalars["norm"] == pytest.approx(total.sqrt().item(), nan_ok=True)  # type: ignore[union-attr]
         before = expert.weight.detach().clone()
         optimizer.step()
         assert torch.equal(expert.weight, before) == (step == 2 or (step == 1 and not last))

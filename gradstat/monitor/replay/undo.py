@@ -26,7 +26,6 @@ class Undo:
         self._protected: dict[int, list[Tensor]] = {}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._then = contextlib.ExitStack()
-        self._then.callback(self._copies.clear)
         self._optimizers: set[int] = set()
 
     def protect(self, tensor: Tensor) -> None:
@@ -50,7 +49,7 @@ class Undo:
         """Puts everything back, whatever happens in between: tensors, then the rest, the last first."""
         self._protected.clear()
         with self._then:
-            for tensor, copy in self._copies.values():
+            for tensor, copy in reversed(self._copies.values()):  # of one memory the first copy is the right one
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
                     tensor.copy_(copy)
 
