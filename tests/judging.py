@@ -13,16 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from exact import (
-    NARROW_TOLERANCE,
-    WIDE_TOLERANCE,
-    Account,
-    Floats,
-    assert_rows,
-    expect,
-    is_float64,
-    rounded_product,
-)
+from exact import NARROW_TOLERANCE, WIDE_TOLERANCE, Account, Floats, assert_rows, expect, is_float64, rounded_product
 from fuzzing import FLOAT8, KIND_OF, Batch, Memory, decoded_from, view_of
 from torch import Tensor, nn
 

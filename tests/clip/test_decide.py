@@ -6,8 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from host_build import needs_compiler
-from host_kernels import decide_clip_on
+from host_kernels import BLOCK, kernels_for
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,17 +16,7 @@ from gradstat._core import backends
 from gradstat._core.backends import Kernels
 from gradstat.adaptive import AdaptiveClip
 
-BLOCK = pytest.param("block", marks=needs_compiler)
-
-
-@pytest.fixture(params=["native", "triton", BLOCK])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Those of a backend on the CPU, or what a GPU runs, on the CPU as well."""
-    if request.param != "block":
-        return backends.resolve(request.param, "cpu")
-    made = Kernels(*[cast(Any, None)] * 4)
-    made.decide_clip_ = decide_clip_on(request.getfixturevalue("kernels_on_host"))
-    return made
+kernels = pytest.fixture(params=["native", "triton", BLOCK])(kernels_for)
 
 
 def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_counts import NoSync
-from host_build import needs_compiler
-from host_kernels import guard_on
+from host_kernels import BLOCK, kernels_for
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -23,17 +22,7 @@ from gradstat._core.backends import Kernels
 from gradstat.distributed.layouts import batch, made
 from gradstat.integrations import loggers as log
 
-BLOCK = pytest.param("block", marks=needs_compiler)
-
-
-@pytest.fixture(params=["native", "triton", "reference", BLOCK])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Those of a backend on the CPU, or what a GPU runs, on the CPU as well."""
-    if request.param != "block":
-        return backends.resolve(request.param, "cpu")
-    given = Kernels(*[cast(Any, None)] * 4)
-    given.guard_ = guard_on(request.getfixturevalue("kernels_on_host"))
-    return given
+kernels = pytest.fixture(params=["native", "triton", "reference", BLOCK])(kernels_for)
 
 
 # The rules in plain Python: which of the values stand out, and which series -----------------------------------------
