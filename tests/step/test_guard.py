@@ -29,7 +29,10 @@ kernels = pytest.fixture(params=["native", "triton", "reference", BLOCK])(kernel
 
 
 class Rule:
-    """Judges steps of several values, None or a number each; gives why each was refused."""
+    """Judges steps of several values, None or a number each; gives why each was refused.
+
+    With sigmas as OLMo's SkipStepOptimizer.get_step_factor, whose mean and deviation leave the step itself out.
+    """
 
     def __init__(
         self, threshold: float, window: int, warmup: int, most: float = math.inf, sigmas: bool = False
@@ -140,29 +143,6 @@ def test_a_refused_step_can_be_scaled_down(kernels: Kernels) -> None:
     assert decided.tolist() == [0.0, 8.0, 8.0, 4.0]
     assert numbers.tolist() == [0.125, 3.0]
     assert judge(guard, kernels, [math.nan, 1.0, None])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
-
-
-def test_the_rule_of_sigmas_is_that_of_olmo(kernels: Kernels) -> None:
-    """The arithmetic of SkipStepOptimizer.get_step_factor: lists that include the step itself, torch.std_mean."""
-    guard, window = SpikeGuard.sigma(32, 2.0), 32
-    losses: list[Tensor] = []
-    norms: list[Tensor] = []
-    refused = 0
-    for row in series(200, 0):
-        values = [cast(float, value) for value in row[:2]]
-        if not all(map(math.isfinite, values)):
-            continue
-        for held, value in zip((losses, norms), values, strict=True):
-            held.append(torch.tensor(value, dtype=torch.float64))
-            del held[: -(window + 1)]
-        taken = True
-        if len(losses) >= max(2, window // 2):
-            for held in (losses, norms):
-                std, mean = torch.std_mean(torch.stack(held[:-1]))
-                taken = taken and bool(held[-1] - mean <= 2.0 * std)
-        assert judge(guard, kernels, [*values, None])[0][0] == (not taken)
-        refused += not taken
-    assert refused > 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
