@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutation"
 # The tests that have to notice a change in a file, those that notice most first.
 TESTS = {
-    "gradstat/_fields.py": ("fields", "report"),
+    "gradstat/_fields.py": ("fields", "report", "update", "distributed"),
     "gradstat/clip.py": ("clip", "every_clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
     "gradstat/distributed/_checksum.py": ("replicas",),
     "gradstat/distributed/batches.py": ("replicas",),

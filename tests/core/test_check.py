@@ -106,6 +106,17 @@ def test_check_tensors_names_any_tensors(device: str) -> None:
         report.raise_if_nonfinite()
 
 
+def test_first_nonfinite_of_a_permuted_tensor_is_its_own_index() -> None:
+    x = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    x[1, 2, 3, 4] = math.nan
+    y = torch.zeros(3, 4, 5).permute(2, 0, 1)
+    y[4, 1, 2] = math.inf
+    sliced = torch.zeros(4, 6)[:, ::2]
+    sliced[3, 1] = math.nan
+    report = gradstat.check_tensors([x, y, sliced])
+    assert [stats.first_nonfinite for stats in report] == [(1, 2, 3, 4), (4, 1, 2), (3, 1)]
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_that_need_gradients_are_measured() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
