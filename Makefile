@@ -46,7 +46,7 @@ coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report the lines 
 	$(BIN)/python -m coverage report
 
 .PHONY: mutate
-mutate: $(VENV)/.for-test $(BUILT) ## Change the core in one place at a time and see whether the tests notice (hours; remembers)
+mutate: $(VENV)/.for-test $(BUILT) ## Change the core in one place at a time and see whether the tests notice (hours)
 	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray
 	$(BIN)/python tools/mutation.py
 

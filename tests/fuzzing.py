@@ -2,8 +2,7 @@
 
 A `Recipe` says what one tensor is: element type, sizes, strides, where it begins, and what bits fill it. A `Batch` is
 made of recipes: tensors over memory that it owns, one stretch for each element type, so that it also sees what is
-written beside them. Recipes are drawn from a source of chance (`drawn_recipe`): a seed's, or hypothesis', which leaves
-out the tensors that a failure does not need (`batches`).
+written beside them. A seed draws the same recipes everywhere (`drawn_recipe`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from exact import Account, Floats
-from hypothesis import strategies as st
 from torch import Tensor
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -245,10 +243,12 @@ class Batch:
         ]
 
     @classmethod
-    def drawn(cls, seed: int, tensors: int, device: str = "cpu", apart: bool = False) -> Batch:
+    def drawn(
+        cls, seed: int, tensors: int, device: str = "cpu", apart: bool = False, largest: int | None = None
+    ) -> Batch:
         """A batch of so many tensors, each a `drawn_recipe`."""
         source = random.Random(seed)
-        return cls([drawn_recipe(source) for _ in range(tensors)], seed, device, apart)
+        return cls([drawn_recipe(source, largest) for _ in range(tensors)], seed, device, apart)
 
     def only(self, takes: Callable[[Recipe], bool]) -> list[int]:
         """The positions of the tensors that ``takes`` takes."""
@@ -347,13 +347,3 @@ def drawn_recipe(source: random.Random, largest: int | None = None) -> Recipe:
     expanded = [not is_plain and source.random() < 0.1 for _ in range(dims)]
     odd = [source.choice((0, 1, 7, 1000)) for _ in range(dims)]
     return Recipe(dtype, tuple(shape), strides_for(shape, order, gaps, expanded, odd), skip, fill)
-
-
-def recipes(largest: int | None = None) -> st.SearchStrategy[Recipe]:
-    """Any tensor, of at most ``largest`` elements."""
-    return st.randoms(use_true_random=True).map(lambda source: drawn_recipe(source, largest))
-
-
-def batches(most: int = 8, largest: int | None = None) -> st.SearchStrategy[Batch]:
-    """Batches of at most ``most`` tensors."""
-    return st.builds(Batch, st.lists(recipes(largest), max_size=most), st.integers(0, 2**32 - 1), apart=st.booleans())

@@ -60,3 +60,16 @@ class NoSync(TorchDispatchMode):
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
             raise AssertionError("a step waited for the device")
         return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Names the operators that compute, not views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

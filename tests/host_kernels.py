@@ -3,12 +3,17 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 from exact import FLOAT8, REAL
+from host_build import needs_compiler
 
 from gradstat import _fields
+from gradstat._core import backends
+from gradstat._core.backends import Kernels
 
 DTYPES = {dtype: number for number, dtype in enumerate([*REAL, *FLOAT8])}
 
@@ -103,6 +108,26 @@ def stats(
     return table, norm[0], float(coefficient[0])
 
 
+BLOCK = pytest.param("block", marks=needs_compiler)
+
+
+def kernels_for(request: pytest.FixtureRequest) -> Kernels:
+    """Makes a fixture of backends that decide on the CPU: ``"dispatched"`` by torch's dispatcher, `BLOCK` as a GPU's."""
+    if request.param not in ("dispatched", "block"):
+        return backends.resolve(request.param, "cpu")
+    made = Kernels(*[cast(Any, None)] * 4)
+    if request.param == "dispatched":
+        made.guard_ = torch.ops.gradstat.guard_.default
+    else:
+        library = request.getfixturevalue("kernels_on_host")
+        made.decide_clip_, made.guard_ = decide_clip_on(library), guard_on(library)
+    return made
+
+
+def _at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
 def decide_clip_on(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
     """The operator ``decide_clip_`` as the block of a GPU computes it."""
 
@@ -116,21 +141,18 @@ def decide_clip_on(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
         factor: torch.Tensor | None,
         skip: torch.Tensor | None,
     ) -> torch.Tensor:
-        def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-            return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
         is_table = measured.dim() == 2
         out = torch.full((len(measured) + 1 if is_table else 2,), 77.0, dtype=torch.float64)
         library.run_decide_clip(
             ctypes.c_int64(rule),
             (ctypes.c_double * 5)(*options),
             ctypes.c_int64(len(options)),
-            at(state),
+            _at(state),
             ctypes.c_int64(window),
-            at(None if is_table else measured),
-            at(measured if is_table else None),
+            _at(None if is_table else measured),
+            _at(measured if is_table else None),
             ctypes.c_int64(len(measured) if is_table else 0),
-            *map(at, (weights, factor, skip, out)),
+            *map(_at, (weights, factor, skip, out)),
             int(state[0]),
         )
         return out
@@ -152,17 +174,9 @@ def guard_on(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
         counters: torch.Tensor | None,
     ) -> torch.Tensor:
         out = torch.full((4,), 77.0)
-        pointers = [
-            ctypes.c_void_p(None if t is None else t.data_ptr())
-            for t in (numbers, verdict, loss, update, counters, out)
-        ]
-        library.run_guard(
-            (ctypes.c_double * 8)(*options),
-            ctypes.c_void_p(state.data_ptr()),
-            ctypes.c_int64(window),
-            *pointers,
-            int(state[0]),
-        )
+        pointers = map(_at, (numbers, verdict, loss, update, counters, out))
+        held = _at(state), ctypes.c_int64(window)
+        library.run_guard((ctypes.c_double * 8)(*options), *held, *pointers, int(state[0]))
         return out
 
     return guard

@@ -5,8 +5,6 @@ An operation is a function of a batch, a source of chance for its arguments, and
 around tensors.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 Tests hold the rules equal to the code and the faults to what is found.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

@@ -9,8 +9,6 @@ by which tensors are counted, and through two of the other operations of judging
 command that repeats it.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -47,7 +45,7 @@ class Case(NamedTuple):
     operations: tuple[str, ...]
 
     @classmethod
-    def drawn(cls, seed: int, number: int) -> Case:
+    def drawn(cls, seed: int, number: int) -> "Case":
         source = random.Random(f"{seed}/{number}")
         backend = "reference" if source.random() < 0.05 else "native"
         tensors = source.choice(SIZES[backend])

@@ -6,10 +6,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from host_build import needs_compiler
-from host_kernels import decide_clip_on
+from gpu_counts import Operations
+from host_kernels import BLOCK, kernels_for
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstat
 from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
@@ -17,17 +16,7 @@ from gradstat._core import backends
 from gradstat._core.backends import Kernels
 from gradstat.adaptive import AdaptiveClip
 
-BLOCK = pytest.param("block", marks=needs_compiler)
-
-
-@pytest.fixture(params=["native", "triton", BLOCK])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Those of a backend on the CPU, or what a GPU runs, on the CPU as well."""
-    if request.param != "block":
-        return backends.resolve(request.param, "cpu")
-    made = Kernels(*[cast(Any, None)] * 4)
-    made.decide_clip_ = decide_clip_on(request.getfixturevalue("kernels_on_host"))
-    return made
+kernels = pytest.fixture(params=["native", "triton", BLOCK])(kernels_for)
 
 
 def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:
@@ -133,16 +122,6 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     assert not state.any()
 
 
-class _Operations(TorchDispatchMode):
-    """Counts what torch is asked to do, but for new memory."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "empty" not in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("make", [lambda: FixedClip(1.0), AutoClip, ZClip, AdaGC, AGC])
 def test_a_clip_takes_few_operations(make: Any) -> None:
     clip = make()
@@ -150,6 +129,6 @@ def test_a_clip_takes_few_operations(make: Any) -> None:
     for parameter in parameters:
         parameter.grad = torch.ones(4, 3)
     clip.clip_(parameters)
-    with _Operations() as counted:
+    with Operations() as counted:
         clip.clip_(parameters)
-    assert counted.count <= 8
+    assert sum("empty" not in name for name in counted.names) <= 8

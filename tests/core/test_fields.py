@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import gradstat
 from gradstat import _fields
-from gradstat._core import native, norms
+from gradstat._core import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,16 +123,6 @@ def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> No
         norm = _fields.l2_norm(np, row)
     exact = square_root(sum((Fraction(value) ** 2 for value in values), Fraction(0)))
     assert float(norm) == pytest.approx(exact, rel=1e-15, abs=0.0)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_norms_of_a_table_say_nan_before_inf(norm_type: float) -> None:
-    tensors = [torch.tensor([3.0, -4.0]), torch.zeros(0)]
-    expected = 5.0 if norm_type == 2.0 else 4.0
-    assert norms.total_norm(gradstat.stats(tensors), norm_type).item() == pytest.approx(expected)
-    assert norms.total_norm(gradstat.stats([*tensors, torch.tensor(-math.inf)]), norm_type).item() == math.inf
-    both = [*tensors, torch.tensor([math.inf, math.nan])]
-    assert math.isnan(norms.total_norm(gradstat.stats(both), norm_type).item())
 
 
 def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:

@@ -162,18 +162,6 @@ def test_each_tensor_is_scaled_by_its_coefficient(dtype: torch.dtype, kernels: K
     assert_products(tensors, expected, where)
 
 
-def test_each_of_many_mixed_tensors(kernels: Kernels, where: tuple[str, str]) -> None:
-    dtypes = [*REAL, *COMPLEX, *([] if where[0] == "triton" else FLOAT8)]
-    numbers = thinned(range(3000), where, 60)
-    tensors = [torch.randn(7 * i % 41).to(dtypes[i // 2 % len(dtypes)]).to(where[1]) for i in numbers]
-    tensors.append(random((4, 6, 5, 3), torch.float32, where[1]).contiguous(memory_format=torch.channels_last))
-    tensors.append(random((40, 30), torch.float32, where[1]).t())  # dense in another order: scaled in place
-    coefficients = torch.rand(len(tensors), dtype=torch.float64, device=where[1])
-    expected = [product(*pair) for pair in zip(tensors, coefficients.tolist(), strict=True)]
-    kernels.scale_each_(tensors, coefficients)
-    assert_products(tensors, expected, where)
-
-
 def test_a_tensor_listed_again_is_scaled_by_each_coefficient(kernels: Kernels, where: tuple[str, str]) -> None:
     x, y = torch.ones(10, device=where[1]), torch.ones(70, device=where[1])
     empty = torch.zeros(0, device=where[1])

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_counts import Counts, NoSync, count
+from gpu_counts import Counts, NoSync, Operations, count
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstat
 from gradstat.demo import corpus
@@ -196,15 +195,15 @@ def test_state_goes_on_elsewhere_with_another_size_and_a_logger_reads_it() -> No
 
 def test_what_is_refused() -> None:
     model = nn.Linear(3, 2)
-    for size in (0, -4):
-        with pytest.raises(ValueError, match=rf"micro_batch_size is {size}; expected a whole number from 1"):
-            gradstat.NoiseScale(model, size)
-    with pytest.raises(ValueError, match="ranks is 0"):
-        gradstat.NoiseScale(model, 1, ranks=0)
-    with pytest.raises(ValueError, match=r"decay is 1\.0; expected a number from 0 to less than 1"):
-        gradstat.NoiseScale(model, 1, decay=1.0)
-    with pytest.raises(ValueError, match="every is 0"):
-        gradstat.NoiseScale(model, 1, every=0)
+    for given, message in (
+        ({"micro_batch_size": 0}, "micro_batch_size is 0; expected a whole number from 1"),
+        ({"micro_batch_size": -4}, "micro_batch_size is -4; expected a whole number from 1"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"decay": 1.0}, r"decay is 1\.0; expected a number from 0 to less than 1"),
+        ({"every": 0}, "every is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gradstat.NoiseScale(model, **{"micro_batch_size": 1, **given})
     with pytest.raises(ValueError, match="none of the 2 parameters requires a gradient"):
         gradstat.NoiseScale(nn.Linear(3, 2).requires_grad_(False), 1)
     noise = gradstat.NoiseScale(model, 1, every=1)
@@ -225,19 +224,6 @@ def test_what_is_refused() -> None:
 
 
 # What it costs -----------------------------------------------------------------------------------------------
-
-
-class Operations(TorchDispatchMode):
-    """Counts those that compute, not views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if not func.is_view:
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_nine_small_operations_and_no_read_of_a_number() -> None:

@@ -1,15 +1,14 @@
 """Tensors that are cut, as flat ones, over ranks at any place: their rows are those of the whole."""
 
-from __future__ import annotations
-
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranked import assert_same_stats
+from ranks import Ranks
 from torch import Tensor
 
 import gradstat
@@ -17,9 +16,6 @@ from gradstat._core.engines import Piece
 from gradstat._core.measure import measure
 from gradstat._core.measurement import HostRows
 from gradstat.report import Report
-
-if TYPE_CHECKING:
-    from ranks import Ranks
 
 
 def _wholes(seed: int) -> dict[str, Tensor]:

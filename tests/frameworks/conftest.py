@@ -1,7 +1,5 @@
 """Tests that need large trainers installed: `make frameworks` runs them, and there a missing one is an error."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,26 +1,22 @@
 """DeepSpeed's real engine on gloo ranks: what gradstat says of its partitions, beside the whole gradients."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranked import assert_same_stats, spoil
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from trainers import training_arguments
 
 import gradstat
-
-if TYPE_CHECKING:
-    from ranks import Ranks
 
 STAGES = (0, 1, 2, 3)
 # The first use of an engine in a process imports a lot.
@@ -229,7 +225,8 @@ def test_a_monitor_names_the_parameter_at_every_stage(ranks: Ranks) -> None:
             assert [(step, severity) for step, severity, _ in found["loss-scale"]] == [(0, "warning"), (25, "error")]
 
 
-def _refused() -> None:
+@on_ranks(2, TIMEOUT)
+def test_what_the_engine_does_itself_is_refused() -> None:
     deepspeed = _start()
     for stage in (0, 2, 3):
         engine = _engine(deepspeed, _config(stage))
@@ -255,10 +252,6 @@ def _refused() -> None:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         assert gradstat.check_async(engine).result().names == gradstat.check(engine).names
         engine.step()
-
-
-def test_what_the_engine_does_itself_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, _refused, timeout=TIMEOUT)
 
 
 def _accelerated(stage: int) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Ignite's trainers, watched by `gradstat.auto`."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

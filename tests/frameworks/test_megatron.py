@@ -1,22 +1,18 @@
 """Megatron-Core's real DistributedDataParallel on gloo ranks: what gradstat says of its buffers, beside one process."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranked import assert_same_stats, spoil
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 
 import gradstat
-
-if TYPE_CHECKING:
-    from ranks import Ranks
 
 TIMEOUT = 300.0
 BATCH = 4
@@ -135,7 +131,9 @@ def test_reports_are_those_of_one_process(ranks: Ranks, world: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-def _named(is_cut: bool) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+@on_ranks(2, TIMEOUT)
+def test_a_nan_in_the_local_norm_is_a_parameter(is_cut: bool) -> None:
     _start()
     net = _net(torch.float32, has_unused=True)
     model = _wrapped(net, is_cut, overlaps=False)
@@ -149,11 +147,6 @@ def _named(is_cut: bool) -> None:
         ("0.weight", (48, 24)),
         ("2.bias", (2,)),
     ]
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_nan_in_the_local_norm_is_a_parameter(ranks: Ranks, is_cut: bool) -> None:
-    ranks.run(2, _named, is_cut, timeout=TIMEOUT)
 
 
 def _watched(is_cut: bool) -> list[tuple[str, int, str]]:
@@ -181,7 +174,9 @@ def test_a_monitor_names_the_parameter(ranks: Ranks, is_cut: bool) -> None:
     assert "2.bias has 1 Inf in 3 elements, the first at [2]" in found[0][2]
 
 
-def _parallel(is_cut: bool) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+@on_ranks(4, TIMEOUT)
+def test_the_total_of_tensor_parallel_layers(is_cut: bool) -> None:
     """Two ranks share the weights of tensor-parallel layers, which two pairs of ranks have."""
     groups = _start(tensor_model_parallel_size=2)
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -221,11 +216,8 @@ def _parallel(is_cut: bool) -> None:
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_the_total_of_tensor_parallel_layers(ranks: Ranks, is_cut: bool) -> None:
-    ranks.run(4, _parallel, is_cut, timeout=TIMEOUT)
-
-
-def _experts(is_cut: bool) -> None:
+@on_ranks(4, TIMEOUT)
+def test_the_total_of_experts(is_cut: bool) -> None:
     """Four ranks, of which each two have other experts; all see a batch of their own."""
     groups = _start(expert_model_parallel_size=2)
     expert = groups.get_expert_model_parallel_rank()
@@ -256,12 +248,8 @@ def _experts(is_cut: bool) -> None:
     assert report.total_norm == pytest.approx(_norm([*wholes.values(), by_expert[1 - expert]]), rel=1e-5)
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_the_total_of_experts(ranks: Ranks, is_cut: bool) -> None:
-    ranks.run(4, _experts, is_cut, timeout=TIMEOUT)
-
-
-def _refused() -> None:
+@on_ranks(1, TIMEOUT)
+def test_what_cannot_be_done_is_refused() -> None:
     _start()
     model = _wrapped(_net(torch.float32, has_unused=True), is_cut=True, overlaps=False)
     _backward(model, _batch(0, 0))
@@ -277,7 +265,3 @@ def _refused() -> None:
         gradstat.Monitor(model, watch={"origin": 1})
     with pytest.raises(TypeError, match="optimizer: expected None beside Megatron-Core's DistributedDataParallel"):
         gradstat.Monitor(model, torch.optim.SGD(parameters, lr=0.1))
-
-
-def test_what_cannot_be_done_is_refused(ranks: Ranks) -> None:
-    ranks.run(1, _refused, timeout=TIMEOUT)

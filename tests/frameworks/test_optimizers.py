@@ -1,7 +1,5 @@
 """Optimizers of others train to the same bits under `gradstat.auto`, and nothing is said about them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

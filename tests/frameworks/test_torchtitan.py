@@ -3,8 +3,6 @@
 Its own trainer needs a GPU: it sets a CUDA device, and none of the attentions it chooses from trains on a CPU.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

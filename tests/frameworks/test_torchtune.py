@@ -1,7 +1,5 @@
 """A recipe of torchtune as it is, watched by `gradstat.auto`."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path

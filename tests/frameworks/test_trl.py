@@ -1,7 +1,5 @@
 """TRL's trainers, which are the Trainer of transformers: `install` serves them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ What this proves is the logic of the device code: peeling, tiles, segments, tick
 arithmetic. What it cannot prove is the memory model of a real GPU; the launchers have test_cuda_launchers.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 
