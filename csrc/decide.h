@@ -263,9 +263,9 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
         sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
   } else {
     // The median, and the most of: the median distance from it, as a standard deviation of normal numbers; half
-    // the distance of the largest, as losses and norms have long tails, and all of it for updates, which leap when
-    // a rare input gets its first gradients; a hundredth of the median, as where most values are the same any other
-    // would stand out.
+    // the distance of the largest, as losses and norms have long tails, and all of it for updates, which leap
+    // when a rare input gets its first gradients; a hundredth of the median, as where most values are the same
+    // any other would stand out.
     centre = quantile(team, at, count, 0.5);
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;

@@ -112,7 +112,7 @@ BLOCK = pytest.param("block", marks=needs_compiler)
 
 
 def kernels_for(request: pytest.FixtureRequest) -> Kernels:
-    """Makes a fixture of backends that decide on the CPU: ``"dispatched"`` by torch's dispatcher, `BLOCK` as a GPU's."""
+    """Makes a fixture of what decides on the CPU: a backend, torch's dispatcher, or `BLOCK`, the code of a GPU."""
     if request.param not in ("dispatched", "block"):
         return backends.resolve(request.param, "cpu")
     made = Kernels(*[cast(Any, None)] * 4)
