@@ -20,7 +20,7 @@ import rows
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "numerics", "testing"))]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "numerics", "stepping", "testing"))]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
@@ -79,6 +79,11 @@ def leaks(folder: Path) -> str:
     return _of_every_device("leaks", tables.leaks)
 
 
+def guards(folder: Path) -> str:
+    """For docs/stepping.md: what guards do about faults."""
+    return _of_every_device("guards", tables.guards)
+
+
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:
     parts = [table(rows.current(device)) + "\n" + tables.where(device) for device in rows.devices(suites=[suite])]
     return "\n" + "\n\n".join(parts) + "\n"
@@ -101,6 +106,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "goals": judged_goals,
     "numerics": numerics,
     "fuzz": fuzzed,
+    "guards": guards,
     "leaks": leaks,
 }
 
