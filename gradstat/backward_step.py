@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -78,15 +79,16 @@ def step_in_backward(
             (reentrant checkpointing); the optimizer counts steps for a group. From ``optimizer.step()``, which has
             nothing to do: a loss scaler called it, or a gradient is there that no backward pass has stepped.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    kind: Any = optimizer_class
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(
-            "optimizer_class: expected a class of optimizers such as torch.optim.AdamW, of which step_in_backward makes "
-            f"one with the options given, got {optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)}"
+            "optimizer_class: expected a class such as torch.optim.AdamW, of which step_in_backward makes an optimizer "
+            f"with the options given, got {kind if isinstance(kind, type) else type(kind)}"
         )
-    if optimizers.traits_of_kind(optimizer_class).needs_closure:
+    if optimizers.traits_of_kind(kind).needs_closure:
         raise ValueError(
-            f"{optimizer_class.__name__} evaluates the loss several times in a step, which cannot be taken in backward; "
-            "use guarded_step(optimizer, closure=closure)"
+            f"{kind.__name__} evaluates the loss several times in a step, which cannot be taken in backward; use "
+            "guarded_step(optimizer, closure=closure)"
         )
     _check_clip(clip)
     groups = _groups_of(model)
@@ -98,7 +100,7 @@ def step_in_backward(
         )
     if isinstance(clip, TensorClip) and len({p.device for p in parameters}) > 1:
         raise NotImplementedError(f"{type(clip).__name__} in backward needs all parameters on one device")
-    if _can_be_fused(optimizer_class, groups, parameters, options):
+    if _can_be_fused(kind, groups, parameters, options):
         options["fused"] = True
     # A module's parameters go as a list: the groups, and with them the state dict, are as users make them.
     optimizer = optimizer_class(groups[0]["params"] if isinstance(model, Module) else groups, **options)
@@ -199,7 +201,9 @@ class StepInBackward:
 
     def _last(self) -> Measured:
         if self._measured is None:
-            raise RuntimeError("no backward pass of this model has ended since step_in_backward, or the last one failed")
+            raise RuntimeError(
+                "no backward pass of this model has ended since step_in_backward, or the last one failed"
+            )
         return self._measured
 
     # During backward, under the lock --------------------------------------------------------------------------
@@ -217,7 +221,7 @@ class StepInBackward:
             group = optimizer.param_groups[number]  # another dict after load_state_dict
             if gradient.is_sparse and group.get("fused"):
                 raise RuntimeError(
-                    f"the gradient of {labels.of(0)!r} is sparse, which a fused optimizer does not take; pass fused=False"
+                    f"the gradient of {labels.of(0)!r} is sparse, which no fused optimizer takes; pass fused=False"
                 )
             measured = Measured.of([gradient], labels, StepRequest(self._limit, None, None), [parameter], None, None)
             rewrites = self._limit != math.inf
@@ -249,20 +253,20 @@ class StepInBackward:
             for key, value in group.items():
                 if isinstance(value, (int, float)) and value != before.get(key):
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} has changed {key!r} of the group of {measured.labels.of(0)!r} in a "
-                        "step, which one parameter alone must not do; step it after backward, with guarded_step"
+                        f"{type(optimizer).__name__} has changed {key!r} of the whole group in the step of "
+                        f"{measured.labels.of(0)!r} alone; step it after backward, with guarded_step"
                     )
 
     def _begin(self) -> None:
         """The first gradient of a backward pass is complete."""
-        frame = sys._getframe()
+        frame: types.FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is _APPLY:
                 raise RuntimeError(
                     "this backward pass runs inside of another one, whose end is that of the step (reentrant "
                     "checkpointing); use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if count != len(self._labels):
             raise RuntimeError(
@@ -276,7 +280,7 @@ class StepInBackward:
             if isinstance(self._clip, TensorClip):
                 self._rows_of_parts = self._clip.spread(count, self._source.parameters[0].device)
         self._is_open = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -365,16 +369,14 @@ def _listed(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _can_be_fused(
-    kind: type[Optimizer], groups: list[dict[str, Any]], parameters: list[Tensor], options: dict[str, Any]
-) -> bool:
+def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tensor], options: dict[str, Any]) -> bool:
     """Whether torch has a fused step for them, and nothing else was asked for."""
     if not optimizers.traits_of_kind(kind).has_fused_step or "fused" not in inspect.signature(kind).parameters:
         return False
     if any(name in given for given in (options, *groups) for name in ("fused", "foreach", "differentiable")):
         return False
-    types = {"cpu"} if issubclass(kind, Adagrad) else set(_get_fused_kernels_supported_devices())
-    return all(p.is_floating_point() and p.device.type in types for p in parameters)
+    devices = {"cpu"} if issubclass(kind, Adagrad) else set(_get_fused_kernels_supported_devices())
+    return all(p.is_floating_point() and p.device.type in devices for p in parameters)
 
 
 def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:

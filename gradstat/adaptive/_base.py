@@ -241,7 +241,7 @@ class TensorClip(AdaptiveClip):
         """
 
     def alone(self) -> Self:
-        """A copy for one tensor, whose memory is to be a row of `spread`. ValueError if the rule needs other tensors."""
+        """A copy for one tensor, its memory to be a row of `spread`. ValueError if the rule looks at others as well."""
         clip = copy.copy(self)
         clip._window = 1
         return clip

@@ -688,8 +688,8 @@ def _refuse_in_backward(guard: object, policies: PolicyTable, replay: object) ->
     chosen += ["guard"] * (guard is not None) + ["replay"] * bool(replay)
     if chosen:
         raise ValueError(
-            f"{chosen[0]}: the optimizer has stepped in backward, before the monitor sees a step; what is not finite was "
-            "not stepped then. Use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
+            f"{chosen[0]}: the optimizer has stepped in backward, before the monitor sees a step, and left out what "
+            "was not finite; use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
         )
 
 

@@ -57,7 +57,9 @@ def net(device: str = "cpu") -> Net:
 
 def backward(model: nn.Module, seed: int, bad: str | None = None) -> None:
     inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(next(model.parameters()).device)
-    hook = model.get_parameter(bad).register_hook(lambda g: g.index_fill(0, torch.tensor([1]), torch.nan)) if bad else None
+    hook = (
+        model.get_parameter(bad).register_hook(lambda g: g.index_fill(0, torch.tensor([1]), torch.nan)) if bad else None
+    )
     model(inputs).square().sum().backward()
     if hook is not None:
         hook.remove()
@@ -211,7 +213,7 @@ def test_an_exception_in_backward_leaves_groups_whole_and_the_next_pass_is_right
         backward(model, 0)
     assert handle.optimizer.param_groups is groups
     assert len(groups[0]["params"]) == len(list(model.parameters()))
-    with pytest.raises(RuntimeError, match="'c.bias' has a gradient that was not stepped"):
+    with pytest.raises(RuntimeError, match=r"'c\.bias' has a gradient that was not stepped"):
         handle.optimizer.step()
     handle._step = own
     model.zero_grad()
@@ -231,7 +233,7 @@ def test_an_exception_in_backward_leaves_groups_whole_and_the_next_pass_is_right
 class CountsGroups(SGD):
     """As some optimizers outside of torch do."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
         return super().step(closure)
 
@@ -245,7 +247,7 @@ def with_gradient() -> Net:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((SGD(net().parameters()), net()), TypeError, "expected a class of optimizers"),
+        ((SGD(net().parameters()), net()), TypeError, "expected a class such as"),
         ((torch.optim.LBFGS, net()), ValueError, "LBFGS evaluates the loss several times"),
         ((SGD, net(), gradstat.ZClip()), ValueError, r"norm of all gradients.*LastNormClip\(ZClip"),
         ((SGD, net(), gradstat.AdaGC()), ValueError, "warmup=100 .*make it with warmup=0"),
@@ -263,7 +265,7 @@ def test_what_cannot_be_is_refused_before_anything_is_hooked(arguments: Any, err
 def test_what_goes_wrong_in_backward_says_so_by_name() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     gradstat.step_in_backward(SGD, embedding, lr=0.1)
-    with pytest.raises(RuntimeError, match="'weight' is sparse.*fused=False"):
+    with pytest.raises(RuntimeError, match=r"'weight' is sparse.*fused=False"):
         embedding(torch.tensor([1])).sum().backward()
     model = net()
     handle = gradstat.step_in_backward(AdamW, model)
@@ -280,5 +282,5 @@ def test_what_goes_wrong_in_backward_says_so_by_name() -> None:
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         checkpoint(model, inputs, use_reentrant=True).sum().backward()
     gradstat.step_in_backward(CountsGroups, model := net())
-    with pytest.raises(RuntimeError, match="has changed 'k' of the group of 'c.bias'"):
+    with pytest.raises(RuntimeError, match=r"'k' of the whole group in the step of 'c\.bias'"):
         backward(model, 0)
