@@ -129,7 +129,7 @@ class StepInBackward:
         self.optimizer = optimizer
         self._source, self._clip = source, clip
         self._limit = float(clip) if isinstance(clip, (int, float)) else math.inf
-        self._parts = [clip.alone() for _ in source.parameters] if isinstance(clip, TensorClip) else []
+        self._parts = [clip._alone() for _ in source.parameters] if isinstance(clip, TensorClip) else []
         self._rows_of_parts: Tensor | None = None
         self._is_foreign = optimizers.traits_of(optimizer).repeats_closure
         kind: Any = type(optimizer)
@@ -183,7 +183,7 @@ class StepInBackward:
         if handle_of(self.optimizer) is self:
             del _handles[self.optimizer]
 
-    def rows_for(self, parameters: list[Tensor]) -> tuple[Gradients, Measurement] | None:
+    def _rows_for(self, parameters: list[Tensor]) -> tuple[Gradients, Measurement] | None:
         """Which of ``parameters`` had a gradient in the last backward pass, and their rows; None before the first."""
         if self._measured is None:
             return None
@@ -278,7 +278,7 @@ class StepInBackward:
             self._found = [None] * count
             self._measured = self._report = None
             if isinstance(self._clip, TensorClip):
-                self._rows_of_parts = self._clip.spread(count, self._source.parameters[0].device)
+                self._rows_of_parts = self._clip._spread(count, self._source.parameters[0].device)
         self._is_open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -298,10 +298,10 @@ class StepInBackward:
         labels = labels_of(self._source, self._gradients)
         self._measured = Measured(rows, labels, *decision, is_scaled=False, backend=None, streams=streams)
         if isinstance(self._clip, LastNormClip):
-            self._clip.remember(decision.norm)
+            self._clip._remember(decision.norm)
         elif isinstance(self._clip, TensorClip):
             assert self._rows_of_parts is not None
-            self._clip.gather_(self._rows_of_parts, decision.norm)
+            self._clip._gather_(self._rows_of_parts, decision.norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn if no step came before
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -338,7 +338,7 @@ def _check_clip(clip: object) -> None:
             f"use guarded_step, or LastNormClip({type(clip).__name__}(...)), which takes the norm of the step before"
         )
     if isinstance(clip, TensorClip):
-        clip.alone()  # raises if it cannot
+        clip._alone()  # raises if it cannot
     elif isinstance(clip, (int, float)):
         if not clip >= 0:
             raise ValueError(f"clip is {clip}; expected a number of at least 0, the limit of each gradient's norm")

@@ -240,14 +240,14 @@ class TensorClip(AdaptiveClip):
         remembered. Returned is the norm before, without the loss scale: 0-d float64.
         """
 
-    def alone(self) -> Self:
-        """A copy for one tensor, its memory to be a row of `spread`. ValueError if the rule looks at others as well."""
+    def _alone(self) -> Self:
+        """A copy for one tensor, its memory to be a row of ``_spread``. ValueError if the rule looks at others as well."""
         clip = copy.copy(self)
         clip._window = 1
         return clip
 
-    def spread(self, count: int, device: torch.device) -> Tensor:
-        """What clips that are `alone` with one of ``count`` tensors each begin a step with, a row for each."""
+    def _spread(self, count: int, device: torch.device) -> Tensor:
+        """What clips that are ``_alone`` with one of ``count`` tensors each begin a step with, a row for each."""
         rows = _history.extended(None, 1, self._own_start(1), device).repeat(count, 1)
         if self._memory is not None and self._own_start(1)[0]:
             own = _history.views(self._memory, self._window)[1]
@@ -260,8 +260,8 @@ class TensorClip(AdaptiveClip):
                 rows[:, -1] = own.to(device)
         return rows
 
-    def gather_(self, rows: Tensor, norm: Tensor) -> None:
-        """Remembers a step that clips which are `alone` have decided; ``norm`` is that of all, 0-d float64."""
+    def _gather_(self, rows: Tensor, norm: Tensor) -> None:
+        """Remembers a step that clips which are ``_alone`` have decided; ``norm`` is that of all, 0-d float64."""
         own = self._own_start(len(rows))
         memory, device = self._memory, rows.device
         if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):

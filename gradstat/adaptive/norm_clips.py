@@ -183,7 +183,7 @@ class LastNormClip:
         """What the next step's gradients are multiplied by, 0-d float64 on their device; None before the first."""
         return self._coefficient
 
-    def remember(self, norm: Tensor) -> None:
+    def _remember(self, norm: Tensor) -> None:
         """Decides about the next step by the 0-d float64 ``norm`` of this one. No host sync."""
         decided, before = self.clip.coefficient(norm), self._coefficient
         before = torch.ones_like(decided) if before is None else before.to(decided.device)

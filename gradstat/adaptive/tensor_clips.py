@@ -67,13 +67,13 @@ class AdaGC(TensorClip):
         self._numbers = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
-    def alone(self) -> Self:
+    def _alone(self) -> Self:
         if self._warmup:
             raise ValueError(
                 f"during the first warmup={self._warmup} steps AdaGC clips by the norm of all gradients, which is not "
                 "known before backward is over; make it with warmup=0, which can go on from the state of another"
             )
-        return super().alone()
+        return super()._alone()
 
     def _own_start(self, count: int) -> tuple[int, float]:
         return count, math.inf

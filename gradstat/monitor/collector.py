@@ -102,7 +102,7 @@ class Collector:
         """Measures all that is due in a step, and what `scalars` has returned. No host sync."""
         source = source_of(self._model)
         stepper = handle_of(self._optimizer)
-        stepped = None if stepper is None else stepper.rows_for(source.parameters)
+        stepped = None if stepper is None else stepper._rows_for(source.parameters)
         gradients = gradients_of(source.parameters, source.engine) if stepped is None else stepped[0]
         engine_scale = None if source.engine is None else source.engine.loss_scale
         if engine_scale is not None:
