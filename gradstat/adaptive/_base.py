@@ -241,7 +241,7 @@ class TensorClip(AdaptiveClip):
         """
 
     def _alone(self) -> Self:
-        """A copy for one tensor, with a row of ``_spread`` as memory. ValueError if the rule looks at others as well."""
+        """A copy for one tensor, with a row of ``_spread`` as memory. ValueError if the rule looks at others."""
         clip = copy.copy(self)
         clip._window = 1
         return clip
