@@ -57,7 +57,7 @@ def _calls(name: str, device: torch.device) -> dict[str, Callable[[], object]]:
 
     def recipe() -> Callable[[], object]:
         of = model()
-        optimizers = {parameter: AdamW([parameter], **options) for parameter in of.parameters()}
+        optimizers: dict[Tensor, AdamW] = {parameter: AdamW([parameter], **options) for parameter in of.parameters()}
 
         def hook(parameter: Tensor) -> None:
             clip_grad_norm_([parameter], _LIMIT)

@@ -85,7 +85,8 @@ def step_in_backward(
             "optimizer_class: expected a class such as torch.optim.AdamW, of which step_in_backward makes an optimizer "
             f"with the options given, got {kind if isinstance(kind, type) else type(kind)}"
         )
-    if optimizers.traits_of_kind(kind).needs_closure:
+    checked: Any = kind
+    if optimizers.traits_of_kind(checked).needs_closure:
         raise ValueError(
             f"{kind.__name__} evaluates the loss several times in a step, which cannot be taken in backward; use "
             "guarded_step(optimizer, closure=closure)"
