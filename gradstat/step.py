@@ -227,7 +227,6 @@ class _Request(NamedTuple):
 def _step(request: _Request, loss: Any) -> StepResult:
     optimizer = request.optimizer
     gradients, measured = _measure(request, counts=True)
-    obeys = optimizers.obeys_verdict(optimizer)
     rewrites = request.limit != math.inf or request.loss_scale is not None
     rewrites = rewrites or (request.guard is not None and request.guard.scales)
     clip = request.clip if gradients else None
@@ -239,23 +238,10 @@ def _step(request: _Request, loss: Any) -> StepResult:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         measured.limit_tensors_(clip, parameters, gradients)
         rewrites = False
-    if request.skips and (not obeys or optimizers.first_momentum_is_at_risk(optimizer)):
-        skip, divisor = measured.on_host()
-        if skip:
-            # torch's schedulers warn if no step came before theirs, and this was one.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            return _result(request, measured, loss)
-        rewrites = rewrites and divisor != 1.0
-    if obeys:
-        found_inf, grad_scale, *_ = measured.verdict.unbind()
-        # Given a divisor, an optimizer writes the gradients back even if it is 1.
-        rewrites = rewrites and not measured.is_known_to_leave_gradients
-        with optimizers.told(optimizer, found_inf if request.skips else None, grad_scale if rewrites else None):
-            returned = optimizer.step()
-    else:
-        if rewrites and gradients:
-            measured.rewrite_(gradients)
-        returned = optimizer.step()
+    stepped, returned = measured.take(optimizer, optimizer.step, gradients, rewrites, request.skips)
+    if not stepped:
+        # torch's schedulers warn if no step came before theirs, and this was one.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
     return _result(request, measured, returned if loss is None else loss)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.host_copy import Streams, behind, streams_of
@@ -15,6 +16,7 @@ from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Labels
 from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, moved
+from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.clip import scale_everywhere_, scale_gradients_
@@ -79,7 +81,10 @@ class Measured(NamedTuple):
         """Takes up what a clip decides about all gradients together."""
         norm = self.numbers[1]
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
-        coefficient = clip._decide(kernels, norm, skip=self.verdict[0])[0]
+        self.scale_by_(clip._decide(kernels, norm, skip=self.verdict[0])[0])
+
+    def scale_by_(self, coefficient: Tensor) -> None:
+        """Multiplies what gradients are to be multiplied by, by 0-d float64."""
         self.numbers[0].mul_(coefficient)
         self.verdict[1].div_(coefficient)
 
@@ -93,6 +98,30 @@ class Measured(NamedTuple):
         skip = None if self.before_guard is None else self.verdict[0]
         clip.scale_(parameters, gradients, self.rows.table, kernels, inverse_scale, name_of, skip)
         torch.autograd.graph.increment_version(gradients)
+
+    def take(
+        self, optimizer: Optimizer, step: Callable[[], Any], gradients: list[Tensor], rewrites: bool, skips: bool
+    ) -> tuple[bool, Any]:
+        """Calls ``step``, that of ``optimizer``, unless the host finds that it is to be skipped; and what it returned.
+
+        ``rewrites`` says whether the gradients may have to be clipped or unscaled, ``skips`` whether a step may be
+        skipped at all. Optimizers that do not obey a verdict cost one host sync then.
+        """
+        obeys = optimizers.obeys_verdict(optimizer)
+        if skips and (not obeys or optimizers.first_momentum_is_at_risk(optimizer)):
+            skip, divisor = self.on_host()
+            if skip:
+                return False, None
+            rewrites = rewrites and divisor != 1.0
+        if obeys:
+            found_inf, grad_scale, *_ = self.verdict.unbind()
+            # Given a divisor, an optimizer writes the gradients back even if it is 1.
+            rewrites = rewrites and not self.is_known_to_leave_gradients
+            with optimizers.told(optimizer, found_inf if skips else None, grad_scale if rewrites else None):
+                return True, step()
+        if rewrites and gradients:
+            self.rewrite_(gradients)
+        return True, step()
 
     def report(self) -> PendingReport:
         """The report about the gradients without their loss scale, on its way from now on."""

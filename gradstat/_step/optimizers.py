@@ -52,7 +52,7 @@ class Traits(NamedTuple):
 
 
 @functools.cache
-def _traits_of(kind: Any) -> Traits:
+def traits_of_kind(kind: Any) -> Traits:
     step = original_step(kind)
     repeats = step is _REPEATING_STEP
     accepts_scaler = "grad_scaler" in inspect.signature(kind.step).parameters
@@ -63,7 +63,7 @@ def _traits_of(kind: Any) -> Traits:
 def traits_of(optimizer: Optimizer) -> Traits:
     """What is known about its class, asked of each once."""
     kind: Any = type(optimizer)
-    return _traits_of(kind)
+    return traits_of_kind(kind)
 
 
 def obeys_verdict(optimizer: Optimizer) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_gradients_
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DEFAULT_WINDOW = 1000
 
@@ -235,6 +239,38 @@ class TensorClip(AdaptiveClip):
         they still carry, by which they are multiplied, too. If ``skip``, 0-d float32, is not zero nothing is clipped or
         remembered. Returned is the norm before, without the loss scale: 0-d float64.
         """
+
+    def _alone(self) -> Self:
+        """A copy for one tensor, with a row of ``_spread`` as memory. ValueError if the rule looks at others."""
+        clip = copy.copy(self)
+        clip._window = 1
+        return clip
+
+    def _spread(self, count: int, device: torch.device) -> Tensor:
+        """What clips that are ``_alone`` with one of ``count`` tensors each begin a step with, a row for each."""
+        rows = _history.extended(None, 1, self._own_start(1), device).repeat(count, 1)
+        if self._memory is not None and self._own_start(1)[0]:
+            own = _history.views(self._memory, self._window)[1]
+            if len(own) not in (0, count):
+                raise ValueError(
+                    f"the state of this {type(self).__name__} is of {len(own)} tensors, and there are {count}; make a "
+                    "new clip for a new list"
+                )
+            if len(own):
+                rows[:, -1] = own.to(device)
+        return rows
+
+    def _gather_(self, rows: Tensor, norm: Tensor) -> None:
+        """Remembers a step that clips which are ``_alone`` have decided; ``norm`` is that of all, 0-d float64."""
+        own = self._own_start(len(rows))
+        memory, device = self._memory, rows.device
+        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
+            self._memory = memory = _history.extended(memory, self._window, own, device)
+        state, own_numbers = _history.views(memory, self._window)
+        _history.add_norm_(state, norm, norm.isfinite())
+        _history.add_totals_(state, rows)
+        if own[0]:
+            own_numbers.copy_(rows[:, -1])
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)

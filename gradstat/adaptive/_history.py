@@ -59,3 +59,9 @@ def add_coefficients_(state: State, coefficients: Tensor, kept: Tensor) -> None:
     counted = torch.stack((kept, clipped, torch.where(clipped, coefficients, 0.0)))
     state["totals"][DECIDED:] += counted.view(3, -1).sum(1)
     state["smallest"].copy_(torch.cat([state["smallest"].view(1), coefficients.view(-1)]).amin())
+
+
+def add_totals_(state: State, memories: Tensor) -> None:
+    """Adds what other memories, a row each, have counted of coefficients."""
+    state["totals"][DECIDED:] += memories[:, DECIDED:_TOTALS].sum(0)
+    state["smallest"].copy_(torch.minimum(state["smallest"], memories[:, _TOTALS].amin()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -157,3 +157,46 @@ class ZClip(NormClip):
         mean.copy_(torch.where(kept, mean + weight * move, mean))
         deviation.copy_(torch.where(kept, spread, deviation))
         return limited(norm, after.clamp(max=self._max_norm)), kept
+
+
+class LastNormClip:
+    """Clips by the total norm of the step *before*, for `step_in_backward`: an approximation, and named as one.
+
+    When the first gradients are stepped the norm of all of them is not known yet. What ``clip`` decides about the norm
+    of one backward pass therefore scales the gradients of the next. Norms that change slowly are clipped nearly as they
+    would be after backward. A spike is not: its own step passes, and the one behind it is clipped instead; against
+    spikes take `AdaGC`, `AGC`, or a limit for each tensor. The first step is not clipped. A norm that is not finite
+    leaves the coefficient as it was.
+
+    Args:
+        clip: What decides, `FixedClip`, `AutoClip` or `ZClip`; or a number, which is ``FixedClip(number)``.
+    """
+
+    def __init__(self, clip: NormClip | float) -> None:
+        if not isinstance(clip, (NormClip, int, float)):
+            raise TypeError(f"clip: expected a number, FixedClip, AutoClip or ZClip, got {type(clip).__name__}")
+        self.clip = clip if isinstance(clip, NormClip) else FixedClip(clip)
+        self._coefficient: Tensor | None = None
+
+    @property
+    def coefficient(self) -> Tensor | None:
+        """What the next step's gradients are multiplied by, 0-d float64 on their device; None before the first."""
+        return self._coefficient
+
+    def _remember(self, norm: Tensor) -> None:
+        """Decides about the next step by the 0-d float64 ``norm`` of this one. No host sync."""
+        decided, before = self.clip.coefficient(norm), self._coefficient
+        before = torch.ones_like(decided) if before is None else before.to(decided.device)
+        self._coefficient = torch.where(norm.isfinite(), decided, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of ``clip``, and ``"coefficient"``."""
+        return {"clip": self.clip.state_dict(), "coefficient": self._coefficient}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state``; ValueError as of `gradstat.adaptive.AdaptiveClip`."""
+        self.clip.load_state_dict(state["clip"])
+        self._coefficient = state["coefficient"]
+
+    def __repr__(self) -> str:
+        return f"LastNormClip({self.clip})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from gradstat._core.tensors import NameOf, by_device, changeable, check_writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
 from gradstat.adaptive._history import State
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class AdaGC(TensorClip):
@@ -63,6 +66,14 @@ class AdaGC(TensorClip):
         self._known: tuple[int, ...] | None = None
         self._numbers = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
+
+    def _alone(self) -> Self:
+        if self._warmup:
+            raise ValueError(
+                f"during the first warmup={self._warmup} steps AdaGC clips by the norm of all gradients, which is not "
+                "known before backward is over; make it with warmup=0, which can go on from the state of another"
+            )
+        return super()._alone()
 
     def _own_start(self, count: int) -> tuple[int, float]:
         return count, math.inf

@@ -20,6 +20,7 @@ from gradstat._core.parameters import Source, gradients_of, source_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
+from gradstat.backward_step import handle_of
 from gradstat.check import check_tensors
 from gradstat.clip import get_total_norm
 from gradstat.guard import guard_of
@@ -64,7 +65,8 @@ class Collector:
         max_norm: float | None = None,
     ) -> None:
         # Of another optimizer updates are known when they were made, from copies of the parameters before.
-        self._foretells = bool(watch["updates"]) and optimizer is not None and updates.is_known(optimizer)
+        is_ahead = optimizer is not None and handle_of(optimizer) is None  # not stepped in backward
+        self._foretells = bool(watch["updates"]) and is_ahead and updates.is_known(optimizer)
         self._max_norm = max_norm
         self._wanted, self._gaps = wanted, gaps
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
@@ -99,7 +101,9 @@ class Collector:
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
         """Measures all that is due in a step, and what `scalars` has returned. No host sync."""
         source = source_of(self._model)
-        gradients = gradients_of(source.parameters, source.engine)
+        stepper = handle_of(self._optimizer)
+        stepped = None if stepper is None else stepper._rows_for(source.parameters)
+        gradients = gradients_of(source.parameters, source.engine) if stepped is None else stepped[0]
         engine_scale = None if source.engine is None else source.engine.loss_scale
         if engine_scale is not None:
             scalars["loss_scale"] = engine_scale
@@ -135,9 +139,14 @@ class Collector:
                 scale = on_device["loss_scale"] if is_scaled else None
                 others += self._updates(source.parameters, segments[0].names, gradients.tensors, scale)
         left_out = self._gaps.left_out
-        numbers = measure_segments(
-            segments, tensors, source.parameters, self._backend, self._wanted, left_out, self._extra_groups
-        )
+        if stepped is None:
+            numbers = measure_segments(
+                segments, tensors, source.parameters, self._backend, self._wanted, left_out, self._extra_groups
+            )
+        else:  # the gradients are gone, and were measured before
+            numbers = [PendingRows(segments[:1], stepped[1])]
+            if tensors:
+                numbers += measure_segments(segments[1:], tensors, None, self._backend, None, left_out)
         if left_out:
             self._gaps.tell_left_out(step)
         is_scaled = is_scaled or engine_scale is not None

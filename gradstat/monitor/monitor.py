@@ -26,6 +26,7 @@ from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
+from gradstat.backward_step import handle_of
 from gradstat.guard import SpikeGuard, remember_guard
 from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
@@ -144,6 +145,8 @@ class Monitor:
             _refuse_under_engine(engine, optimizer, self._policies, replay, self._watch)
             optimizer = engine.optimizer
             self._watch["optimizer"] = 0  # its states are cut up as well
+        if handle_of(optimizer) is not None:
+            _refuse_in_backward(guard, self._policies, replay)
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer
         self._lag = options.lag
@@ -677,6 +680,16 @@ def _refuse_under_engine(
     if optimizer is not None:
         raise TypeError(
             f"optimizer: expected None beside {engine.name}, which is watched alone: gradstat.Monitor(model)"
+        )
+
+
+def _refuse_in_backward(guard: object, policies: PolicyTable, replay: object) -> None:
+    chosen = [f"on_anomaly={policy!r}" for policy in ("skip", "replay") if policies.uses(policy)]
+    chosen += ["guard"] * (guard is not None) + ["replay"] * bool(replay)
+    if chosen:
+        raise ValueError(
+            f"{chosen[0]}: the optimizer has stepped in backward, before the monitor sees a step, and left out what "
+            "was not finite; use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
         )
 
 

@@ -164,7 +164,7 @@ LAYERS = [
     {"adaptive", "patch", "counters"},
     {"guard", "noise_scale"},
     {"_step"},
-    {"step", "amp", "update"},
+    {"step", "backward_step", "amp", "update"},
     {"distributed"},
     {"monitor"},
     {"automatic"},

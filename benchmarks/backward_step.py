@@ -1,0 +1,110 @@
+"""What `step_in_backward` costs in a whole training step: ``python benchmarks/backward_step.py --model gpt-17m``.
+
+Beside it stand a step after backward, and the usual recipe: one optimizer and one hook for each parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import tables
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rows import add_arguments, append, row
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+import gradstat
+from gradstat.bench.machine import synchronize
+from gradstat.bench.memory import peak_bytes
+from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+from gradstat.demo.model import GPT, MODEST, SMALL
+
+GROUP = "steps in backward"
+_SIZES = {"gpt-0.9m": replace(SMALL, batch=1), "gpt-17m": replace(MODEST, batch=1)}
+_LIMIT = 0.01
+_RECIPE = "one AdamW and hook for each, clip_grad_norm_"
+
+
+def _calls(name: str, device: torch.device) -> dict[str, Callable[[], object]]:
+    size = _SIZES[name]
+    tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1), device=device)
+    options: dict[str, Any] = {"lr": 1e-5, "fused": True}
+
+    def model() -> GPT:
+        torch.manual_seed(0)
+        return GPT(size).to(device)
+
+    def backward(of: GPT) -> None:
+        F.cross_entropy(of(tokens[:, :-1]).flatten(0, -2).float(), tokens[:, 1:].flatten()).backward()
+
+    def after() -> Callable[[], object]:
+        of = model()
+        optimizer = AdamW(of.parameters(), **options)
+
+        def step() -> None:
+            backward(of)
+            for parameter in of.parameters():
+                clip_grad_norm_([parameter], _LIMIT)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def recipe() -> Callable[[], object]:
+        of = model()
+        optimizers: dict[Tensor, AdamW] = {parameter: AdamW([parameter], **options) for parameter in of.parameters()}
+
+        def hook(parameter: Tensor) -> None:
+            clip_grad_norm_([parameter], _LIMIT)
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in of.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        return lambda: backward(of)
+
+    def ours(clip: Any) -> Callable[[], object]:
+        of = model()
+        gradstat.step_in_backward(AdamW, of, clip, **options)
+        return lambda: backward(of)
+
+    return {
+        _RECIPE: recipe(),
+        "clip_grad_norm_ of each and AdamW after backward": after(),
+        "step_in_backward": ours(None),
+        "step_in_backward, limit of each": ours(_LIMIT),
+        "step_in_backward, LastNormClip": ours(gradstat.LastNormClip(_LIMIT)),
+        "step_in_backward, AdaGC": ours(gradstat.AdaGC(warmup=0)),
+        "step_in_backward, AGC": ours(gradstat.AGC()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time and memory of training steps.")
+    parser.add_argument("--model", choices=list(_SIZES), default="gpt-0.9m")
+    parser.add_argument("--rounds", type=int, default=15)
+    add_arguments(parser)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    calls = _calls(options.model, device)
+    samples = interleaved(calls, options.rounds, device=device)
+    synchronize(device)
+    made = []
+    for name, sample in samples.items():
+        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
+        made.append(row(GROUP, options.model, name, "wall time", "us", micro, device))
+        made.append(row(GROUP, options.model, name, "time ratio", "", ratios(sample, samples[_RECIPE]), device))
+        peak = peak_bytes(calls[name], device)
+        made.append(row(GROUP, options.model, name, "peak memory", "B", Quartiles(peak, peak, peak), device))
+    print(tables.plainly(made))
+    if options.record:
+        print(f"recorded in {append(made, 'full', options.results)}")
+
+
+if __name__ == "__main__":
+    main()

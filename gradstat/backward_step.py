@@ -1,0 +1,406 @@
+"""`step_in_backward`: each parameter is measured, clipped, stepped and freed as soon as its gradient is complete."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adagrad, Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from gradstat._core import norms
+from gradstat._core.engines import engine_of, refuse_engine
+from gradstat._core.host_copy import streams_of
+from gradstat._core.measurement import Measurement
+from gradstat._core.norms import StepRequest
+from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, source_of
+from gradstat._core.tensors import is_distributed, moved
+from gradstat._core.wrappers import uncompiled
+from gradstat._step import optimizers
+from gradstat._step.measured import Measured
+from gradstat.adaptive import LastNormClip, NormClip, TensorClip
+from gradstat.check import PendingReport
+from gradstat.counters import counters_on
+
+_current_backward = torch._C._current_graph_task_id  # -1 outside of one
+_APPLY = BackwardCFunction.apply.__code__
+
+
+def step_in_backward(
+    optimizer_class: type[Optimizer],
+    model: Module | Iterable[Any],
+    clip: float | TensorClip | LastNormClip | None = None,
+    **options: Any,
+) -> StepInBackward:
+    """Steps each parameter during ``backward()``, as soon as its gradient is complete, and frees the gradient. ::
+
+        handle = gradstat.step_in_backward(torch.optim.AdamW, model, clip=gradstat.AGC(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(handle.optimizer, 100)
+        for inputs, targets in batches:
+            loss_of(model(inputs), targets).backward()  # this is the whole step
+            scheduler.step()
+
+    Gradients of the whole model never exist together. Each is read once and clipped by itself. If it is not finite its
+    parameter, and no other, keeps its value and state. *Every* ``backward()`` is a step: gradients cannot be
+    accumulated over several. No host sync if torch's optimizer has a fused step, otherwise one for each parameter.
+
+    Args:
+        optimizer_class: A class of optimizers that treat each parameter by itself, as torch's do. One optimizer is made
+            of it, with ``fused=True`` where torch can and ``options`` say nothing else.
+        model: Whose parameters it is to have; or what the class takes, such as groups of (named) parameters. Frozen
+            ones are stepped once they require a gradient.
+        clip: A number, to which the L2 norm of each gradient *by itself* is clipped, as by `clip_grad_norm_` for that
+            parameter alone; `AGC`; `AdaGC` with ``warmup=0``; or `LastNormClip`, an approximation to clipping all
+            together. None clips nothing.
+        **options: For the optimizer: ``lr`` and so on.
+
+    Returns:
+        A handle with the optimizer, the last report, and `StepInBackward.remove`.
+
+    Raises:
+        TypeError: ``optimizer_class`` is no class of optimizers, ``clip`` none of these, or ``model`` an engine.
+        ValueError: The optimizer needs a closure; ``clip`` is not in range, or needs the norm of all gradients.
+        NotImplementedError: The parameters are distributed tensors or in DistributedDataParallel, whose gradients are
+            reduced later or together; `AGC` or `AdaGC` with parameters on several devices.
+        RuntimeError: A parameter has a gradient already. During ``backward()``: parameters were added to the optimizer;
+            a parameter's gradient is sparse and the optimizer fused; the backward pass is one inside of another
+            (reentrant checkpointing); the optimizer counts steps for a group. From ``optimizer.step()``, which has
+            nothing to do: a loss scaler called it, or a gradient is there that no backward pass has stepped.
+    """
+    kind: Any = optimizer_class
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(
+            "optimizer_class: expected a class such as torch.optim.AdamW, of which step_in_backward makes an optimizer "
+            f"with the options given, got {kind if isinstance(kind, type) else type(kind)}"
+        )
+    checked: Any = kind
+    if optimizers.traits_of_kind(checked).needs_closure:
+        raise ValueError(
+            f"{kind.__name__} evaluates the loss several times in a step, which cannot be taken in backward; use "
+            "guarded_step(optimizer, closure=closure)"
+        )
+    _check_clip(clip)
+    groups = _groups_of(model)
+    parameters = [p[1] if isinstance(p, tuple) else p for group in groups for p in group["params"]]
+    if is_distributed(parameters):
+        raise NotImplementedError(
+            "parameters are distributed tensors (FSDP2, tensor parallel), of which every norm takes a reduction over "
+            "ranks; use guarded_step after backward"
+        )
+    if isinstance(clip, TensorClip) and len({p.device for p in parameters}) > 1:
+        raise NotImplementedError(f"{type(clip).__name__} in backward needs all parameters on one device")
+    if _can_be_fused(kind, groups, parameters, options):
+        options["fused"] = True
+    # A module's parameters go as a list: the groups, and with them the state dict, are as users make them.
+    optimizer = optimizer_class(groups[0]["params"] if isinstance(model, Module) else groups, **options)
+    source = source_of(optimizer)
+    if isinstance(model, Module):
+        source = named_by(model, source)
+    found = gradients_of(source.parameters)
+    if found.tensors:
+        raise RuntimeError(
+            f"{labels_of(source, found).of(0)!r} has a gradient already, which the first step would add to; call "
+            "model.zero_grad() first"
+        )
+    return StepInBackward(optimizer, source, clip)
+
+
+class StepInBackward:
+    """What `step_in_backward` returns. Dropping it changes nothing: the parameters hold it until `remove`.
+
+    Attributes:
+        optimizer: The optimizer, for schedulers, groups and a `Monitor`. Its own ``step()`` and ``zero_grad()`` have
+            nothing to do. `step_counters` has how many backward passes there were, and in how many of them a parameter
+            was not stepped.
+    """
+
+    def __init__(self, optimizer: Optimizer, source: Source, clip: float | TensorClip | LastNormClip | None) -> None:
+        self.optimizer = optimizer
+        self._source, self._clip = source, clip
+        self._limit = float(clip) if isinstance(clip, (int, float)) else math.inf
+        self._parts = [clip._alone() for _ in source.parameters] if isinstance(clip, TensorClip) else []
+        self._rows_of_parts: Tensor | None = None
+        self._is_foreign = optimizers.traits_of(optimizer).repeats_closure
+        kind: Any = type(optimizer)
+        # Of torch's own without its wrappers, which take longer than the step of a small tensor.
+        own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
+        self._step = optimizer.step if self._is_foreign else own
+        self._labels = [Labels(functools.partial(_named, source, i), tuple) for i in range(len(source.parameters))]
+        self._found: list[Measured | None] = []
+        self._backward, self._is_open = -1, False
+        self._measured: Measured | None = None
+        self._gradients = Gradients([], [], [])
+        self._report: PendingReport | None = None
+        self._lock = threading.Lock()  # backward has a thread for each device
+        numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        self._hooks: list[Any] = [
+            _hooked(parameter, functools.partial(self._complete, i, number))
+            for i, (number, parameter) in enumerate(zip(numbers, source.parameters, strict=True))
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+        self._hooks.append(optimizer.register_step_pre_hook(self._refuse_step))
+        _handles[optimizer] = weakref.ref(self)
+
+    @property
+    def report(self) -> PendingReport:
+        """The report about the gradients of the last backward pass, as `check_async` would have given it before clips.
+
+        On the CPU with the same bits. What was not finite was not stepped. RuntimeError if no pass has ended.
+        """
+        if self._report is None:
+            self._report = self._last().report()
+        return self._report
+
+    @property
+    def total_norm(self) -> Tensor:
+        """L2 norm of all gradients of the last backward pass before clips, 0-d float64 on the first one's device."""
+        return self._last().norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own, for an ordinary optimizer as well; the state of a clip is saved by the clip."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state``, of such an optimizer however it was stepped."""
+        self.optimizer.load_state_dict(state)
+
+    def remove(self) -> None:
+        """Ends it: gradients stay from now on, and `optimizer` is to be stepped as any other."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if handle_of(self.optimizer) is self:
+            del _handles[self.optimizer]
+
+    def _rows_for(self, parameters: list[Tensor]) -> tuple[Gradients, Measurement] | None:
+        """Which of ``parameters`` had a gradient in the last backward pass, and their rows; None before the first."""
+        if self._measured is None:
+            return None
+        rows = self._measured.rows
+        at = range(len(self._labels)) if self._gradients.positions is None else self._gradients.positions
+        row_of = {id(self._source.parameters[i]): row for row, i in enumerate(at)}
+        positions = [i for i, parameter in enumerate(parameters) if id(parameter) in row_of]
+        wanted = [row_of[id(parameters[i])] for i in positions]
+        if wanted != list(range(len(at))):
+            table = rows.table()
+            table = table[torch.tensor(wanted, dtype=torch.int64, device="cpu").to(table.device)]
+            rows = Measurement([table], None, [rows.infos[row] for row in wanted])
+        missing = [i for i, p in enumerate(parameters) if p.requires_grad and id(p) not in row_of]
+        return Gradients([], None if len(positions) == len(parameters) else positions, missing), rows
+
+    def _last(self) -> Measured:
+        if self._measured is None:
+            raise RuntimeError(
+                "no backward pass of this model has ended since step_in_backward, or the last one failed"
+            )
+        return self._measured
+
+    # During backward, under the lock --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _complete(self, i: int, number: int, parameter: Tensor) -> None:
+        """Steps the i-th parameter, of group ``number``, by its gradient."""
+        gradient = parameter.grad
+        if gradient is None:  # another hook has taken it
+            return
+        with self._lock:
+            if not self._is_open or self._backward != _current_backward():
+                self._begin()
+            labels, optimizer = self._labels[i], self.optimizer
+            group = optimizer.param_groups[number]  # another dict after load_state_dict
+            if gradient.is_sparse and group.get("fused"):
+                raise RuntimeError(
+                    f"the gradient of {labels.of(0)!r} is sparse, which no fused optimizer takes; pass fused=False"
+                )
+            measured = Measured.of([gradient], labels, StepRequest(self._limit, None, None), [parameter], None, None)
+            rewrites = self._limit != math.inf
+            if self._parts:
+                assert self._rows_of_parts is not None
+                part = self._parts[i]
+                part._memory = self._rows_of_parts[i]
+                measured.limit_tensors_(part, [parameter], [gradient])
+            elif isinstance(self._clip, LastNormClip) and self._clip.coefficient is not None:
+                measured.scale_by_(moved(self._clip.coefficient, measured.numbers.device))
+                rewrites = True
+            self._step_alone(measured, group, parameter, gradient, rewrites)
+            self._found[i] = measured
+            parameter.grad = None
+
+    def _step_alone(
+        self, measured: Measured, group: dict[str, Any], parameter: Tensor, gradient: Tensor, rewrites: bool
+    ) -> None:
+        """Steps the optimizer as if it had one parameter."""
+        optimizer = self.optimizer
+        groups, every = optimizer.param_groups, group["params"]
+        before = dict(group) if self._is_foreign else group
+        try:
+            optimizer.param_groups, group["params"] = [group], [parameter]
+            measured.take(optimizer, self._step, [gradient], rewrites, skips=True)
+        finally:
+            optimizer.param_groups, group["params"] = groups, every
+        if before is not group:
+            for key, value in group.items():
+                if isinstance(value, (int, float)) and value != before.get(key):
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} has changed {key!r} of the whole group in the step of "
+                        f"{measured.labels.of(0)!r} alone; step it after backward, with guarded_step"
+                    )
+
+    def _begin(self) -> None:
+        """The first gradient of a backward pass is complete."""
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _APPLY:
+                raise RuntimeError(
+                    "this backward pass runs inside of another one, whose end is that of the step (reentrant "
+                    "checkpointing); use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            frame = frame.f_back
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count != len(self._labels):
+            raise RuntimeError(
+                f"the optimizer has {count} parameters and had {len(self._labels)} when step_in_backward was called; "
+                "remove() the handle and call it again with all of them"
+            )
+        if self._backward != _current_backward():
+            self._backward = _current_backward()
+            self._found = [None] * count
+            self._measured = self._report = None
+            if isinstance(self._clip, TensorClip):
+                self._rows_of_parts = self._clip._spread(count, self._source.parameters[0].device)
+        self._is_open = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """All gradients of a backward pass were complete."""
+        self._is_open = False
+        positions = [i for i, one in enumerate(self._found) if one is not None]
+        found = [one for one in self._found if one is not None]
+        missing = [i for i, p in enumerate(self._source.parameters) if self._found[i] is None and p.requires_grad]
+        self._found = []
+        self._gradients = Gradients([], None if len(found) == len(self._labels) else positions, missing)
+        rows = _joined([one.rows for one in found])
+        counters = counters_on(self.optimizer, rows.tables[0].device)
+        decision = norms.decide(rows.summands(), StepRequest(math.inf, None, counters.tensor))
+        streams = counters.streams = streams_of([decision.verdict, *rows.tables])
+        labels = labels_of(self._source, self._gradients)
+        self._measured = Measured(rows, labels, *decision, is_scaled=False, backend=None, streams=streams)
+        if isinstance(self._clip, LastNormClip):
+            self._clip._remember(decision.norm)
+        elif isinstance(self._clip, TensorClip):
+            assert self._rows_of_parts is not None
+            self._clip._gather_(self._rows_of_parts, decision.norm)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn if no step came before
+
+    def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Before ``optimizer.step()`` of a loop that still has it."""
+        if self._is_foreign and self._lock.locked():
+            return  # its own, in backward
+        if "found_inf" in vars(optimizer):
+            raise RuntimeError(
+                "a loss scaler steps this optimizer, which was stepped in backward already, by gradients with their "
+                "scale; step_in_backward does not unscale: train in bfloat16, or use guarded_step(scaler=scaler)"
+            )
+        found = gradients_of(self._source.parameters)
+        if found.tensors:
+            raise RuntimeError(
+                f"{labels_of(self._source, found).of(0)!r} has a gradient that was not stepped in backward; call "
+                "zero_grad(), or remove() the handle to step by yourself"
+            )
+
+
+def handle_of(optimizer: Optimizer | None) -> StepInBackward | None:
+    """What steps the optimizer in backward, if anything does."""
+    reference = None if optimizer is None else _handles.get(optimizer)
+    return None if reference is None else reference()
+
+
+# A handle holds its optimizer, so a strong reference to it would keep both for ever.
+_handles: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepInBackward]] = weakref.WeakKeyDictionary()
+
+
+def _check_clip(clip: object) -> None:
+    if isinstance(clip, NormClip):
+        raise ValueError(
+            f"{type(clip).__name__} decides by the norm of all gradients, which is not known before backward is over; "
+            f"use guarded_step, or LastNormClip({type(clip).__name__}(...)), which takes the norm of the step before"
+        )
+    if isinstance(clip, TensorClip):
+        clip._alone()  # raises if it cannot
+    elif isinstance(clip, (int, float)):
+        if not clip >= 0:
+            raise ValueError(f"clip is {clip}; expected a number of at least 0, the limit of each gradient's norm")
+    elif clip is not None and not isinstance(clip, LastNormClip):
+        raise TypeError(
+            f"clip: expected a number, gradstat.AGC, AdaGC or LastNormClip, or None; got {type(clip).__name__}"
+        )
+
+
+def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
+    refuse_engine(model)
+    if isinstance(model, Module):
+        if isinstance(uncompiled(model), DistributedDataParallel) or engine_of(model) is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__} reduces gradients over ranks after they are complete, so ranks would step by "
+                "different ones; use guarded_step after backward"
+            )
+        return [{"params": list(model.parameters())}]
+    if isinstance(model, Tensor) or not isinstance(model, Iterable):
+        raise TypeError(f"expected a torch.nn.Module, parameters or groups of them, got {type(model).__name__}")
+    given = list(model)
+    if not any(isinstance(item, dict) for item in given):
+        return [{"params": given}]
+    return [{**group, "params": _listed(group["params"])} for group in given]
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tensor], options: dict[str, Any]) -> bool:
+    """Whether torch has a fused step for them, and nothing else was asked for."""
+    if not optimizers.traits_of_kind(kind).has_fused_step or "fused" not in inspect.signature(kind).parameters:
+        return False
+    if any(name in given for given in (options, *groups) for name in ("fused", "foreach", "differentiable")):
+        return False
+    devices = {"cpu"} if issubclass(kind, Adagrad) else set(_get_fused_kernels_supported_devices())
+    return all(p.is_floating_point() and p.device.type in devices for p in parameters)
+
+
+def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """The handle of a hook; torch refuses one for a frozen parameter, which may be trained later."""
+    is_frozen = not parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        if is_frozen:
+            parameter.requires_grad_(False)
+
+
+def _named(source: Source, i: int) -> list[str]:
+    return [source.names()[i]]
+
+
+def _joined(parts: list[Measurement]) -> Measurement:
+    """The rows of tensors that were measured one by one: a table for each device."""
+    tables: dict[torch.device, list[Tensor]] = {}
+    order: dict[torch.device, list[int]] = {}
+    for i, part in enumerate(parts):
+        tables.setdefault(part.tables[0].device, []).append(part.tables[0])
+        order.setdefault(part.tables[0].device, []).append(i)
+    joined = [torch.cat(some) for some in tables.values()]
+    in_order = [i for some in order.values() for i in some]
+    return Measurement(joined, None if len(joined) == 1 else in_order, [part.infos[0] for part in parts])
