@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradstat import monitor as monitor
     from gradstat.accumulation import AccumulationReport, MicroBatches
     from gradstat.automatic import AutoHandle, auto
+    from gradstat.in_backward import BackwardMeasure, measure_in_backward
     from gradstat.monitor import Monitor
     from gradstat.noise_scale import NoiseScale
     from gradstat.patch import patch_torch
@@ -39,6 +40,7 @@ __all__ = [
     "AutoHandle",
     "BackendStatus",
     "BackendUnavailableError",
+    "BackwardMeasure",
     "ClipSummary",
     "FixedClip",
     "GuardCounts",
@@ -69,6 +71,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "guarded_step",
+    "measure_in_backward",
     "patch_torch",
     "stats",
     "step_counters",
@@ -81,11 +84,13 @@ __all__ = [
 _LAZY = {
     "AccumulationReport": "accumulation",
     "AutoHandle": "automatic",
+    "BackwardMeasure": "in_backward",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
     "NoiseScale": "noise_scale",
     "auto": "automatic",
     "distributed": None,
+    "measure_in_backward": "in_backward",
     "monitor": None,
     "patch_torch": "patch",
     **dict.fromkeys(("UPDATE_FIELDS", "UpdateReport", "UpdateStats", "update_stats"), "update"),

@@ -1,0 +1,319 @@
+"""`measure_in_backward`: rows found after backward are those of gradients as they are now, never as they were."""
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gradstat
+from gradstat import in_backward
+
+HIDDEN = 1  # an element of a matrix that no sample looks at
+
+
+@pytest.fixture(autouse=True)
+def _for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_backward, "_FEWEST", 1)
+    monkeypatch.setattr(in_backward, "_last_cache", lambda: 0)
+
+
+class Net(nn.Module):
+    """A tied matrix, one without a gradient, a frozen one, a convolution, and one that is checkpointed."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tied = nn.Linear(16, 16)
+        self.absent = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+        self.inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tied(self.frozen(self.tied(x)))
+        x = self.convolution(x[:, None])[:, 0]
+        inner: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return inner
+
+
+def loss_of(model: nn.Module, scale: float = 1.0) -> Tensor:
+    loss: Tensor = model(torch.randn(8, 16)).square().mean() * scale
+    return loss
+
+
+def assert_right(model: nn.Module) -> gradstat.Report:
+    """The report is, bit for bit, the one about copies of the gradients, of which nothing is known."""
+    report = gradstat.check(model)
+    having = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert report.to_dict()["tensors"] == gradstat.check_tensors(having).to_dict()["tensors"]
+    assert torch.equal(*(gradstat.stats(some) for some in ([p.grad for p in with_gradient(model)], having.values())))
+    return report
+
+
+def with_gradient(model: nn.Module) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+def hide_nan(model: nn.Module) -> None:
+    """Spoils every matrix where nobody looks, which tells whether it is read."""
+    for parameter in with_gradient(model):
+        if parameter.dim() == 2:
+            parameter.grad.data.view(-1)[HIDDEN] = math.nan
+
+
+def monitored(model: nn.Module) -> bool:
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+    monitor.step(1.0)
+    return not any(finding.rule == "nonfinite" for finding in monitor.flush())
+
+
+def is_finite(norm: Tensor) -> bool:
+    return math.isfinite(norm.item())
+
+
+CONSUMERS: dict[str, Callable[[nn.Module], bool]] = {
+    "check": lambda model: gradstat.check(model).ok,
+    "check_async": lambda model: gradstat.check_async(model).result().ok,
+    "clip": lambda model: is_finite(gradstat.clip_grad_norm_(model.parameters(), math.inf)),
+    "clip, error": lambda m: is_finite(gradstat.clip_grad_norm_(m.parameters(), math.inf, error_if_nonfinite=True)),
+    "get_total_norm": lambda model: is_finite(gradstat.get_total_norm([p.grad for p in with_gradient(model)])),
+    "guarded_step": lambda m: not gradstat.guarded_step(torch.optim.SGD(m.parameters(), lr=0.1)).skipped,
+    "Monitor.step": monitored,
+}
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_what_is_found_is_not_read_again(consumer: str) -> None:
+    model = Net()
+    with gradstat.measure_in_backward(model) as measure:
+        assert measure.reason is None
+        loss_of(model).backward()
+        hide_nan(model)
+        assert CONSUMERS[consumer](model)
+        model.tied.weight.grad.zero_()  # type: ignore[union-attr]
+        hide_nan(model)
+        gradstat.check(model)
+    hide_nan(model)
+    if consumer != "clip, error":
+        assert not CONSUMERS[consumer](model)  # the hooks are gone, and all that was known
+
+
+def test_a_clip_and_a_step_do_what_they_do_without() -> None:
+    def train(in_backward: bool) -> tuple[Tensor, ...]:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        measure = gradstat.measure_in_backward(model) if in_backward else None
+        norms = []
+        for step in range(4):
+            loss_of(model, 3.0).backward()
+            if step % 2:
+                norms.append(gradstat.guarded_step(optimizer, max_norm=0.01).total_norm)
+            else:
+                norms.append(gradstat.clip_grad_norm_(model.parameters(), 0.01))
+                assert_right(model)
+                optimizer.step()
+            optimizer.zero_grad()
+        if measure is not None:
+            measure.remove()
+        return *norms, *(parameter.detach() for parameter in model.parameters())
+
+    for ours, theirs in zip(train(True), train(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _unscaled(model: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _in_inference(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model.tied.weight.grad.mul_(2.0)  # type: ignore[operator,union-attr]
+
+
+def _replaced(model: nn.Module) -> None:
+    """By new tensors where the old ones were, if torch's allocator has it so."""
+    shapes = [parameter.shape for parameter in with_gradient(model)]
+    having = with_gradient(model)
+    model.zero_grad()
+    for parameter, shape in zip(having, shapes, strict=True):
+        parameter.grad = torch.randn(shape)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda model: model.tied.weight.grad.mul_(2.0),
+    "through detach": lambda model: model.tied.weight.grad.detach().add_(1.0),
+    "through a view": lambda model: model.tied.weight.grad.view(-1)[HIDDEN : HIDDEN + 1].fill_(math.nan),
+    "in inference mode": _in_inference,
+    "all through .data": lambda model: [p.grad.data.mul_(2.0) for p in with_gradient(model)],
+    "one through numpy": lambda model: model.inner[2].weight.grad.numpy().fill(3.0),
+    "unscaled": _unscaled,
+    "clipped by torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clipped by gradstat": lambda model: gradstat.clip_grad_norm_(model.parameters(), 1e-3),
+    "clipped by value": lambda model: gradstat.clip_grad_value_(model.parameters(), 1e-5),
+    "other data": lambda model: setattr(model.tied.weight.grad, "data", torch.randn(16, 16)),
+    "other memory": lambda model: model.tied.weight.grad.set_(torch.randn(16, 16)),
+    "other shape": lambda model: model.tied.weight.grad.resize_(2, 3),
+    "another tensor": lambda model: setattr(model.tied.weight, "grad", torch.randn(16, 16)),
+    "all others": _replaced,
+    "accumulated": lambda model: loss_of(model).backward(),
+    "with a graph": lambda model: loss_of(model).backward(create_graph=True),
+    "set to zero": lambda model: model.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_the_hooks_is_noticed(change: str, enabled: bool) -> None:
+    model = Net()
+    with gradstat.measure_in_backward(model) as measure:
+        loss_of(model).backward()
+        measure.enabled = enabled
+        CHANGES[change](model)
+        assert_right(model)
+        assert_right(model)
+
+
+def test_a_later_hook_that_changes_gradients_is_noticed() -> None:
+    model = Net()
+    with gradstat.measure_in_backward(model):
+        for parameter in model.inner.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.view(-1)[HIDDEN : HIDDEN + 1].fill_(math.inf))
+        loss_of(model).backward()
+        assert assert_right(model).nonfinite == [f"inner.{name}" for name, _ in model.inner.named_parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_several_backwards_of_one_graph_and_of_several(reentrant: bool) -> None:
+    model = Net(reentrant)
+    with gradstat.measure_in_backward(model) as measure:
+        for micro_batch in range(3):
+            measure.enabled = micro_batch == 2
+            loss = loss_of(model)
+            loss.backward(retain_graph=not reentrant)
+            if not reentrant:
+                loss.backward()
+        assert_right(model)
+        hide_nan(model)
+        assert gradstat.check(model).missing == ["absent.weight", "absent.bias"]
+        assert gradstat.check(model).ok
+
+
+def test_an_exception_in_the_middle_leaves_nothing_wrong() -> None:
+    def fail(_: nn.Parameter) -> None:
+        raise KeyError("in the middle")
+
+    model = Net()
+    with gradstat.measure_in_backward(model):
+        loss_of(model).backward()
+        handle = model.inner[0].weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(KeyError):
+            loss_of(model).backward()
+        assert_right(model)
+        handle.remove()
+        model.zero_grad()
+        loss_of(model).backward()
+        assert_right(model)
+
+
+@pytest.mark.parametrize("first", ["compiled", "measured"])
+def test_a_compiled_model(first: str) -> None:
+    model = Net()
+    if first == "measured":
+        gradstat.measure_in_backward(model)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with gradstat.measure_in_backward(compiled):
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(compiled).backward()
+            assert_right(model)
+            hide_nan(model)
+            assert gradstat.check(compiled).ok
+
+
+def test_gradients_that_kernels_do_not_read_in_place() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(64, 16, sparse=True, mode="sum"), nn.Linear(16, 16))
+    strange = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    with gradstat.measure_in_backward([*model.parameters(), strange]):
+        loss = model(torch.randint(64, (8, 4))).square().mean()
+        (loss + (strange * strange.conj()).real.sum()).backward()
+        model.register_parameter("strange", strange)
+        assert_right(model)
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = Net()
+    measure = gradstat.measure_in_backward(model)
+    loss_of(model).backward()
+    gradient, gone = (weakref.ref(one) for one in (model.tied.weight.grad, model))
+    model.zero_grad()
+    assert gradient() is None
+    del model
+    gc.collect()
+    assert gone() is None
+    measure.remove()
+
+
+def _large(*shape: int, **options: Any) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.empty(shape, **options)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (lambda: _large(8, 8, device="meta"), "no gradients are on the CPU"),
+        (lambda: _large(8, 8), "fit into a cache of"),
+        (lambda: _large(1 << 24), "no matrix of 256 KiB to 16 MiB"),
+        (lambda: _large(1 << 12, 1 << 11), "no matrix of 256 KiB to 16 MiB"),
+    ],
+)
+def test_it_says_where_it_does_not_pay(target: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(in_backward, "_last_cache", lambda: 32 << 20)
+    with gradstat.measure_in_backward(target()) as measure:
+        assert reason in str(measure.reason)
+
+
+def test_another_backend_is_no_place_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_backward, "resolve", lambda *_: object())
+    assert "compiled kernels" in str(gradstat.measure_in_backward(Net()).reason)
+
+
+@on_ranks(2)
+def test_several_ranks_are_measured_afterwards() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_backward, "_FEWEST", 1)
+        patch.setattr(in_backward, "_last_cache", lambda: 0)
+        assert "ranks" in str(gradstat.measure_in_backward(Net()).reason)
+        patch.setattr(in_backward, "_why_not", lambda _: None)  # as if the ranks had met later
+        for as_view in (True, False):
+            model = nn.Linear(16, 16)
+            gradstat.measure_in_backward(model)
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+            gradstat.measure_in_backward(wrapped)
+            for _ in range(2):
+                torch.manual_seed(torch.distributed.get_rank())
+                loss_of(wrapped).backward()
+                assert_right(model)
+        sharded: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        measure = gradstat.measure_in_backward(sharded)
+        for _ in range(2):
+            loss_of(sharded).backward()
+            with_hooks = gradstat.check(sharded).to_dict()
+            measure.remove()
+            assert with_hooks == gradstat.check(sharded).to_dict()
