@@ -18,7 +18,7 @@ namespace gradstat {
 class KnownRows {
  public:
   static KnownRows& all() {
-    static KnownRows rows;
+    static auto& rows = *new KnownRows;  // never destroyed, for Python ends before static objects do
     return rows;
   }
 

@@ -45,8 +45,8 @@ class Net(nn.Module):
         return inner
 
 
-def loss_of(model: nn.Module, scale: float = 1.0) -> Tensor:
-    loss: Tensor = model(torch.randn(8, 16)).square().mean() * scale
+def loss_of(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.randn(8, 16)).square().mean()
     return loss
 
 
@@ -55,7 +55,6 @@ def assert_right(model: nn.Module) -> gradstat.Report:
     report = gradstat.check(model)
     having = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert report.to_dict()["tensors"] == gradstat.check_tensors(having).to_dict()["tensors"]
-    assert torch.equal(*(gradstat.stats(some) for some in ([p.grad for p in with_gradient(model)], having.values())))
     return report
 
 
@@ -72,21 +71,14 @@ def hide_nan(model: nn.Module) -> None:
 
 def monitored(model: nn.Module) -> bool:
     monitor = gradstat.Monitor(model, on_anomaly="record")
-    monitor.step(1.0)
-    return not any(finding.rule == "nonfinite" for finding in monitor.flush())
-
-
-def is_finite(norm: Tensor) -> bool:
-    return math.isfinite(norm.item())
+    found = [*monitor.step(1.0), *monitor.flush()]
+    return not any(finding.rule == "nonfinite-gradient" for finding in found)
 
 
 CONSUMERS: dict[str, Callable[[nn.Module], bool]] = {
     "check": lambda model: gradstat.check(model).ok,
-    "check_async": lambda model: gradstat.check_async(model).result().ok,
-    "clip": lambda model: is_finite(gradstat.clip_grad_norm_(model.parameters(), math.inf)),
-    "clip, error": lambda m: is_finite(gradstat.clip_grad_norm_(m.parameters(), math.inf, error_if_nonfinite=True)),
-    "get_total_norm": lambda model: is_finite(gradstat.get_total_norm([p.grad for p in with_gradient(model)])),
-    "guarded_step": lambda m: not gradstat.guarded_step(torch.optim.SGD(m.parameters(), lr=0.1)).skipped,
+    "clip": lambda model: bool(gradstat.clip_grad_norm_(model.parameters(), math.inf).isfinite()),
+    "guarded_step": lambda model: not gradstat.guarded_step(torch.optim.SGD(model.parameters(), lr=0.1)).skipped,
     "Monitor.step": monitored,
 }
 
@@ -99,12 +91,8 @@ def test_what_is_found_is_not_read_again(consumer: str) -> None:
         loss_of(model).backward()
         hide_nan(model)
         assert CONSUMERS[consumer](model)
-        model.tied.weight.grad.zero_()  # type: ignore[union-attr]
-        hide_nan(model)
-        gradstat.check(model)
     hide_nan(model)
-    if consumer != "clip, error":
-        assert not CONSUMERS[consumer](model)  # the hooks are gone, and all that was known
+    assert not CONSUMERS[consumer](model)  # the hooks are gone, and all that was known
 
 
 def test_a_clip_and_a_step_do_what_they_do_without() -> None:
@@ -114,11 +102,11 @@ def test_a_clip_and_a_step_do_what_they_do_without() -> None:
         measure = gradstat.measure_in_backward(model) if in_backward else None
         norms = []
         for step in range(4):
-            loss_of(model, 3.0).backward()
+            loss_of(model).backward()
             if step % 2:
-                norms.append(gradstat.guarded_step(optimizer, max_norm=0.01).total_norm)
+                norms.append(gradstat.guarded_step(optimizer, max_norm=1e-3).total_norm)
             else:
-                norms.append(gradstat.clip_grad_norm_(model.parameters(), 0.01))
+                norms.append(gradstat.clip_grad_norm_(model.parameters(), 1e-3))
                 assert_right(model)
                 optimizer.step()
             optimizer.zero_grad()
@@ -136,33 +124,24 @@ def _unscaled(model: nn.Module) -> None:
     scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def _in_inference(model: nn.Module) -> None:
-    with torch.inference_mode():
-        model.tied.weight.grad.mul_(2.0)  # type: ignore[operator,union-attr]
-
-
 def _replaced(model: nn.Module) -> None:
     """By new tensors where the old ones were, if torch's allocator has it so."""
-    shapes = [parameter.shape for parameter in with_gradient(model)]
     having = with_gradient(model)
     model.zero_grad()
-    for parameter, shape in zip(having, shapes, strict=True):
-        parameter.grad = torch.randn(shape)
+    for parameter in having:
+        parameter.grad = torch.randn(parameter.shape)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in place": lambda model: model.tied.weight.grad.mul_(2.0),
-    "through detach": lambda model: model.tied.weight.grad.detach().add_(1.0),
     "through a view": lambda model: model.tied.weight.grad.view(-1)[HIDDEN : HIDDEN + 1].fill_(math.nan),
-    "in inference mode": _in_inference,
+    "in inference mode": torch.inference_mode()(lambda model: model.tied.weight.grad.mul_(2.0)),
     "all through .data": lambda model: [p.grad.data.mul_(2.0) for p in with_gradient(model)],
     "one through numpy": lambda model: model.inner[2].weight.grad.numpy().fill(3.0),
     "unscaled": _unscaled,
     "clipped by torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "clipped by gradstat": lambda model: gradstat.clip_grad_norm_(model.parameters(), 1e-3),
-    "clipped by value": lambda model: gradstat.clip_grad_value_(model.parameters(), 1e-5),
     "other data": lambda model: setattr(model.tied.weight.grad, "data", torch.randn(16, 16)),
-    "other memory": lambda model: model.tied.weight.grad.set_(torch.randn(16, 16)),
     "other shape": lambda model: model.tied.weight.grad.resize_(2, 3),
     "another tensor": lambda model: setattr(model.tied.weight, "grad", torch.randn(16, 16)),
     "all others": _replaced,
@@ -186,12 +165,15 @@ def test_a_change_after_the_hooks_is_noticed(change: str, enabled: bool) -> None
 
 
 def test_a_later_hook_that_changes_gradients_is_noticed() -> None:
+    def spoil(parameter: Tensor) -> None:
+        parameter.grad.view(-1)[HIDDEN] = math.inf  # type: ignore[union-attr]
+
     model = Net()
     with gradstat.measure_in_backward(model):
         for parameter in model.inner.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.view(-1)[HIDDEN : HIDDEN + 1].fill_(math.inf))
+            parameter.register_post_accumulate_grad_hook(spoil)
         loss_of(model).backward()
-        assert assert_right(model).nonfinite == [f"inner.{name}" for name, _ in model.inner.named_parameters()]
+        assert len(assert_right(model).nonfinite) == 4
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -206,34 +188,24 @@ def test_several_backwards_of_one_graph_and_of_several(reentrant: bool) -> None:
                 loss.backward()
         assert_right(model)
         hide_nan(model)
-        assert gradstat.check(model).missing == ["absent.weight", "absent.bias"]
+        assert gradstat.check(model).missing == ("absent.weight", "absent.bias")
         assert gradstat.check(model).ok
 
 
 def test_an_exception_in_the_middle_leaves_nothing_wrong() -> None:
-    def fail(_: nn.Parameter) -> None:
-        raise KeyError("in the middle")
-
     model = Net()
     with gradstat.measure_in_backward(model):
         loss_of(model).backward()
-        handle = model.inner[0].weight.register_post_accumulate_grad_hook(fail)
-        with pytest.raises(KeyError):
+        model.inner[0].weight.register_post_accumulate_grad_hook(lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
             loss_of(model).backward()
         assert_right(model)
-        handle.remove()
-        model.zero_grad()
-        loss_of(model).backward()
-        assert_right(model)
 
 
-@pytest.mark.parametrize("first", ["compiled", "measured"])
-def test_a_compiled_model(first: str) -> None:
+def test_a_compiled_model() -> None:
     model = Net()
-    if first == "measured":
-        gradstat.measure_in_backward(model)
     compiled: Any = torch.compile(model, backend="aot_eager")
-    with gradstat.measure_in_backward(compiled):
+    with gradstat.measure_in_backward(compiled), gradstat.measure_in_backward(model):
         for _ in range(2):
             model.zero_grad()
             loss_of(compiled).backward()
@@ -265,29 +237,24 @@ def test_nothing_is_kept_alive() -> None:
     measure.remove()
 
 
-def _large(*shape: int, **options: Any) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.empty(shape, **options)) for _ in range(3)]
-
-
 @pytest.mark.parametrize(
-    ("target", "reason"),
+    ("shape", "device", "reason"),
     [
-        (lambda: _large(8, 8, device="meta"), "no gradients are on the CPU"),
-        (lambda: _large(8, 8), "fit into a cache of"),
-        (lambda: _large(1 << 24), "no matrix of 256 KiB to 16 MiB"),
-        (lambda: _large(1 << 12, 1 << 11), "no matrix of 256 KiB to 16 MiB"),
+        ((8, 8), "meta", "no gradients are on the CPU"),
+        ((8, 8), "cpu", "fit into a cache of"),
+        ((1 << 24,), "cpu", "no matrix of 256 KiB to 16 MiB"),
+        ((1 << 12, 1 << 12), "cpu", "no matrix of 256 KiB to 16 MiB"),
     ],
 )
-def test_it_says_where_it_does_not_pay(target: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_where_it_does_not_pay(
+    shape: tuple[int, ...], device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(in_backward, "_last_cache", lambda: 32 << 20)
-    with gradstat.measure_in_backward(target()) as measure:
-        assert reason in str(measure.reason)
-
-
-def test_another_backend_is_no_place_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.empty(shape, device=device))
+    assert reason in str(gradstat.measure_in_backward(parameter).reason)
     monkeypatch.setattr(in_backward, "resolve", lambda *_: object())
-    assert "compiled kernels" in str(gradstat.measure_in_backward(Net()).reason)
+    assert device == "meta" or "compiled kernels" in str(gradstat.measure_in_backward(parameter).reason)
 
 
 @on_ranks(2)
