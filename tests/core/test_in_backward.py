@@ -124,6 +124,12 @@ def _unscaled(model: nn.Module) -> None:
     scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def _other_data(model: Any) -> None:
+    other = model.tied.weight.grad.clone()
+    other.view(-1)[HIDDEN] = math.nan
+    model.tied.weight.grad.data = other
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in place": lambda model: model.tied.weight.grad.mul_(2.0),
     "through a view": lambda model: model.tied.weight.grad.view(-1)[HIDDEN : HIDDEN + 1].fill_(math.nan),
@@ -133,7 +139,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "unscaled": _unscaled,
     "clipped by torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "clipped by gradstat": lambda model: gradstat.clip_grad_norm_(model.parameters(), 1e-3),
-    "other data": lambda model: setattr(model.tied.weight.grad, "data", torch.randn(16, 16)),
+    "other data": _other_data,
     "other shape": lambda model: model.tied.weight.grad.resize_(2, 3),
     "another tensor": lambda model: setattr(model.tied.weight, "grad", torch.randn(16, 16)),
     "accumulated": lambda model: loss_of(model).backward(),
