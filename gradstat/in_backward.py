@@ -20,7 +20,7 @@ _USUAL_CACHE = 32 << 20
 
 
 def measure_in_backward(target: Any) -> BackwardMeasure:
-    """Has the gradients of ``target`` measured in ``backward()``, where that is cheaper than to read them afterwards.
+    """Has gradients of ``target`` measured in ``backward()``, where that can be cheaper than to read them afterwards.
 
     Hooks read the gradients of large matrices as soon as these are accumulated. `check`, `clip_grad_norm_`,
     `guarded_step`, `Monitor.step` and all that measures gradients on the CPU then find their rows, read only the
@@ -37,6 +37,9 @@ def measure_in_backward(target: Any) -> BackwardMeasure:
     ``_version``), and only while 16 of its values, from all over it, are what they were: what writes past versions, as
     ``.data``, numpy, a pointer and torch's ``GradScaler`` on the CPU do, is noticed only if it changes one of these in
     some large gradient. Then all are read again.
+
+    The gain is small, and where torch's threads have to share their cores with other work each hook waits for them and
+    all are far dearer than one read afterwards: measure your own steps.
 
     It does nothing, and `BackwardMeasure.reason` says why, if gradients are not on the CPU, if they fit into its last
     cache, where they are found after ``backward()`` as well, if there are no large matrices, or if there are several

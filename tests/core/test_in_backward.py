@@ -251,7 +251,7 @@ def test_nothing_is_kept_alive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "device", "reason"),
+    ("shape", "home", "reason"),
     [
         ((8, 8), "meta", "no gradients are on the CPU"),
         ((8, 8), "cpu", "fit into a cache of"),
@@ -260,14 +260,14 @@ def test_nothing_is_kept_alive() -> None:
     ],
 )
 def test_it_says_where_it_does_not_pay(
-    shape: tuple[int, ...], device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], home: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(in_backward, "_last_cache", lambda: 32 << 20)
-    parameter = nn.Parameter(torch.empty(shape, device=device))
+    parameter = nn.Parameter(torch.empty(shape, device=home))
     assert reason in str(gradstat.measure_in_backward(parameter).reason)
     monkeypatch.setattr(in_backward, "resolve", lambda *_: object())
-    assert device == "meta" or "compiled kernels" in str(gradstat.measure_in_backward(parameter).reason)
+    assert home == "meta" or "compiled kernels" in str(gradstat.measure_in_backward(parameter).reason)
 
 
 @on_ranks(2)
