@@ -191,7 +191,8 @@ COMMANDS = {
     "steps": Command(
         "what is added to training steps, steps of optimizers, the host path, memory, ranks",
         (
-            Part("training steps", 170, _suite("steps", seconds=8.0)),
+            Part("training steps", 150, _suite("steps", seconds=7.0)),
+            Part("backward passes", 20, _suite("in backward", seconds=1.0)),
             Part("host path", 15, _suite("host path", seconds=1.0)),
             Part("steps of optimizers", 80, _suite("optimizer steps", seconds=0.3)),
             Part("updates to come", 25, _suite("updates to come", seconds=0.3)),

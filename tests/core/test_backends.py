@@ -160,7 +160,7 @@ LAYERS = [
     {"tensor_stats"},
     {"report"},
     {"check"},
-    {"clip", "clip_value", "accumulation"},
+    {"clip", "clip_value", "accumulation", "in_backward"},
     {"adaptive", "patch", "counters"},
     {"guard", "noise_scale"},
     {"_step"},
