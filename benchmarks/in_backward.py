@@ -1,4 +1,4 @@
-"""Backward passes with their gradients measured: afterwards, by `measure_in_backward`, and in hooks, group by group."""
+"""Backward passes with their gradients measured: afterwards, and in hooks, group by group, while a cache has them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ class Backward:
             "backward": lambda: None,
             "backward, gradstat.check": lambda: None,
         }
-        if step.device.type == "cpu":  # elsewhere it does nothing
-            measured = partial(gradstat.measure_in_backward, step.model)
-            self._install["measure_in_backward, gradstat.check"] = lambda: self._hooks.enter_context(measured())
         for size in _GROUP_MIB:
             self._install[f"hooks, gradstat.stats of {size} MiB"] = partial(self._hook_groups, size << 20)
         self.calls = {name: partial(self._run, name) for name in self._install}

@@ -275,7 +275,7 @@ def _training(plan: Plan, training: Training) -> list[Row]:
 
 
 def backward_passes(plan: Plan) -> Work:
-    """Backward passes of the training steps, with gradients measured in them and afterwards."""
+    """Backward passes of the training steps, with gradients measured in hooks and afterwards."""
     for training in TRAININGS:
         if plan.device.type in training.devices and (plan.full or training.quick):
             yield f"backward of {training.name}", partial(_backward, plan, training)

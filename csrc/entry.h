@@ -2,7 +2,6 @@
 // follows from it for the step of an optimizer.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "stat.h"
@@ -18,12 +17,6 @@ struct Entry {
   bool is_pair;
 
   int64_t values() const { return is_pair ? 2 * numel : numel; }
-};
-
-// The row of an entry of a list, which need not be read.
-struct KnownRow {
-  size_t entry;
-  Row row;
 };
 
 // What entries are multiplied by, in the memory of their device: one number for all of them, or one for each.

@@ -17,8 +17,7 @@ struct Cpu {
   }
 
   static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
-    const Row total = factor != nullptr ? rows_cpu(list.entries(), table, *factor)
-                                        : rows_cpu(list.entries(), table, 1.0, list.known());
+    const Row total = rows_cpu(list.entries(), table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
 
@@ -73,13 +72,7 @@ PyMODINIT_FUNC PyInit__C() {
   static const auto instructions = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(cpu_instructions());
   };
-  static const auto forget = [](PyObject*, PyObject*) {
-    KnownRows::all().forget();
-    return Py_NewRef(Py_None);
-  };
   static PyMethodDef methods[] = {{"instructions", instructions, METH_NOARGS, nullptr},
-                                  {"remember", PythonOps<Cpu>::remember, METH_O, nullptr},
-                                  {"forget", forget, METH_NOARGS, nullptr},
                                   {"make_plan", make_plan, METH_VARARGS, nullptr},
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},
                                   {"gradients_of", gradients_of, METH_O, nullptr},

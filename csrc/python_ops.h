@@ -4,15 +4,50 @@
 // is not ordinary the functions here return None and have done nothing.
 #pragma once
 
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include <chrono>
 #include <optional>
 #include <thread>
 
-#include "known_rows.h"
 #include "ops_impl.h"
-#include "python_ref.h"
 
 namespace gradstat {
+
+// An owned reference; may be null.
+class Ref {
+ public:
+  explicit Ref(PyObject* owned = nullptr) : object_(owned) {}
+  Ref(Ref&& other) noexcept : object_(other.release()) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+
+  static Ref borrow(PyObject* object) {
+    Py_XINCREF(object);
+    return Ref(object);
+  }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+// Python's error indicator is set.
+struct PythonError {};
+
+// A new reference, as Python's functions return them.
+inline Ref owned(PyObject* object) {
+  if (object == nullptr) throw PythonError();
+  return Ref(object);
+}
 
 // This way is not for what was asked, and nothing has been done.
 struct NotOrdinary {};
@@ -216,7 +251,6 @@ struct PythonOps {
       view.element = element_of(type);
       if (direct.list.add(view) != nullptr) throw NotOrdinary();
     }
-    direct.list.know(KnownRows::all().of(direct.held.get(), direct.list.entries()));
     return direct;
   }
 
@@ -233,19 +267,6 @@ struct PythonOps {
     return guarded([&] {
       const Direct direct = direct_list(tensors);
       return with_signature(Bodies::check(direct.list), direct.list);
-    });
-  }
-
-  // remember(tensors) -> True | None. Measures them for KnownRows.
-  static PyObject* remember(PyObject*, PyObject* tensors) {
-    return guarded([&]() -> PyObject* {
-      const Direct direct = direct_list(tensors);
-      // Before they are read, for another thread may change them meanwhile.
-      std::vector<KnownRows::State> states = KnownRows::states_of(direct.held.get(), direct.list.entries());
-      std::vector<Row> rows(states.size());
-      Unlocked<Device>::measure(direct.list, rows.data(), nullptr, nullptr);
-      KnownRows::all().add(std::move(states), rows);
-      Py_RETURN_TRUE;
     });
   }
 

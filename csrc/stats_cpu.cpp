@@ -271,12 +271,8 @@ class Work {
 
 }  // namespace
 
-Row rows_cpu(const std::vector<Entry>& given, Row* table, double factor, const std::vector<KnownRow>& known) {
+Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor) {
   const auto read = kernels().read;
-  std::vector<Entry> unknown;
-  if (!known.empty()) unknown = given;
-  for (const KnownRow& row : known) unknown[row.entry].numel = 0;
-  const std::vector<Entry>& entries = known.empty() ? given : unknown;
   const Work work(entries);
   std::vector<Row> slots(work.slots());
   work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
@@ -284,7 +280,6 @@ Row rows_cpu(const std::vector<Entry>& given, Row* table, double factor, const s
     row = identity_row();
     read(entries[tensor], first, count, factor, row);
   });
-  for (const KnownRow& row : known) table[row.entry] = row.row;
   Row total = identity_row();
   auto slot = slots.begin();
   for (size_t i = 0; i < entries.size(); ++i) {

@@ -12,10 +12,8 @@ namespace gradstat {
 
 // Fills table[i] with the row of entries[i] and returns the merge of them all. Parallel; the result does
 // not depend on the number of threads. Elements are multiplied by `factor` in place first, unless it is 1; the
-// rows are those of the products, with the same bits as if they had been read later. Entries with a row in
-// `known`, in order of their numbers, are not read.
-Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0,
-             const std::vector<KnownRow>& known = {});
+// rows are those of the products, with the same bits as if they had been read later.
+Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0);
 
 // Multiplies every element of an entry by its coefficient, in float32 for types narrower than that. Entries
 // with a coefficient of exactly 1 are not touched.

@@ -124,9 +124,6 @@ class TensorList {
   }
 
   const std::vector<Entry>& entries() const { return entries_; }
-  // Rows that are known, by number of entry; of the CPU's entries only.
-  const std::vector<KnownRow>& known() const { return known_; }
-  void know(std::vector<KnownRow> rows) { known_ = std::move(rows); }
   // Number of entries.
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   int32_t device_index() const { return device_index_; }
@@ -149,7 +146,6 @@ class TensorList {
 
   Division division_;
   std::vector<Entry> entries_;
-  std::vector<KnownRow> known_;
   int64_t tensors_ = 0;
   int32_t device_type_;
   int32_t device_index_ = 0;

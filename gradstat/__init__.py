@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from gradstat.accumulation import AccumulationReport, MicroBatches
     from gradstat.automatic import AutoHandle, auto
     from gradstat.backward_step import StepInBackward, step_in_backward
-    from gradstat.in_backward import BackwardMeasure, measure_in_backward
     from gradstat.monitor import Monitor
     from gradstat.noise_scale import NoiseScale
     from gradstat.patch import patch_torch
@@ -41,7 +40,6 @@ __all__ = [
     "AutoHandle",
     "BackendStatus",
     "BackendUnavailableError",
-    "BackwardMeasure",
     "ClipSummary",
     "FixedClip",
     "GuardCounts",
@@ -74,7 +72,6 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "guarded_step",
-    "measure_in_backward",
     "patch_torch",
     "stats",
     "step_counters",
@@ -88,14 +85,12 @@ __all__ = [
 _LAZY = {
     "AccumulationReport": "accumulation",
     "AutoHandle": "automatic",
-    "BackwardMeasure": "in_backward",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
     "NoiseScale": "noise_scale",
     "StepInBackward": "backward_step",
     "auto": "automatic",
     "distributed": None,
-    "measure_in_backward": "in_backward",
     "monitor": None,
     "patch_torch": "patch",
     "step_in_backward": "backward_step",

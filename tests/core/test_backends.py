@@ -160,7 +160,7 @@ LAYERS = [
     {"tensor_stats"},
     {"report"},
     {"check"},
-    {"clip", "clip_value", "accumulation", "in_backward"},
+    {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},
     {"guard", "noise_scale"},
     {"_step"},

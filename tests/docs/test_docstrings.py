@@ -39,7 +39,6 @@ def train():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """,
     "gradstat.auto": "",
-    "gradstat.measure_in_backward": "",
     "gradstat.integrations.loggers.ReportLogger": """
 from gradstat.integrations.loggers import ReportLogger
 from torch.utils.tensorboard import SummaryWriter
