@@ -20,7 +20,10 @@ import rows
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "numerics", "stepping", "testing"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "numerics", "stepping", "testing")),
+]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
