@@ -77,7 +77,7 @@ def guards(rows: Sequence[Row]) -> str:
 
     def cell(values: dict[str, float]) -> str:
         timed = f"{values['flagged in time']:.0%}" if "flagged in time" in values else "-"
-        return f"{timed}, {values['steps until back']:.0f} ({values['sooner']:.0f}, {values['later']:.0f})"
+        return f"{timed}, {values['steps until back']:.0f} ({values['sooner']:.0f}/{values['later']:.0f})"
 
     plain, others = names[0], names[1:]
     lines = [
