@@ -126,10 +126,11 @@ def _relative(row: Row | None, base: Row | None) -> str:
     return in_time(row.value) + (f" ({row.value / base.value:.2f})" if base is not None else "")
 
 
-def measuring(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """Statistics against the fastest plain read of the same bytes."""
+def measuring(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
+    """Statistics against the fastest plain read of the same bytes; without the naive loop if ``short``."""
     fastest, cases = limits(rows, metric), _by_case(rows, metric)
     known = _ON_DEVICE if metric == "device time" else _MEASURING
+    known = [name for name in known if not (short and name == NAIVE)]
     columns = [name for name in known if any(name in found for found in cases.values())]
     lines = []
     for key, found in cases.items():
@@ -142,8 +143,8 @@ def measuring(rows: Sequence[Row], metric: str = "wall time") -> str:
 
 
 def clipping(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """Clips, torch's with their ratio to gradstat's; without torch's loop over tensors if ``short``."""
-    columns, lines = [name for name in _CLIPPING if not (short and name == TORCH_LOOP_CLIP)], []
+    """Clips, torch's with their ratio to gradstat's; without torch's loop over tensors and the limit if ``short``."""
+    columns, lines = [name for name in _CLIPPING if not (short and name in (TORCH_LOOP_CLIP, CLIP_LIMIT))], []
     for key, found in _by_case(rows, metric).items():
         if {CLIP, CLIPPED} <= found.keys():
             unclipped, clipped = found[CLIP], found[CLIPPED]
@@ -408,7 +409,7 @@ def everything(rows: Iterable[Row], short: bool = False) -> str:
         rows: Of one device.
         short: As a document shows them: charts stand for how times grow and for memory of training steps,
             docs/numerics.md for errors of norms, float32 for the other dtypes of most lists, and the largest list and
-            two optimizers for the others; without loggers, and clips within the Trainer's steps.
+            one optimizer for the others; without loggers, and clips within the Trainer's steps.
     """
     kept = rows_module.current(rows)
     groups: dict[str, list[Row]] = {}
@@ -443,9 +444,9 @@ def _optimizer_steps(rows: list[Row], short: bool) -> list[str]:
 
 
 def _of_largest(rows: list[Row]) -> list[Row]:
-    """Rows of the largest list, for an optimizer that is told on the device whether to step, and for another."""
-    most, optimizers = max(row.bytes for row in rows), (OPTIMIZERS[0].name, OPTIMIZERS[-1].name)
-    return [row for row in rows if row.bytes == most and row.case.split(SEPARATOR)[1] in optimizers]
+    """Rows of the largest list, for an optimizer that is told on the device whether to step."""
+    most = max(row.bytes for row in rows)
+    return [row for row in rows if row.bytes == most and row.case.split(SEPARATOR)[1] == OPTIMIZERS[0].name]
 
 
 def _telling(rows: list[Row]) -> list[Row]:
@@ -468,7 +469,7 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     if name == "lists":
         shown = _telling(rows) if short else rows
         parts = ["From the call to the report, caches flushed (in brackets: times the fastest plain read):\n"]
-        parts += [measuring(shown)]
+        parts += [measuring(shown, short=short)]
         if on_device:
             parts += ["The same on the device alone:\n", measuring(shown, "device time")]
         parts += ["Clips, caches flushed (in brackets: times gradstat's):\n", clipping(shown, short=short)]
