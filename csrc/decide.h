@@ -263,16 +263,18 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
         sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
   } else {
     // The median, and the most of: the median distance from it, as a standard deviation of normal numbers; half
-    // the distance of the largest, as losses and norms have long tails, and all of it for updates, which leap
-    // when a rare input gets its first gradients; a hundredth of the median, as where most values are the same
-    // any other would stand out.
+    // the distance of the largest, as losses and norms have long tails; a hundredth of the median, as where
+    // most values are the same any other would stand out. Of updates, all of the distance and all of the
+    // median: a rare input gets steps of full size while the others have small ones, and never learns if they
+    // are refused.
     centre = quantile(team, at, count, 0.5);
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;
     for (int64_t i = team.rank(); i < count; i += team.size()) largest = merge::max(largest, at(i));
     largest = team.merged(largest, [](double a, double b) { return merge::max(a, b); });
-    const double share = series == 2 ? 1.0 : 0.5;
-    spread = merge::max(merge::max(spread, share * (largest - centre)), 0.01 * fabs(centre));
+    const bool is_update = series == 2;
+    spread = merge::max(merge::max(spread, (is_update ? 1.0 : 0.5) * (largest - centre)),
+                        (is_update ? 1.0 : 0.01) * fabs(centre));
   }
   return value - centre <= options[1] * spread ? kOrdinary : kStandsOut;
 }

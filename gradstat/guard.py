@@ -61,10 +61,11 @@ class SpikeGuard:
 
     A value stands out if it is above the median of the last ones, less the newest eighth, by more than ``threshold``
     times their spread, the most of three: the median distance from it times 1.4826, which is the standard deviation of
-    normal numbers; half the distance of the largest, as losses and norms have long tails, or all of it for updates,
-    which leap when a rare input gets its first gradients; a hundredth of the median. So with the default it is three
-    times, an update six times, as far away as any of them. The last two, and that the newest do not count, which may be
-    a part of what grows, are conventions of gradstat; benchmarks/guards.py measures what comes of them.
+    normal numbers; half the distance of the largest, as losses and norms have long tails; a hundredth of the median. So
+    with the default it is three times as far away as any of them. Of updates all of the distance and of the median
+    count, or a rare input, whose steps are large when all others are small, would never be learned. All but the first,
+    and that the newest do not count, which may be a part of what grows, are conventions of gradstat;
+    benchmarks/guards.py measures what comes of them.
     Steps that were refused do not enter, so a spike changes nothing. What is NaN or Inf is skipped whatever the rule.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place there: no
@@ -309,8 +310,8 @@ def _judge(
             centre = ring.nanquantile(0.5)
             spread = 1.4826022185056018 * (ring - centre).abs().nanquantile(0.5)
             largest = torch.where(held, rings[i], -math.inf).amax()
-            share = 1.0 if SERIES[i] == "update" else 0.5
-            spread = torch.maximum(torch.maximum(spread, share * (largest - centre)), 0.01 * centre.abs())
+            of_largest, of_centre = (1.0, 1.0) if SERIES[i] == "update" else (0.5, 0.01)
+            spread = torch.maximum(torch.maximum(spread, of_largest * (largest - centre)), of_centre * centre.abs())
         above[i] = value > limits[i]
         is_known = recorded[i] >= max(warmup, newest + 2)
         outstanding[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)

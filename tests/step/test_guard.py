@@ -51,11 +51,10 @@ class Rule:
         if self.sigmas:
             return not value - statistics.mean(last) <= self.threshold * statistics.stdev(last)
         centre = float(np.median(last))
-        share = 1 if series == 2 else 0.5
-        spread = max(
-            1.482602218505602 * float(np.median(np.abs(np.array(last) - centre))), share * (max(last) - centre)
-        )
-        return not value - centre <= self.threshold * max(spread, 0.01 * abs(centre))
+        of_largest, of_centre = (1, 1) if series == 2 else (0.5, 0.01)
+        spread = 1.482602218505602 * float(np.median(np.abs(np.array(last) - centre)))
+        spread = max(spread, of_largest * (max(last) - centre), of_centre * abs(centre))
+        return not value - centre <= self.threshold * spread
 
     def judge(self, values: list[float | None]) -> tuple[str, ...]:
         given = [(i, value) for i, value in enumerate(values) if value is not None]
@@ -83,6 +82,7 @@ def series(steps: int, seed: int) -> list[list[float | None]]:
     norm[random.random(steps) < 0.3] = 1.0
     norm[steps // 2 :] *= 8
     loss[random.random(steps) < 0.03] = math.nan
+    update *= np.where(random.random(steps) < 0.06, random.uniform(3, 12, steps), 1)
     update[random.random(steps) < 0.03] = math.inf
     values = np.stack([loss, norm, update], 1).astype(np.float32).astype(np.float64).tolist()
     return [[row[0], row[1], row[2] if seed % 2 else None] for row in values]
