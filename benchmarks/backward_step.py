@@ -1,4 +1,4 @@
-"""What `step_in_backward` costs in a whole training step: ``python benchmarks/backward_step.py --model gpt-17m``.
+"""What `step_in_backward` costs in a whole training step: ``python benchmarks/backward_step.py``.
 
 Beside it stand a step after backward, and the usual recipe: one optimizer and one hook for each parameter.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import tables
 import torch
 import torch.nn.functional as F  # noqa: N812
-from rows import add_arguments, append, row
+from rows import Row, add_arguments, append, row
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -84,26 +84,32 @@ def _calls(name: str, device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
+def _measured(model: str, rounds: int, device: torch.device) -> list[Row]:
+    made = []
+    calls = _calls(model, device)
+    samples = interleaved(calls, rounds, device=device)
+    synchronize(device)
+    for name, sample in samples.items():
+        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
+        made.append(row(GROUP, model, name, "wall time", "us", micro, device))
+        made.append(row(GROUP, model, name, "time ratio", "", ratios(sample, samples[_RECIPE]), device))
+        peak = peak_bytes(calls[name], device)
+        made.append(row(GROUP, model, name, "peak memory", "B", Quartiles(peak, peak, peak), device))
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of training steps.")
-    parser.add_argument("--model", choices=list(_SIZES), default="gpt-0.9m")
+    parser.add_argument("--model", choices=list(_SIZES), help="this one alone")
     parser.add_argument("--rounds", type=int, default=15)
     add_arguments(parser)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    calls = _calls(options.model, device)
-    samples = interleaved(calls, options.rounds, device=device)
-    synchronize(device)
-    made = []
-    for name, sample in samples.items():
-        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
-        made.append(row(GROUP, options.model, name, "wall time", "us", micro, device))
-        made.append(row(GROUP, options.model, name, "time ratio", "", ratios(sample, samples[_RECIPE]), device))
-        peak = peak_bytes(calls[name], device)
-        made.append(row(GROUP, options.model, name, "peak memory", "B", Quartiles(peak, peak, peak), device))
+    models = [options.model] if options.model else list(_SIZES)
+    made = [one for model in models for one in _measured(model, options.rounds, device)]
     print(tables.plainly(made))
     if options.record:
-        print(f"recorded in {append(made, 'full', options.results)}")
+        print(f"recorded in {append(made, 'backward_step', options.results)}")
 
 
 if __name__ == "__main__":

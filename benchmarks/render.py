@@ -82,6 +82,11 @@ def leaks(folder: Path) -> str:
     return _of_every_device("leaks", tables.leaks)
 
 
+def backward_steps(folder: Path) -> str:
+    """For docs/in-backward.md: what stepping in backward costs and saves."""
+    return _of_every_device("backward_step", tables.plainly)
+
+
 def guards(folder: Path) -> str:
     """For docs/stepping.md: what guards do about faults."""
     return _of_every_device("guards", tables.guards)
@@ -108,6 +113,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "optimizer_steps": steps_of_optimizers,
     "goals": judged_goals,
     "numerics": numerics,
+    "backward_step": backward_steps,
     "fuzz": fuzzed,
     "guards": guards,
     "leaks": leaks,
