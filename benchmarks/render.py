@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import goals
@@ -22,7 +23,7 @@ import tables
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "numerics", "stepping", "testing")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("in-backward", "performance", "numerics", "stepping", "testing")),
 ]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
@@ -83,13 +84,13 @@ def leaks(folder: Path) -> str:
 
 
 def backward_steps(folder: Path) -> str:
-    """For docs/in-backward.md: what stepping in backward costs and saves."""
-    return _of_every_device("backward_step", tables.plainly)
+    """For docs/in-backward.md: what stepping in backward costs and saves, of the largest model."""
+    return _of_every_device("backward_step", lambda rows: tables.plainly([r for r in rows if r.case == rows[-1].case]))
 
 
 def guards(folder: Path) -> str:
     """For docs/stepping.md: what guards do about faults."""
-    return _of_every_device("guards", tables.guards)
+    return _of_every_device("guards", partial(tables.guards, short=True))
 
 
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:

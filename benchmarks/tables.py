@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import rows as rows_module
 from cases import (
@@ -40,7 +41,7 @@ _CLIPPING = [
 ]
 _STEPPING = [GUARDED, AMP, TORCH, ALONE]
 _SETTING = ["gradients", "optimizer", "circumstance"]
-_OF_LOGGERS = ("logging", "Weights & Biases steps")
+_OF_OTHERS = ("logging", "Weights & Biases steps", "Trainer steps", "DDP steps")
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -67,21 +68,28 @@ def in_time(micro: float) -> str:
     return f"{micro / 1e3:,.1f} ms" if micro < 1e6 else f"{micro / 1e6:,.2f} s"
 
 
-def guards(rows: Sequence[Row]) -> str:
-    """What each guard does about each fault: share flagged in time, and steps until the training is back."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+def guards(rows: Sequence[Row], short: bool = False) -> str:
+    """What each guard does about each fault, in each model or, if ``short``, on average over the models.
+
+    The share flagged in time, the median of steps until the training is back, and how many came back sooner and later
+    than without a guard.
+    """
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
         if row.group == "guards":
-            found.setdefault(row.case, {}).setdefault(row.provider, {})[row.metric] = row.value
+            case = row.case.split(", ", 1)[1] if short else row.case
+            by_metric = found.setdefault(case, {}).setdefault(row.provider, {})
+            by_metric.setdefault(row.metric, []).append(row.value)
     names = list(dict.fromkeys(name for case in found.values() for name in case))
 
-    def cell(values: dict[str, float]) -> str:
-        timed = f"{values['flagged in time']:.0%}" if "flagged in time" in values else "-"
-        return f"{timed}, {values['steps until back']:.0f} ({values['sooner']:.0f}/{values['later']:.0f})"
+    def cell(values: dict[str, list[float]]) -> str:
+        timed = f"{fmean(values['flagged in time']):.0%}" if "flagged in time" in values else "-"
+        back = f"{fmean(values['steps until back']):.0f}"
+        return f"{timed}, {back} ({sum(values['sooner']):.0f}/{sum(values['later']):.0f})"
 
     plain, others = names[0], names[1:]
     lines = [
-        [case, f"{by[plain]['steps until back']:.0f}", *(cell(by[name]) for name in others)]
+        [case, f"{fmean(by[plain]['steps until back']):.0f}", *(cell(by[name]) for name in others)]
         for case, by in found.items()
     ]
     healthy: dict[str, dict[str, float]] = {}
@@ -93,7 +101,7 @@ def guards(rows: Sequence[Row]) -> str:
         for name, of in healthy.items()
     ]
     headers = ["healthy trainings", "refused", "of so many steps", "last loss above that without a guard, at most"]
-    return "\n".join([grid(["model, fault", plain, *others], lines), grid(headers, told)])
+    return "\n".join([grid(["fault" if short else "model, fault", plain, *others], lines), grid(headers, told)])
 
 
 def where(rows: Sequence[Row]) -> str:
@@ -409,7 +417,7 @@ def everything(rows: Iterable[Row], short: bool = False) -> str:
         rows: Of one device.
         short: As a document shows them: charts stand for how times grow and for memory of training steps,
             docs/numerics.md for errors of norms, float32 for the other dtypes of most lists, and the largest list and
-            one optimizer for the others; without loggers, and clips within the Trainer's steps.
+            one optimizer for the others; without loggers, and steps of the Trainer and of DDP.
     """
     kept = rows_module.current(rows)
     groups: dict[str, list[Row]] = {}
@@ -490,10 +498,8 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         return [] if short else [title, growth(rows), slopes(rows)]
     if name == "memory":
         return [] if short else ["Peak memory of a call:\n", memory(rows)]
-    if short and name in _OF_LOGGERS:
+    if short and name in _OF_OTHERS:
         return []
-    if short:
-        rows = [row for row in rows if not row.provider.endswith(": its clip")]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 
