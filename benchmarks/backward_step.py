@@ -13,7 +13,7 @@ from typing import Any
 import tables
 import torch
 import torch.nn.functional as F  # noqa: N812
-from rows import Row, add_arguments, append, row
+from rows import Row, add_arguments, append, row, step_rows
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -21,7 +21,7 @@ from torch.optim import AdamW
 import gradstat
 from gradstat.bench.machine import synchronize
 from gradstat.bench.memory import peak_bytes
-from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+from gradstat.bench.timing import Quartiles, interleaved
 from gradstat.demo.model import GPT, MODEST, SMALL
 
 GROUP = "steps in backward"
@@ -90,9 +90,7 @@ def _measured(model: str, rounds: int, device: torch.device) -> list[Row]:
     samples = interleaved(calls, rounds, device=device)
     synchronize(device)
     for name, sample in samples.items():
-        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
-        made.append(row(GROUP, model, name, "wall time", "us", micro, device))
-        made.append(row(GROUP, model, name, "time ratio", "", ratios(sample, samples[_RECIPE]), device))
+        made += step_rows(GROUP, model, name, sample, samples[_RECIPE], device)
         peak = peak_bytes(calls[name], device)
         made.append(row(GROUP, model, name, "peak memory", "B", Quartiles(peak, peak, peak), device))
     return made

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from launched import process_group, show
-from rows import add_arguments, row
+from rows import add_arguments, step_rows
 from torch.nn.parallel import DistributedDataParallel
 
-from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+from gradstat.bench.timing import interleaved
 from gradstat.demo.model import GPT, MODEST, SMALL, Size
 from gradstat.distributed import verify_replicas, watch_origin
 
@@ -38,11 +38,9 @@ def main() -> None:
         # Every rank draws the same order of calls (it is the same on every run), so collectives meet.
         samples = interleaved(_calls(_SIZES[options.model], device), options.rounds, device=device)
         case = f"{options.model}, {dist.get_world_size()} ranks"
-        plain, made = samples["step"], []
+        made = []
         for name, sample in samples.items():
-            micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
-            made.append(row(GROUP, case, name, "wall time", "us", micro, device))
-            made.append(row(GROUP, case, name, "time ratio", "", ratios(sample, plain), device))
+            made += step_rows(GROUP, case, name, sample, samples["step"], device)
         show(made, options)
 
 

@@ -24,13 +24,13 @@ import tables
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.loggers import TensorBoardLogger
-from rows import Row, append, row
+from rows import Row, append, row, step_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 import gradstat
-from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+from gradstat.bench.timing import Quartiles, interleaved, quartiles
 from gradstat.demo.model import GPT, SMALL
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import log_report
@@ -148,9 +148,7 @@ def _timed(case: str, fits: dict[str, Callable[[], float]], rounds: int, device:
             took[name].append(fits[name]())
     made = []
     for name, seconds in took.items():
-        micro = Quartiles(*(1e6 * s for s in quartiles(seconds)))
-        made.append(row(STEPS, case, name, "wall time", "us", micro, device))
-        made.append(row(STEPS, case, name, "time ratio", "", ratios(seconds, took[names[0]]), device))
+        made += step_rows(STEPS, case, name, seconds, took[names[0]], device)
     return made
 
 

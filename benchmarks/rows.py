@@ -18,7 +18,7 @@ import torch
 
 from gradstat._core.files import replacing
 from gradstat.bench import machine
-from gradstat.bench.timing import Quartiles
+from gradstat.bench.timing import Quartiles, quartiles, ratios
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -106,6 +106,17 @@ def row(
         tensors=tensors,
         run=_run(),
     )
+
+
+def step_rows(
+    group: str, case: str, provider: str, seconds: Sequence[float], plain: Sequence[float], device: torch.device
+) -> list[Row]:
+    """A step's time in microseconds, and its ratio to the plain step, round by round."""
+    micro = Quartiles(*(1e6 * s for s in quartiles(seconds)))
+    return [
+        row(group, case, provider, "wall time", "us", micro, device),
+        row(group, case, provider, "time ratio", "", ratios(seconds, plain), device),
+    ]
 
 
 def dtype_name(dtype: torch.dtype | tuple[torch.dtype, ...] | None) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 import tables
 import torch
 import wandb
-from rows import append, row
+from rows import append, step_rows
 
 import gradstat
-from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+from gradstat.bench.timing import interleaved
 from gradstat.demo.model import GPT, SMALL
 from gradstat.integrations.loggers import log_report
 
@@ -38,11 +38,9 @@ def main() -> None:
         wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) as run,
     ):
         samples = interleaved(_calls(run), options.rounds, device=device)
-    plain, made = samples["step"], []
+    made = []
     for name, sample in samples.items():
-        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
-        made.append(row(GROUP, "gpt-0.9m", name, "wall time", "us", micro, device))
-        made.append(row(GROUP, "gpt-0.9m", name, "time ratio", "", ratios(sample, plain), device))
+        made += step_rows(GROUP, "gpt-0.9m", name, sample, samples["step"], device)
     if options.record:
         append(made, "full")
     print(tables.everything(made))
