@@ -1,7 +1,7 @@
 // The CPU inner loops, for one instruction set. Included once per set by stats_cpu.cpp, which defines
 //   GRADSTAT_NAMESPACE       a namespace of its own for each set
 //   GRADSTAT_VECTOR_BYTES    16, 32 or 64
-//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 AVX-512 F/BW/VL/DQ/VBMI too
+//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 AVX-512 F/BW/VL/DQ/VBMI/VNNI too
 // under the matching target pragma; undefined again at its end. Hence no include guard and no #include here.
 //
 // Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums
@@ -62,7 +62,9 @@ GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
 #if GRADSTAT_X86_LEVEL == 4
   const auto there = static_cast<uint64_t>((uint64_t{1} << count) - 1);
   const __m512i others = bitcast<__m512i>(V{} + fill);
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 1) {
+    return bitcast<V>(_mm512_mask_loadu_epi8(others, there, p));
+  } else if constexpr (sizeof(T) == 2) {
     return bitcast<V>(_mm512_mask_loadu_epi16(others, static_cast<__mmask32>(there), p));
   } else if constexpr (sizeof(T) == 4) {
     return bitcast<V>(_mm512_mask_loadu_epi32(others, static_cast<__mmask16>(there), p));
@@ -115,15 +117,21 @@ GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
   a = GRADSTAT_MM(cvtps_pd)(GRADSTAT_LOWER_HALF(x));
   b = GRADSTAT_MM(cvtps_pd)(GRADSTAT_UPPER_HALF(x));
 }
-GRADSTAT_INLINE VShort vmin(VShort a, VShort b) {
-  return bitcast<VShort>(GRADSTAT_MM(min_epi16)(bitcast<VBits>(a), bitcast<VBits>(b)));
-}
 GRADSTAT_INLINE VShort vmax(VShort a, VShort b) {
   return bitcast<VShort>(GRADSTAT_MM(max_epi16)(bitcast<VBits>(a), bitcast<VBits>(b)));
 }
 GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
   return bitcast<VShort>(GRADSTAT_MM(max_epu16)(bitcast<VBits>(a), bitcast<VBits>(b)));
 }
+#if GRADSTAT_X86_LEVEL == 4
+using VByte = Vector<int8_t>;
+GRADSTAT_INLINE VByte vmax(VByte a, VByte b) {
+  return bitcast<VByte>(_mm512_max_epi8(bitcast<VBits>(a), bitcast<VBits>(b)));
+}
+GRADSTAT_INLINE VByte vmax_unsigned(VByte a, VByte b) {
+  return bitcast<VByte>(_mm512_max_epu8(bitcast<VBits>(a), bitcast<VBits>(b)));
+}
+#endif
 #else
 GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
 GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
@@ -133,7 +141,6 @@ GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return vminq_f32(a, b); }
 GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return vmaxq_f32(a, b); }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return vminq_f64(a, b); }
 GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return vmaxq_f64(a, b); }
-GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return vminq_s16(a, b); }
 GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return vmaxq_s16(a, b); }
 GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
   return bitcast<VShort>(vmaxq_u16(bitcast<uint16x8_t>(a), bitcast<uint16x8_t>(b)));
@@ -149,7 +156,6 @@ GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return a < b ? a : b; }
 GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return a > b ? a : b; }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return a < b ? a : b; }
 GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return a > b ? a : b; }
-GRADSTAT_INLINE VShort vmin(VShort a, VShort b) { return a < b ? a : b; }
 GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return a > b ? a : b; }
 GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
   using Unsigned = Vector<uint16_t>;
@@ -260,35 +266,40 @@ struct FloatExtremes {
   }
 };
 
-// Smallest and largest of 16-bit floats, from their bits, twice as many to a vector as when widened. As
+// Smallest and largest of floats of 8 or 16 bits, from their bits, more to a vector than when widened. As
 // signed integers floats from +0 up are in order and those from -0 down in reverse order, below all others;
 // as unsigned integers the latter come last. So the largest is the signed maximum, and the smallest the
 // unsigned one, unless all values have the same sign: then one of the two is the signed minimum, for which they
 // are read again.
 template <class Type>
 struct BitExtremes {
-  static constexpr int16_t kLowest = INT16_MIN;
-  VShort signed_max = VShort{} + kLowest;
-  VShort unsigned_max = {};
+  using Unsigned = typename Type::Storage;
+  using Signed = std::make_signed_t<Unsigned>;
+  using V = Vector<Signed>;
+  V signed_max = V{} + std::numeric_limits<Signed>::min();
+  V unsigned_max = {};
 
-  GRADSTAT_INLINE void add(const uint16_t* p) {
-    for (int k = 0; k < 4; ++k) add_vector(p + k * 2 * kLanes);
+  GRADSTAT_INLINE void add(const Unsigned* p) {
+    for (int i = 0; i < Type::kStep; i += sizeof(V) / sizeof(Unsigned)) add_vector(p + i);
   }
-  GRADSTAT_INLINE void add_vector(const uint16_t* p) {
-    const VShort x = load<VShort>(p);
+  GRADSTAT_INLINE void add_vector(const void* p) {
+    const V x = load<V>(p);
     signed_max = vmax(signed_max, x);
     unsigned_max = vmax_unsigned(unsigned_max, x);
   }
-  void add_to(Row& row, const uint16_t* p, int64_t count) const {
-    const auto highest = reduce<int16_t>(signed_max, kMax);
-    const auto lowest = reduce<uint16_t>(bitcast<Vector<uint16_t>>(unsigned_max), kMax);
-    auto between = static_cast<int16_t>(INT16_MAX);
-    if (highest < 0 || lowest <= INT16_MAX) {
-      for (int64_t i = 0; i < count; ++i) between = std::min(between, static_cast<int16_t>(p[i]));
+  Signed largest() const { return reduce<Signed>(signed_max, kMax); }
+  Signed smallest() const {
+    return static_cast<Signed>(reduce<Unsigned>(bitcast<Vector<Unsigned>>(unsigned_max), kMax));
+  }
+  void add_to(Row& row, const Unsigned* p, int64_t count) const {
+    const Signed high = largest(), low = smallest();
+    auto between = std::numeric_limits<Signed>::max();
+    if (high < 0 || low >= 0) {
+      for (int64_t i = 0; i < count; ++i) between = std::min(between, static_cast<Signed>(p[i]));
     }
-    const auto value = [](int16_t bits) { return double{Type::to_real(static_cast<uint16_t>(bits))}; };
-    row.min = merge::min(row.min, value(lowest <= INT16_MAX ? between : static_cast<int16_t>(lowest)));
-    row.max = merge::max(row.max, value(highest < 0 ? between : highest));
+    const auto value = [](Signed bits) { return double{Type::to_real(static_cast<Unsigned>(bits))}; };
+    row.min = merge::min(row.min, value(low >= 0 ? between : low));
+    row.max = merge::max(row.max, value(high < 0 ? between : high));
   }
 };
 
@@ -647,83 +658,133 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
   }
 }
 
-// Adds `count` values to a tensor's row, block by block: fetch(first, count) gives the values of a block, and
-// read_block(first, count) reads one that a Pass could not account for. kPrefetch: it is
-// worth asking for what follows a block.
-template <class Type, bool kPair, bool kPrefetch, class Fetch, class ReadBlock>
-GRADSTAT_INLINE void read_blocks(int64_t count, const Fetch& fetch, const ReadBlock& read_block, Row& row) {
-  constexpr int64_t kBlock = kBlockBytes / sizeof(typename Type::Storage);
+// Adds the values at `p`, of which the first is value number `first` of its tensor, to its row, block by block,
+// multiplied by `factor` in place unless that is 1.
+template <class Type, bool kPair>
+void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
+  constexpr int64_t kBlock = kBlockBytes / sizeof(*p);
   static_assert(kBlock % Type::kStep == 0, "a block is a whole number of steps");
-  for (int64_t done = 0; done < count; done += kBlock) {
+  for (int64_t done = 0; done < count; done += kBlock, p += kBlock) {
     const int64_t take = std::min(kBlock, count - done);
-    const typename Type::Storage* block = fetch(done, take);
+    if (factor != 1.0) scale_values<Type>(p, take, factor);
     Pass<Type, kPair> pass;
     int64_t i = 0;
     for (; i + Type::kStep <= take; i += Type::kStep) {
-      if constexpr (kPrefetch) prefetch<Type::kStep * sizeof(*block)>(block + i);
-      pass.add(block + i);
+      prefetch<Type::kStep * sizeof(*p)>(p + i);
+      pass.add(p + i);
     }
-    if (i < take) pass.add_rest(block + i, take - i);
-    if (!pass.add_to(row, block, take)) read_block(done, take);
+    if (i < take) pass.add_rest(p + i, take - i);
+    if (!pass.add_to(row, p, take)) read_exactly<Type, kPair>(p, take, first + done, row);
   }
 }
 
-// The values at `p`, of which the first is value number `first` of its tensor, multiplied by `factor` in place
-// unless that is 1.
-template <class Type, bool kPair>
-void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
-  const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
-    if (factor != 1.0) scale_values<Type>(p + done, take, factor);
-    return p + done;
-  };
-  const auto read_block = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
-    read_exactly<Type, kPair>(p + done, take, first + done, row);
-  };
-  read_blocks<Type, kPair, true>(count, fetch, read_block, row);
-}
-
-// Float8 codes as bfloat16, which holds all of their values.
-GRADSTAT_INLINE void widen_float8(const uint8_t* codes, int64_t count, const Float8Values& values,
-                                  uint16_t* to) {
-  int64_t i = 0;
 #if GRADSTAT_X86_LEVEL == 4
-  // Two bytes looked up for each of 64 codes, by their bits but the sign.
-  const __m512i low0 = load<__m512i>(values.low), low1 = load<__m512i>(values.low + 64);
-  const __m512i high0 = load<__m512i>(values.high), high1 = load<__m512i>(values.high + 64);
-  const __m512i sign = _mm512_set1_epi8(-128), minus_zero = _mm512_set1_epi16(INT16_MIN);
-  // What some types have where -0 would be.
-  const __m512i nan = _mm512_set1_epi16(values.bfloat16[0x80]);
-  const bool has_minus_zero = values.value[0x80] == 0;
-  for (; i + 64 <= count; i += 64) {
-    prefetch<64>(codes + i);
-    const __m512i code = load<__m512i>(codes + i);
-    const __m512i low = _mm512_permutex2var_epi8(low0, code, low1);
-    const __m512i high = _mm512_permutex2var_epi8(high0, code, high1) | (code & sign);
-    __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
-    if (!has_minus_zero) {
-      a = _mm512_mask_mov_epi16(a, _mm512_cmpeq_epi16_mask(a, minus_zero), nan);
-      b = _mm512_mask_mov_epi16(b, _mm512_cmpeq_epi16_mask(b, minus_zero), nan);
+// Float8 values, whose sums are exact integers here. In units of the smallest, a magnitude is a digit below 128
+// times the weight of a place, a power of two. Each place has a table of digits, for half of the codes without
+// their sign, zero for those of other places, NaN and Inf. VNNI multiplies 64 digits by themselves, or by their
+// signs, and adds.
+template <DType kDType>
+struct Float8 {
+  using Storage = uint8_t;
+  static constexpr int kStep = 64;
+  static constexpr bool kHasMinusZero = kDType == DType::kFloat8E4M3FN || kDType == DType::kFloat8E5M2;
+  static constexpr int kMantissaBits = kDType == DType::kFloat8E5M2 || kDType == DType::kFloat8E5M2FNUZ ? 2 : 3;
+  static constexpr int kLowPlaces = kMantissaBits == 3 ? 2 : 3;
+  static constexpr int kPlaces = kMantissaBits == 3 ? 4 : kHasMinusZero ? 6 : 7;
+  static_assert(int64_t{127 * 127 * 4} * (kChunk / kStep) * 16 <= INT32_MAX, "sums of a chunk fit 32 bits");
+  static_assert(kBlockBytes / kStep <= 255, "counts of a block fit 8 bits");
+
+  static float to_real(uint8_t code) { return float8_values(kDType).value[code]; }
+
+  struct Digits {
+    alignas(64) uint8_t of_code[kPlaces][64] = {};
+    double weight[kPlaces];
+
+    Digits() {
+      const double unit = to_real(1);
+      int place = 0;
+      weight[0] = unit;
+      for (uint8_t code = 0; code < 128 && std::isfinite(to_real(code)); ++code) {
+        if (to_real(code) >= 128 * weight[place] || code == 64) {  // a power of two
+          weight[++place] = std::ldexp(double{to_real(code)}, -kMantissaBits);
+        }
+        of_code[place][code % 64] = static_cast<uint8_t>(to_real(code) / weight[place]);
+      }
     }
-    store(to + i, a);
-    store(to + i + 32, b);
+  };
+
+  // Adds `count` values at `p` to a row, unless there is none or one is not finite; returns whether it did.
+  static bool add_to(Row& row, const uint8_t* p, int64_t count) {
+    if (count == 0) return false;
+    static const Digits digits;
+    const __m512i none = _mm512_setzero_si512(), one = _mm512_set1_epi8(1), minus_one = _mm512_set1_epi8(-1);
+    const __m512i magnitude_bits = _mm512_set1_epi8(0x7f), high_bit = _mm512_set1_epi8(0x40);
+    __m512i table[kPlaces], squares[kPlaces], values[kPlaces];
+#pragma GCC unroll 8
+    for (int place = 0; place < kPlaces; ++place) {
+      table[place] = load<__m512i>(digits.of_code[place]);
+      squares[place] = values[place] = none;
+    }
+    BitExtremes<Float8> extremes;
+    __m512i lowest = none;
+    int64_t zero_count = count;
+    for (int64_t i = 0; i < count;) {
+      __m512i nonzeros = none;
+      for (const int64_t end = std::min(count, i + kBlockBytes); i < end; i += kStep) {
+        __m512i code, for_extremes;
+        if (count - i >= kStep) {
+          prefetch<kStep>(p + i);
+          code = for_extremes = load<__m512i>(p + i);
+        } else {  // zeros behind the last values leave sums alone, more of the same leave the extremes alone
+          code = bitcast<__m512i>(load_part(p + i, count - i, uint8_t{0}));
+          for_extremes = bitcast<__m512i>(load_part(p + i, count - i, p[i]));
+        }
+        const __m512i sign = _mm512_min_epi8(_mm512_max_epi8(code, minus_one), one);
+        const __mmask64 high = _mm512_test_epi8_mask(code, high_bit);
+#pragma GCC unroll 8
+        for (int place = 0; place < kPlaces; ++place) {
+          const __m512i digit =
+              _mm512_maskz_permutexvar_epi8(place < kLowPlaces ? ~high : high, code, table[place]);
+          squares[place] = _mm512_dpbusd_epi32(squares[place], digit, digit);
+          values[place] = _mm512_dpbusd_epi32(values[place], digit, sign);
+        }
+        nonzeros = _mm512_add_epi8(nonzeros, _mm512_min_epu8(_mm512_and_si512(code, magnitude_bits), one));
+        extremes.add_vector(&for_extremes);
+        if constexpr (!kHasMinusZero) lowest = _mm512_min_epi8(lowest, code);
+      }
+      zero_count -= _mm512_reduce_add_epi64(_mm512_sad_epu8(nonzeros, none));
+    }
+    // Where there is no -0, its code is NaN. Elsewhere the largest magnitudes are Inf and NaN.
+    const auto is_finite_at = [](int8_t code) { return std::isfinite(to_real(static_cast<uint8_t>(code))); };
+    const bool is_finite = kHasMinusZero ? is_finite_at(extremes.largest()) && is_finite_at(extremes.smallest())
+                                         : reduce<int8_t>(bitcast<VByte>(lowest), kMin) != INT8_MIN;
+    if (!is_finite) return false;
+#pragma GCC unroll 8
+    for (int place = 0; place < kPlaces; ++place) {
+      const double weight = digits.weight[place];
+      row.sq_sum += _mm512_reduce_add_epi32(squares[place]) * (weight * weight);
+      row.sum += _mm512_reduce_add_epi32(values[place]) * weight;
+    }
+    row.zero_count += static_cast<double>(zero_count);
+    extremes.add_to(row, p, count);
+    return true;
   }
+};
 #endif
-  for (; i < count; ++i) to[i] = values.bfloat16[codes[i]];
-}
 
 void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
-  const auto exactly = [&](int64_t done, int64_t take) { count_float8(entry, first + done, take, row); };
-#if GRADSTAT_X86_LEVEL < 4
-  if (count > kFewFloat8) return exactly(0, count);
+#if GRADSTAT_X86_LEVEL == 4
+  if constexpr (sizeof(Sums<double>) == 2 * sizeof(double)) {  // a further sum is left to the histogram
+    const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
+    const auto is_added = [&](auto type) { return decltype(type)::add_to(row, codes, count); };
+    const bool is_done = entry.dtype == DType::kFloat8E4M3FN     ? is_added(Float8<DType::kFloat8E4M3FN>())
+                         : entry.dtype == DType::kFloat8E5M2     ? is_added(Float8<DType::kFloat8E5M2>())
+                         : entry.dtype == DType::kFloat8E4M3FNUZ ? is_added(Float8<DType::kFloat8E4M3FNUZ>())
+                                                                 : is_added(Float8<DType::kFloat8E5M2FNUZ>());
+    if (is_done) return;
+  }
 #endif
-  const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
-  const Float8Values& values = float8_values(entry.dtype);
-  alignas(kVectorBytes) uint16_t widened[kBlockBytes / sizeof(uint16_t)];
-  const auto fetch = [&](int64_t done, int64_t take) __attribute__((always_inline)) {
-    widen_float8(codes + done, take, values, widened);
-    return widened;
-  };
-  read_blocks<BFloat16, false, false>(count, fetch, exactly, row);
+  count_float8(entry, first, count, row);
 }
 
 // Calls body(type, first value) unless these are 8-bit ones; returns whether it did.
