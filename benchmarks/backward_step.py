@@ -1,20 +1,26 @@
 """What `step_in_backward` costs in a whole training step: ``python benchmarks/backward_step.py``.
 
-Beside it stand a step after backward, and the usual recipe: one optimizer and one hook for each parameter.
+Beside it stand a step after backward, and the usual recipe: one optimizer and one hook for each parameter. With FSDP2
+``torchrun --nproc-per-node 2 benchmarks/backward_step.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import tables
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from launched import process_group
 from rows import Row, add_arguments, append, row, step_rows
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
@@ -37,7 +43,10 @@ def _calls(name: str, device: torch.device) -> dict[str, Callable[[], object]]:
 
     def model() -> GPT:
         torch.manual_seed(0)
-        return GPT(size).to(device)
+        made = GPT(size).to(device)
+        for module in (*made.blocks, made) if dist.is_initialized() else ():
+            fully_shard(module)
+        return made
 
     def backward(of: GPT) -> None:
         F.cross_entropy(of(tokens[:, :-1]).flatten(0, -2).float(), tokens[:, 1:].flatten()).backward()
@@ -73,27 +82,34 @@ def _calls(name: str, device: torch.device) -> dict[str, Callable[[], object]]:
         gradstat.step_in_backward(AdamW, of, clip, **options)
         return lambda: backward(of)
 
-    return {
+    calls = {
         _RECIPE: recipe(),
         "clip_grad_norm_ of each and AdamW after backward": after(),
         "step_in_backward": ours(None),
         "step_in_backward, limit of each": ours(_LIMIT),
         "step_in_backward, LastNormClip": ours(gradstat.LastNormClip(_LIMIT)),
         "step_in_backward, AdaGC": ours(gradstat.AdaGC(warmup=0)),
-        "step_in_backward, AGC": ours(gradstat.AGC()),
     }
+    if not dist.is_initialized():
+        calls["step_in_backward, AGC"] = ours(gradstat.AGC())
+    return calls
 
 
 def _measured(model: str, rounds: int, device: torch.device) -> list[Row]:
     made = []
     calls = _calls(model, device)
+    group, case, threads = GROUP, model, torch.get_num_threads()
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
+        group, case, threads = f"{GROUP}, ranks", f"{model}, FSDP2 on {ranks} ranks", threads * ranks
+    # Every rank draws the same order of calls, so collectives meet.
     samples = interleaved(calls, rounds, device=device)
     synchronize(device)
     for name, sample in samples.items():
-        made += step_rows(GROUP, model, name, sample, samples[_RECIPE], device)
+        made += step_rows(group, case, name, sample, samples[_RECIPE], device)
         peak = peak_bytes(calls[name], device)
-        made.append(row(GROUP, model, name, "peak memory", "B", Quartiles(peak, peak, peak), device))
-    return made
+        made.append(row(group, case, name, "peak memory", "B", Quartiles(peak, peak, peak), device))
+    return [replace(one, threads=threads) for one in made]
 
 
 def main() -> None:
@@ -102,9 +118,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     add_arguments(parser)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = [options.model] if options.model else list(_SIZES)
-    made = [one for model in models for one in _measured(model, options.rounds, device)]
+    alone = contextlib.nullcontext(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with process_group() if "LOCAL_RANK" in os.environ else alone as device:
+        models = [options.model] if options.model else list(_SIZES)
+        made = [one for model in models for one in _measured(model, options.rounds, device)]
+        if dist.is_initialized() and dist.get_rank():
+            return
     print(tables.plainly(made))
     if options.record:
         print(f"recorded in {append(made, 'backward_step', options.results)}")

@@ -136,6 +136,16 @@ def _ranks(script: str) -> Callable[[Session], list[str]]:
     return words
 
 
+def _recorded(script: str) -> Callable[[Session], list[str]]:
+    """A benchmark of its own, with its models; in a rehearsal the smallest."""
+
+    def words(session: Session) -> list[str]:
+        rest = [] if session.on_gpu else ["--model", "gpt-0.9m", "--rounds", "1"]
+        return [sys.executable, f"benchmarks/{script}", "--record", "--results", str(session.results), *rest]
+
+    return words
+
+
 def _variants(kernels: str) -> Callable[[Session], list[str]]:
     def words(session: Session) -> list[str]:
         how = ["--results", str(session.results)] if session.on_gpu else ["--compile", "90"]
@@ -184,15 +194,17 @@ COMMANDS = {
         (
             Part("lists", 170, _suite("lists", seconds=1.0)),
             Part("growth in tensors", 50, _suite("growth in tensors", seconds=0.5)),
-            Part("growth in tensors, warm", 50, _suite("growth in tensors, warm", seconds=0.5)),
+            Part("growth in tensors, warm", 35, _suite("growth in tensors, warm", seconds=0.35)),
             Part("growth in bytes", 50, _suite("growth in bytes", seconds=0.5)),
         ),
     ),
     "steps": Command(
         "what is added to training steps, steps of optimizers, the host path, memory, ranks",
         (
-            Part("training steps", 150, _suite("steps", seconds=7.0)),
+            Part("training steps", 130, _suite("steps", seconds=6.0)),
             Part("backward passes", 20, _suite("in backward", seconds=1.0)),
+            Part("steps in backward", 20, _recorded("backward_step.py")),
+            Part("noise scale", 15, _recorded("noise_scale.py")),
             Part("host path", 15, _suite("host path", seconds=1.0)),
             Part("steps of optimizers", 80, _suite("optimizer steps", seconds=0.3)),
             Part("updates to come", 25, _suite("updates to come", seconds=0.3)),

@@ -264,15 +264,12 @@ def _numpy(vectors: Tensor) -> npt.NDArray[np.float64]:
 
 
 def _kernels_on_host(library: ctypes.CDLL) -> Callable[[Tensor], npt.NDArray[np.float64]]:
-    from host_kernels import Piece, stats
+    from host_kernels import EmulatedKernels
+
+    kernels = EmulatedKernels(library)
 
     def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
-        pair = vectors.is_complex()
-        found = []
-        for vector in vectors:
-            values = torch.view_as_real(vector).flatten() if pair else vector
-            found.append(stats(library, [Piece(values, is_pair=pair)], blocks=3)[0])
-        result: npt.NDArray[np.float64] = _norms.l2_norms(torch.from_numpy(np.concatenate(found))).numpy()
+        result: npt.NDArray[np.float64] = _norms.l2_norms(kernels.check(list(vectors))[0]).numpy()
         return result
 
     return norms
@@ -281,7 +278,7 @@ def _kernels_on_host(library: ctypes.CDLL) -> Callable[[Tensor], npt.NDArray[np.
 def _built_on_host(folder: Path) -> ctypes.CDLL:
     from host_build import build
 
-    return build("kernels.cpp", folder)
+    return build(folder)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

@@ -23,7 +23,10 @@ import tables
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("in-backward", "performance", "numerics", "stepping", "testing")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("in-backward", "noise-scale", "performance", "numerics", "stepping", "testing")
+    ),
 ]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
@@ -80,12 +83,30 @@ def fuzzed(folder: Path) -> str:
 
 def leaks(folder: Path) -> str:
     """For docs/testing.md: by how much a process grows."""
-    return _of_every_device("leaks", tables.leaks)
+    return _of_every_device("leaks", tables.leaks_in_words)
 
 
 def backward_steps(folder: Path) -> str:
-    """For docs/in-backward.md: what stepping in backward costs and saves, of the largest model."""
-    return _of_every_device("backward_step", lambda rows: tables.plainly([r for r in rows if r.case == rows[-1].case]))
+    """For docs/in-backward.md: what stepping in backward costs and saves, of the largest model, alone and on ranks."""
+
+    def largest(found: Sequence[rows.Row]) -> str:
+        last = {row.group: row.case for row in found}
+        ends = ("after backward", "limit of each")
+        alone = ("clip_grad_norm_", *ends, "AGC")
+        shown = [r for r in found if r.provider.endswith(ends if "ranks" in r.case else alone)]
+        return tables.plainly([row for row in shown if row.case == last[row.group]])
+
+    return _of_every_device("backward_step", largest)
+
+
+def noise_scale(folder: Path) -> str:
+    """For docs/noise-scale.md: what it adds to a step that is measured."""
+
+    def shares(found: Sequence[rows.Row]) -> str:
+        inside = [row for row in found if row.metric == "time inside" and row.provider.endswith("every=1")]
+        return "; ".join(f"{row.value:.2f} % of {row.case}" for row in inside) + ".\n"
+
+    return _of_every_device("noise_scale", shares)
 
 
 def guards(folder: Path) -> str:
@@ -113,6 +134,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "everything": everything,
     "optimizer_steps": steps_of_optimizers,
     "goals": judged_goals,
+    "noise_scale": noise_scale,
     "numerics": numerics,
     "backward_step": backward_steps,
     "fuzz": fuzzed,

@@ -241,6 +241,20 @@ def leaks(rows: Sequence[Row]) -> str:
     return grid(["steps of", "number", "memory", "Python objects", "tensors"], lines)
 
 
+def leaks_in_words(rows: Sequence[Row]) -> str:
+    """The most that any kind of step has left behind, in a sentence."""
+    values = {
+        metric: {r.case: r.value for r in rows if r.metric == metric} for metric in ("steps", "objects", "tensors")
+    }
+    most = {metric: max(found.values()) for metric, found in values.items()}
+    memory = max(row.value for row in rows if row.metric == "memory")
+    kinds = [f"`{case}`" + f" ({n:,.0f})" * (n < most["steps"]) for case, n in values["steps"].items()]
+    return (
+        f"{most['steps']:,.0f} steps of {', '.join(kinds)} left at most {memory / 1024:,.0f} KiB, "
+        f"{most['objects']:,.0f} Python objects, {most['tensors']:,.0f} tensors.\n"
+    )
+
+
 def _added(row: Row | None) -> str:
     return "" if row is None else f"{(row.value - 1) * 100:+.1f} %"
 
@@ -389,6 +403,8 @@ def _plain(row: Row | None, first: Row | None) -> str:
         return _added(row)
     if row.unit == "us":
         return _relative(row, None if row is first else first)
+    if row.unit == "%":
+        return f"{row.value:.2f} %"
     return in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import math
 import sys
@@ -13,16 +14,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Adagrad, Adam, Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from gradstat import _fields
 from gradstat._core import norms
 from gradstat._core.engines import engine_of, refuse_engine
 from gradstat._core.host_copy import streams_of
+from gradstat._core.measure import measure
 from gradstat._core.measurement import Measurement
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, source_of
@@ -30,12 +35,15 @@ from gradstat._core.tensors import is_distributed, moved
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
-from gradstat.adaptive import LastNormClip, NormClip, TensorClip
+from gradstat.adaptive import AGC, LastNormClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import counters_on
 
 _current_backward = torch._C._current_graph_task_id  # -1 outside of one
-_APPLY = BackwardCFunction.apply.__code__
+_APPLY, _RUN = BackwardCFunction.apply.__code__, _engine_run_backward.__code__
+_REMEDY = "use guarded_step after backward, or FSDP2 (fully_shard), which reduces before"
+# Imported by those who use it.
+_OLDER_FSDP = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
 def step_in_backward(
@@ -72,8 +80,9 @@ def step_in_backward(
     Raises:
         TypeError: ``optimizer_class`` is no class of optimizers, ``clip`` none of these, or ``model`` an engine.
         ValueError: The optimizer needs a closure; ``clip`` is not in range, or needs the norm of all gradients.
-        NotImplementedError: The parameters are distributed tensors or in DistributedDataParallel, whose gradients are
-            reduced later or together; `AGC` or `AdaGC` with parameters on several devices.
+        NotImplementedError: The parameters are in DistributedDataParallel or FSDP's first version, which reduce
+            gradients after they would have been stepped (the first ``backward()`` looks again); `AGC` with distributed
+            tensors; `AGC` or `AdaGC` with parameters on several devices.
         RuntimeError: A parameter has a gradient already. During ``backward()``: parameters were added to the optimizer;
             a parameter's gradient is sparse and the optimizer fused; the backward pass is one inside of another
             (reentrant checkpointing); the optimizer counts steps for a group. From ``optimizer.step()``, which has
@@ -94,11 +103,6 @@ def step_in_backward(
     _check_clip(clip)
     groups = _groups_of(model)
     parameters = [p[1] if isinstance(p, tuple) else p for group in groups for p in group["params"]]
-    if is_distributed(parameters):
-        raise NotImplementedError(
-            "parameters are distributed tensors (FSDP2, tensor parallel), of which every norm takes a reduction over "
-            "ranks; use guarded_step after backward"
-        )
     if isinstance(clip, TensorClip) and len({p.device for p in parameters}) > 1:
         raise NotImplementedError(f"{type(clip).__name__} in backward needs all parameters on one device")
     if _can_be_fused(kind, groups, parameters, options):
@@ -108,6 +112,13 @@ def step_in_backward(
     source = source_of(optimizer)
     if isinstance(model, Module):
         source = named_by(model, source)
+    _refuse_reducers(source)
+    if isinstance(clip, AGC) and is_distributed(source.parameters):
+        i = next(i for i, parameter in enumerate(source.parameters) if is_distributed([parameter]))
+        raise NotImplementedError(
+            f"{source.names()[i]!r} is a distributed tensor, and AGC clips slices of tensors that are here as a whole; "
+            "pass a number, AdaGC or LastNormClip"
+        )
     found = gradients_of(source.parameters)
     if found.tensors:
         raise RuntimeError(
@@ -119,6 +130,8 @@ def step_in_backward(
 
 class StepInBackward:
     """What `step_in_backward` returns. Dropping it changes nothing: the parameters hold it until `remove`.
+
+    Before that, neither they nor the optimizer's state are freed: torch does not collect what a hook holds in a cycle.
 
     Attributes:
         optimizer: The optimizer, for schedulers, groups and a `Monitor`. Its own ``step()`` and ``zero_grad()`` have
@@ -138,8 +151,9 @@ class StepInBackward:
         own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
         self._step = optimizer.step if self._is_foreign else own
         self._labels = [Labels(functools.partial(_named, source, i), tuple) for i in range(len(source.parameters))]
-        self._found: list[Measured | None] = []
+        self._found: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
+        self._is_distributed, self._is_reduced = is_distributed(source.parameters), False
         self._measured: Measured | None = None
         self._gradients = Gradients([], [], [])
         self._report: PendingReport | None = None
@@ -196,7 +210,8 @@ class StepInBackward:
         if wanted != list(range(len(at))):
             table = rows.table()
             table = table[torch.tensor(wanted, dtype=torch.int64, device="cpu").to(table.device)]
-            rows = Measurement([table], None, [rows.infos[row] for row in wanted])
+            total = rows.total if len(wanted) == len(at) else None
+            rows = Measurement([table], None, [rows.infos[row] for row in wanted], total)
         missing = [i for i, p in enumerate(parameters) if p.requires_grad and id(p) not in row_of]
         return Gradients([], None if len(positions) == len(parameters) else positions, missing), rows
 
@@ -224,7 +239,12 @@ class StepInBackward:
                 raise RuntimeError(
                     f"the gradient of {labels.of(0)!r} is sparse, which no fused optimizer takes; pass fused=False"
                 )
-            measured = Measured.of([gradient], labels, StepRequest(self._limit, None, None), [parameter], None, None)
+            request = StepRequest(self._limit, None, None)
+            if is_distributed([gradient]):
+                rows, measured, gradient = _measured_over_ranks(gradient, labels, request, parameter)
+            else:
+                measured = Measured.of([gradient], labels, request, [parameter], None, None)
+                rows = measured.rows
             rewrites = self._limit != math.inf
             if self._parts:
                 assert self._rows_of_parts is not None
@@ -235,7 +255,7 @@ class StepInBackward:
                 measured.scale_by_(moved(self._clip.coefficient, measured.numbers.device))
                 rewrites = True
             self._step_alone(measured, group, parameter, gradient, rewrites)
-            self._found[i] = measured
+            self._found[i] = rows
             parameter.grad = None
 
     def _step_alone(
@@ -261,8 +281,10 @@ class StepInBackward:
     def _begin(self) -> None:
         """The first gradient of a backward pass is complete."""
         frame: types.FrameType | None = sys._getframe()
+        is_whole = False  # FSDP2 calls hooks in the backward pass of a function of its own
         while frame is not None:
-            if frame.f_code is _APPLY:
+            is_whole = is_whole or frame.f_code is _RUN
+            if is_whole and frame.f_code is _APPLY:
                 raise RuntimeError(
                     "this backward pass runs inside of another one, whose end is that of the step (reentrant "
                     "checkpointing); use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -274,6 +296,9 @@ class StepInBackward:
                 f"the optimizer has {count} parameters and had {len(self._labels)} when step_in_backward was called; "
                 "remove() the handle and call it again with all of them"
             )
+        if not self._is_reduced:
+            _refuse_reducers(self._source)
+            self._is_reduced = True
         if self._backward != _current_backward():
             self._backward = _current_backward()
             self._found = [None] * count
@@ -281,7 +306,8 @@ class StepInBackward:
             if isinstance(self._clip, TensorClip):
                 self._rows_of_parts = self._clip._spread(count, self._source.parameters[0].device)
         self._is_open = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        # FSDP2 completes the gradients of modules whose inputs need none in a callback of its own, queued already.
+        _queue(functools.partial(_queue, self._end) if self._is_distributed else self._end)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -292,7 +318,12 @@ class StepInBackward:
         missing = [i for i, p in enumerate(self._source.parameters) if self._found[i] is None and p.requires_grad]
         self._found = []
         self._gradients = Gradients([], None if len(found) == len(self._labels) else positions, missing)
-        rows = _joined([one.rows for one in found])
+        rows = _joined(found)
+        if self._is_distributed:
+            from gradstat._core.sharded import Sharded
+
+            local = rows
+            rows = Sharded([self._source.parameters[i] for i in positions]).rows(lambda _: local)
         counters = counters_on(self.optimizer, rows.tables[0].device)
         decision = norms.decide(rows.summands(), StepRequest(math.inf, None, counters.tensor))
         streams = counters.streams = streams_of([decision.verdict, *rows.tables])
@@ -314,6 +345,8 @@ class StepInBackward:
                 "a loss scaler steps this optimizer, which was stepped in backward already, by gradients with their "
                 "scale; step_in_backward does not unscale: train in bfloat16, or use guarded_step(scaler=scaler)"
             )
+        if all(group.get("lr") == 0 for group in optimizer.param_groups):
+            return  # torch.distributed.checkpoint makes the state by such a step, which changes no parameter
         found = gradients_of(self._source.parameters)
         if found.tensors:
             raise RuntimeError(
@@ -355,7 +388,7 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
         if isinstance(uncompiled(model), DistributedDataParallel) or engine_of(model) is not None:
             raise NotImplementedError(
                 f"{type(model).__name__} reduces gradients over ranks after they are complete, so ranks would step by "
-                "different ones; use guarded_step after backward"
+                f"different ones; {_REMEDY}"
             )
         return [{"params": list(model.parameters())}]
     if isinstance(model, Tensor) or not isinstance(model, Iterable):
@@ -364,6 +397,26 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     if not any(isinstance(item, dict) for item in given):
         return [{"params": given}]
     return [{**group, "params": _listed(group["params"])} for group in given]
+
+
+def _refuse_reducers(source: Source) -> None:
+    """Raises NotImplementedError for parameters whose gradients are reduced over ranks behind our hooks.
+
+    No parameter tells: the modules that do so, which may have been made after the handle, are looked for.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    older = getattr(sys.modules.get(_OLDER_FSDP[0]), _OLDER_FSDP[1], DistributedDataParallel)
+    position = {id(parameter): i for i, parameter in enumerate(source.parameters)}
+    for item in gc.get_objects():
+        kind = type(item)
+        if issubclass(kind, (DistributedDataParallel, older)):
+            i = next((position[id(p)] for p in item.parameters() if id(p) in position), None)
+            if i is not None:
+                raise NotImplementedError(
+                    f"{source.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks after this "
+                    f"rank would have stepped by its own; expected gradients that are reduced before; {_REMEDY}"
+                )
 
 
 def _listed(parameters: Any) -> list[Any]:
@@ -376,6 +429,8 @@ def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tens
         return False
     if any(name in given for given in (options, *groups) for name in ("fused", "foreach", "differentiable")):
         return False
+    if is_distributed(parameters) and not issubclass(kind, Adam):
+        return False  # torch has no other fused step for distributed tensors
     devices = {"cpu"} if issubclass(kind, Adagrad) else set(_get_fused_kernels_supported_devices())
     return all(p.is_floating_point() and p.device.type in devices for p in parameters)
 
@@ -388,6 +443,30 @@ def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     finally:
         if is_frozen:
             parameter.requires_grad_(False)
+
+
+def _measured_over_ranks(
+    gradient: Any, labels: Labels, step: StepRequest, parameter: Any
+) -> tuple[Measurement, Measured, Tensor]:
+    """The rows of this rank's shard; what is decided by those of the whole tensor; and the gradient to step by.
+
+    One reduction, of a row of sums: what else is in the rows is merged at the end, for all tensors together.
+    """
+    from gradstat._core.sharded import sum_over_shards_
+
+    if gradient.placements != parameter.placements:  # a sum that is still pending, as in sequence parallel norms
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    rows = measure([gradient], labels.of, None, over_ranks=False)
+    whole = rows.tables[0].clone()
+    sum_over_shards_(whole[:, _fields.SUMMED], [gradient])
+    decision = norms.decide(whole, step)
+    streams = streams_of([decision.verdict])
+    return rows, Measured(Measurement([whole], None, rows.infos), labels, *decision, False, None, streams), gradient
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    """To be called when the backward pass is over, behind what is queued already."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _named(source: Source, i: int) -> list[str]:

@@ -8,11 +8,13 @@ around tensors.
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from exact import NARROW_TOLERANCE, WIDE_TOLERANCE, Account, Floats, assert_rows, expect, is_float64, rounded_product
-from fuzzing import FLOAT8, KIND_OF, Batch, Memory, decoded_from, view_of
+from fuzzing import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
+from gradients import parameters_with
 from torch import Tensor, nn
 
 import gradstat
@@ -71,12 +73,15 @@ def assert_report(report: Report, batch: Batch, accounts: Sequence[Account], nam
     for i, (stats, account, recipe) in enumerate(zip(report, accounts, batch.recipes, strict=True)):
         expect(stats.numel == recipe.numel, "numel", recipe, stats.numel, recipe.numel)
         expect(stats.ok == account.is_finite, "ok", recipe, stats.ok, account.is_finite)
+        norm = float(account.norm)
+        expect(is_close(stats.l2_norm, norm, tolerance_of([recipe.dtype]) * norm), "norm", recipe, stats.l2_norm, norm)
         if account.min <= account.max:
             expect((stats.min, stats.max) == (account.min, account.max), "range", recipe, stats, account.min)
         else:
             expect(all(map(math.isnan, (stats.min, stats.max, stats.mean))), "range", recipe, stats, "NaN")
         assert_first(stats.first_nonfinite, account, batch, i)
-    str(report), report.to_dict(), report.to_numpy()
+    expect(report.to_numpy()["l2_norm"].tolist() == [stats.l2_norm for stats in report], "norms", "it", report, None)
+    str(report), report.to_dict()
 
 
 def assert_first(index: tuple[int, ...] | None, account: Account, batch: Batch, position: int) -> None:
@@ -94,7 +99,7 @@ def assert_first(index: tuple[int, ...] | None, account: Account, batch: Batch, 
 
 
 def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
-    """The rows of slices along dimension 0."""
+    """The rows of slices along dimension 0, which are then multiplied by a coefficient each."""
     few = batch.only(lambda recipe: len(recipe.shape) < 2 or recipe.shape[0] <= 64)
     if not few:
         return
@@ -108,21 +113,28 @@ def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
             accounts.append(Account(unit.reshape(-1, KIND_OF[recipe.dtype].parts)))
             dtypes.append(recipe.dtype)
             where.append(("a unit", recipe))
-    kernels = backends.resolve(backend, batch.tensors[0].device.type)
+    device = batch.tensors[0].device
+    kernels = backends.resolve(backend, device.type)
     assert_rows(kernels.unit_stats([batch.tensors[i] for i in few]), accounts, dtypes, where)
     assert_unchanged(batch, before)
+    products, numbers = {}, []
+    chosen = [i for i in few if is_scaled_by(backend, batch.recipes[i])]
+    for i in chosen:
+        count = batch.recipes[i].shape[0] if len(batch.recipes[i].shape) > 1 else 1
+        own = np.array([source.choice((1.0, 0.0, -0.37, 3.7)) for _ in range(count)])
+        products[i] = (own.reshape(-1, *[1] * len(batch.recipes[i].shape)),) * 2
+        numbers += own.tolist()
+    if chosen:
+        by = torch.tensor(numbers, dtype=torch.float64, device=device)
+        kernels.scale_units_([batch.tensors[i] for i in chosen], by)
+        assert_products(batch, before, products)
+
+
+def is_scaled_by(backend: str, recipe: Recipe) -> bool:
+    return recipe.is_dense and not (backend == "triton" and recipe.dtype in FLOAT8)
 
 
 # Norms and clips -------------------------------------------------------------------------------------------------
-
-
-def parameters_with(gradients: Sequence[Tensor]) -> list[nn.Parameter]:
-    made = []
-    for gradient in gradients:
-        parameter = nn.Parameter(torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device))
-        parameter.grad = gradient
-        made.append(parameter)
-    return made
 
 
 def norm_of(accounts: Sequence[Account], infinity: bool = False) -> float:
@@ -189,7 +201,9 @@ def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
     factor = source.choice((0.0, 0.5, -0.5, 1e-3, 1.0, 1 - 1e-9, 1 + 1e-9, 2.0))
     max_norm = math.inf if source.random() < 0.1 else factor * (exact if 0 < exact < 1e300 else 1.0)
     parameters = parameters_with(gradients)
-    norm = gradstat.clip_grad_norm_(parameters, max_norm, math.inf if infinity else 2.0, backend=backend)
+    raises = math.isfinite(exact) and source.random() < 0.5  # then it waits for the norm before it scales
+    order = math.inf if infinity else 2.0
+    norm = gradstat.clip_grad_norm_(parameters, max_norm, order, error_if_nonfinite=raises, backend=backend)
     assert_norm(norm, exact, dtypes)
     ratio = max_norm / (exact + 1e-6)
     if max_norm == math.inf or ratio > 1 + 1e-6 or not writable:
@@ -212,9 +226,9 @@ def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
 
 
 def assert_products(
-    batch: Batch, before: Memory, coefficients: dict[int, tuple[float, float]], keeps_bits: bool = False
+    batch: Batch, before: Memory, coefficients: dict[int, tuple[Any, Any]], keeps_bits: bool = False
 ) -> None:
-    """Tensors were multiplied by something between two numbers each, rounded as torch rounds; nothing else changed.
+    """Tensors were multiplied by something between two numbers, or arrays, each, rounded as torch rounds; nothing else.
 
     Multiplied by exactly 1 they keep their values, and the bits of NaN if ``keeps_bits``.
     """
@@ -263,8 +277,8 @@ def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
 
 
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
-    """A coefficient for each tensor, then all by one factor and measured on the way."""
-    chosen = batch.only(lambda recipe: recipe.is_dense and not (backend == "triton" and recipe.dtype in FLOAT8))
+    """A coefficient for each tensor, then all by one factor and measured on the way; past torch's dispatcher or not."""
+    chosen = batch.only(lambda recipe: is_scaled_by(backend, recipe))
     if not chosen:
         return
     tensors = [batch.tensors[i] for i in chosen]
@@ -272,11 +286,17 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     kernels = backends.resolve(backend, device.type)
     before = batch.memory()
     numbers = [source.choice((1.0, 0.0, -0.37, 0.8125, 3.7, 2.0**-16, math.inf, math.nan)) for _ in chosen]
-    kernels.scale_each_(tensors, torch.tensor(numbers, dtype=torch.float64, device=device))
+    direct = source.choice((kernels.direct, None))
+    coefficients = torch.tensor(numbers, dtype=torch.float64, device=device)
+    if direct is None:
+        kernels.scale_each_(tensors, coefficients)
+    else:
+        expect(direct.scale_each_(tensors, coefficients) is True, "refusal", "the short way", None, True)
     by_position = {i: (number, number) for i, number in zip(chosen, numbers, strict=True)}
     assert_products(batch, before, by_position, keeps_bits=backend == "native")
     before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))
-    table = kernels.unscale_(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
+    unscale = kernels.unscale_ if direct is None else lambda *given: direct.unscale_(*given)[0]
+    table = unscale(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
     factor = float(np.float32(factor))
     assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
     accounts, recipes = batch.accounts(), [batch.recipes[i] for i in chosen]

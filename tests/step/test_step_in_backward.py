@@ -1,6 +1,7 @@
 """step_in_backward: the same as clipping and stepping after backward, with one gradient at a time, and misuse."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gradstat
 from gradstat.bench.memory import peak_bytes
+from gradstat.distributed import layouts
+from gradstat.distributed.layouts import batch, made
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 0.01}),
@@ -148,6 +161,12 @@ def test_states_go_to_and_from_an_ordinary_optimizer_and_removing_ends_it() -> N
     assert handle.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
     twin.load_state_dict(model.state_dict())
     plain.load_state_dict(handle.state_dict())
+    # Torch's distributed checkpoints make the state that there is not yet, by gradients of zeros and a step.
+    into = gradstat.step_in_backward(AdamW, third := net(), lr=0.01)
+    saved = get_optimizer_state_dict(model, handle.optimizer)
+    loosely = StateDictOptions(strict=False)  # one parameter has no gradient
+    set_optimizer_state_dict(third, into.optimizer, copy.deepcopy(saved), options=loosely)
+    assert_same(into.state_dict()["state"], handle.state_dict()["state"])
     handle.load_state_dict(copy.deepcopy(plain.state_dict()))  # puts other groups in the place of those there were
     restored = gradstat.AdaGC(warmup=0)
     restored.load_state_dict(clip.state_dict())
@@ -284,3 +303,139 @@ def test_what_goes_wrong_in_backward_says_so_by_name() -> None:
     gradstat.step_in_backward(CountsGroups, model := net())
     with pytest.raises(RuntimeError, match=r"'k' of the whole group in the step of 'c\.bias'"):
         backward(model, 0)
+
+
+# On ranks -----------------------------------------------------------------------------------------------------
+
+
+def spoil_the_last(parameter: Tensor) -> None:
+    """A hook: NaN in the last element of the gradient, where that is."""
+    gradient: Any = parameter.grad
+    mesh = gradient.device_mesh
+    places = zip(mesh.get_coordinate(), mesh.shape, gradient.placements, strict=True)
+    if all(at == size - 1 or placement.is_replicate() for at, size, placement in places):
+        gradient._local_tensor.view(-1)[-1] = math.nan
+
+
+def steps_as_in_one_process(layout: str, kind: str, clip_by: str) -> None:
+    """With a monitor, and in the second of four steps a gradient that is bad on one rank alone."""
+    (optimizer_class, options), clip, twins = OPTIMIZERS[kind], CLIPS[clip_by](), CLIPS[clip_by]()
+    (laid_out, batches), twin = made(layout), layouts.model()
+    parameters, bad = laid_out.named_parameters(), "blocks.0.up.weight"
+    steps = iter(range(4))
+    parameters[bad].register_post_accumulate_grad_hook(lambda p: spoil_the_last(p) if next(steps) == 1 else None)
+    handle = gradstat.step_in_backward(optimizer_class, laid_out.model, clip, **options)
+    plain = optimizer_class(twin.parameters(), **options)
+    monitor = gradstat.Monitor(laid_out.model, handle.optimizer, on_anomaly="record")
+    before = None
+    for step in range(4):
+        laid_out.model(batch(batches[dist.get_rank()]) + step).square().mean().backward()
+        layouts.backward(twin, set(batches), shift=step)
+        monitor.step(float(step))
+        report, expected = handle.report.result(), gradstat.check(twin)
+        assert all(parameter.grad is None for parameter in parameters.values())
+        assert [stats.name for stats in report.nonfinite] == ([bad] if step == 1 else [])
+        if step != 1:
+            assert report.total_norm == pytest.approx(expected.total_norm, rel=1e-5)
+            assert [s.l2_norm for s in report] == pytest.approx([s.l2_norm for s in expected], rel=1e-4, abs=1e-6)
+        refused = twin.get_parameter(bad)
+        if step == 1:
+            refused.grad[-1, -1] = math.nan
+        clip_after(list(twin.parameters()), twins, before)
+        refused.grad = None if step == 1 else refused.grad
+        before = before if step == 1 else expected.total_norm
+        plain.step()
+        plain.zero_grad()
+        for name, parameter in twin.named_parameters():
+            ours: Any = parameters[name].detach()
+            ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+            torch.testing.assert_close(ours, parameter.detach(), rtol=1e-4, atol=1e-5, msg=f"{name} in step {step}")
+    latest = monitor.latest()
+    assert latest is not None
+    assert latest.report.total_norm == report.total_norm
+    assert [(finding.rule, finding.step) for finding in monitor.findings][:1] == [("nonfinite-gradient", 1)]
+    assert bad in monitor.findings[0].text
+    assert gradstat.step_counters(handle.optimizer).read(wait=True) == gradstat.StepCounts(4, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "kind", "clip_by"),
+    [
+        *(("fsdp2", 2, "AdamW", clip_by) for clip_by in CLIPS if clip_by != "AGC"),
+        ("fsdp2", 4, "AdamW not fused", "each norm"),  # some ranks have nothing of the last layer
+        ("hsdp", 4, "SGD", "AdaGC"),
+        ("tp", 2, "AdamW", "last norm"),
+        ("sp", 2, "SGD", "each norm"),
+        ("fsdp2+tp", 4, "AdamW not fused", "AdaGC"),
+    ],
+)
+def test_ranks_step_as_one_process(ranks: Ranks, layout: str, world: int, kind: str, clip_by: str) -> None:
+    ranks.run(world, steps_as_in_one_process, layout, kind, clip_by)
+
+
+@on_ranks(2)
+def test_a_tensor_takes_one_reduction_and_the_end_two() -> None:
+    layout, _ = made("fsdp2")
+    gradstat.step_in_backward(SGD, layout.model, 1.0, lr=0.1)
+    loss = layout.model(batch(dist.get_rank())).square().mean()
+    reductions = [call for call in collectives_of(loss.backward) if call.startswith("all_reduce")]
+    assert len(reductions) == len(list(layout.model.parameters())) + 2
+
+
+@on_ranks(2)
+def test_passes_that_do_not_reduce_accumulate() -> None:
+    laid_out, twin = made("fsdp2")[0], layouts.model()
+    spread: Any = laid_out.model
+    handle = gradstat.step_in_backward(SGD, spread, lr=0.1)
+    plain = SGD(twin.parameters(), lr=0.1)
+    for micro_batch in range(2):
+        spread.set_requires_gradient_sync(micro_batch == 1)
+        spread(batch(2 * dist.get_rank() + micro_batch)).square().mean().backward()
+        layouts.backward(twin, {micro_batch, 2 + micro_batch})
+    plain.step()
+    assert gradstat.step_counters(handle.optimizer).read(wait=True).steps == 1
+    for name, parameter in twin.named_parameters():
+        ours: Any = laid_out.named_parameters()[name].detach()
+        torch.testing.assert_close(ours.full_tensor(), parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_gradients_that_are_complete_when_backward_is_over_belong_to_its_step() -> None:
+    """FSDP2 completes those of a module whose inputs need none in a callback, for each module that is a root."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    for module in model:
+        fully_shard(module)
+    handle = gradstat.step_in_backward(SGD, model, lr=0.1)
+    for step in range(2):
+        model(torch.ones(2, 5)).square().sum().backward()
+        assert len(handle.report.result()) == 4
+        assert gradstat.step_counters(handle.optimizer).read(wait=True).steps == step + 1
+
+
+@pytest.mark.parametrize("wrapped", ["DDP's parameters", "DDP later", "FSDP1's parameters"])
+@on_ranks(2)
+def test_what_reduces_gradients_later_is_refused_before_a_step(wrapped: str) -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    if wrapped == "DDP later":
+        gradstat.step_in_backward(SGD, model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the older FSDP says that it is old
+        around: nn.Module = (
+            FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+            if "FSDP" in wrapped
+            else DistributedDataParallel(model, find_unused_parameters=True)
+        )
+    steps = around(torch.ones(2, 6)).sum().backward
+    if wrapped != "DDP later":
+        steps = partial(gradstat.step_in_backward, SGD, around.named_parameters(), lr=0.1)
+    with pytest.raises(NotImplementedError, match=r"is in a \w+DataParallel, which reduces its gradient .*fully_shard"):
+        steps()
+    assert "DDP" not in wrapped or all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@on_ranks(2)
+def test_slices_of_distributed_tensors_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"'first\.weight' is a distributed tensor, and AGC"):
+        gradstat.step_in_backward(SGD, made("fsdp2")[0].model, gradstat.AGC(), lr=0.1)
