@@ -6,30 +6,21 @@ import contextlib
 import ctypes
 import gc
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
+from devices import BACKENDS, DEVICES, HAS_CUDA
 
 if TYPE_CHECKING:
     from forks import Forks
     from ranks import Ranks
 
-HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    # Decided when the kernels are first imported, hence before any test module is.
-    os.environ["TRITON_INTERPRET"] = "1"
-
-import pytest  # noqa: E402
-
-DEVICES = ["cpu", *(["cuda"] if HAS_CUDA else [])]
-# Every way to compute the statistic on this machine, as (backend, device). None of them may be missing.
-BACKENDS = [("reference", "cpu"), ("native", "cpu")] + (
-    [("reference", "cuda"), ("native", "cuda"), ("triton", "cuda")] if HAS_CUDA else [("triton", "cpu")]
-)
-
+    from gradstat._core.backends import Kernels
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -71,7 +62,41 @@ def _watched_no_longer() -> Iterator[None]:
 def where(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A backend and the device to run it on."""
     backend: tuple[str, str] = request.param
+    if backend in (("emulated", "cpu"), ("triton", "cpu")):
+        request.getfixturevalue({"emulated": "emulated", "triton": "short_chunks"}[backend[0]])
     return backend
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A chunk of Triton's kernels is a tile here too, but its interpreter's are a quarter as long: 16 KB."""
+    import triton.language as tl
+
+    from gradstat.kernels import _table, scale, stats
+
+    vectors = 2 * stats.UNROLL.value * stats.LANES.value
+    assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS
+    _table._tables.clear()
+    if not HAS_CUDA:  # what is compiled has its constants for good
+        for module, name, value in (
+            *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
+            *((module, "CHUNK_VECTORS", tl.constexpr(vectors)) for module in (stats, scale)),
+        ):
+            monkeypatch.setattr(module, name, value)
+    yield
+    _table._tables.clear()
+
+
+@pytest.fixture
+def emulated(kernels_on_host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """The CUDA kernels on the CPU (tests/host_kernels.py), which can be asked for as a backend meanwhile."""
+    from host_kernels import EmulatedKernels
+
+    from gradstat._core import backends
+
+    entry = backends.Backend(frozenset({"none"}), frozenset({"cpu"}), lambda _: EmulatedKernels(kernels_on_host))
+    monkeypatch.setitem(backends.REGISTRY, "emulated", entry)
+    return backends.resolve("emulated", "cpu")
 
 
 @pytest.fixture(params=DEVICES)
@@ -117,10 +142,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The CUDA kernels, compiled for the CPU by tests/host_build.py."""
+    """The CUDA kernels, compiled for the CPU by tests/host_build.py, once for all workers."""
     from host_build import build
 
-    return build("kernels.cpp", tmp_path_factory.mktemp("kernels_on_host"))
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    return build(tmp_path_factory.getbasetemp().parent if is_worker else tmp_path_factory.mktemp("kernels_on_host"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Compiles the CUDA code with g++ for the CPU, as tests/gpu_on_host needs it, and loads it."""
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -15,18 +16,21 @@ SOURCES = ROOT / "tests" / "gpu_on_host"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def build(source: str, folder: Path, *includes: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
-    """The library that `compiled` makes, loaded."""
-    return ctypes.CDLL(str(compiled(source, folder, *includes, macros=macros)))
+def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
+    """The launchers and kernels of CUDA, loaded; compiled into ``folder`` by the first process that asks for them."""
+    made = folder / "launchers.so"
+    with (folder / "launchers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return ctypes.CDLL(str(made if made.exists() else compiled("launchers.cpp", folder, macros)))
 
 
-def compiled(source: str, folder: Path, *includes: Path, macros: Iterable[str] = ()) -> Path:
-    """The shared library of one file of tests/gpu_on_host; ``includes`` are searched before the kernels."""
+def compiled(source: str, folder: Path, macros: Iterable[str] = ()) -> Path:
+    """The shared library of one file of tests/gpu_on_host."""
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     flags += ["-Wno-uninitialized"]  # a share begins with its first vector, which g++ does not see
     flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique"]
-    flags += [f"-I{path}" for path in (*includes, ROOT / "csrc", SOURCES)]
+    flags += [f"-I{path}" for path in (SOURCES / "runtime", ROOT / "csrc", SOURCES)]
     flags += [f"-DGRADSTAT_{macro}" for macro in macros]
     # As in setup.py: what sanitizers and the measurement of coverage need.
     flags += os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()

@@ -6,8 +6,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from devices import kernels_on_the_cpu
 from gpu_counts import Operations
-from host_kernels import BLOCK, kernels_for
 from torch import Tensor
 
 import gradstat
@@ -16,7 +16,7 @@ from gradstat._core import backends
 from gradstat._core.backends import Kernels
 from gradstat.adaptive import AdaptiveClip
 
-kernels = pytest.fixture(params=["native", "triton", BLOCK])(kernels_for)
+kernels = pytest.fixture(params=["native", "triton", "emulated"])(kernels_on_the_cpu)
 
 
 def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 from exact import COMPLEX, FLOAT8, NARROW_TOLERANCE, REAL, account_of, assert_rows
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from gradstat._core import backends
 Case = Callable[[torch.dtype, str], list[Tensor]]
 
 
-def random(shape: int | tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+def random(shape: int | tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> Tensor:
     wide = torch.complex64 if dtype.is_complex else torch.float32
     return torch.randn(shape, dtype=wide).to(dtype).to(device)
 
@@ -42,7 +43,24 @@ def largest(dtype: torch.dtype) -> float:
 
 def misaligned(dtype: torch.dtype, device: str) -> list[Tensor]:
     base = random(9000, dtype, device)
-    return [base[1:], base[3:8000], base[5:6], base[7:7], base[2:2050]]
+    bad = [base.clone()[1:] for _ in range(4)]
+    for x, place in zip(bad, (0, 6, 4000, 8998), strict=True):
+        x[place] = math.nan
+    return [base[1:], base[3:8000], base[5:6], base[7:7], base[2:2050], *bad]
+
+
+def around_tiles(dtype: torch.dtype, device: str) -> list[Tensor]:
+    """As long as what a block of a GPU takes at once, 16 KB, or nearly; with each alignment's beginning and end."""
+    per_tile, vector = 2**14 // dtype.itemsize, 16 // dtype.itemsize
+    sizes = [per_tile + more for more in (-vector - 1, -1, 0, 1, vector, vector + 1)]
+    return [random(size + vector, dtype, device)[skip:][:size] for size in sizes for skip in (0, 1, vector - 1)]
+
+
+def last_bits(dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Numbers that differ from their neighbours in these alone, which float64 compares in a word of their own."""
+    steps = torch.randperm(5000) * torch.finfo(dtype).eps
+    every = [base * (1 + steps.double()) for base in (1.0, -1.0, -3e-3, 7e2)]
+    return [x.to(dtype).to(device) for x in (*every, 1e-3 + steps * (1 - 2 * torch.randint(2, (5000,))))]
 
 
 def strided(dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -88,6 +106,8 @@ CASES: dict[str, Case] = {
     "block-edges": lambda t, d: [random(n, t, d) for n in BLOCK_EDGES],
     "several-chunks": lambda t, d: [random(2 * 65536 + 321, t, d)],
     "misaligned": misaligned,
+    "around-tiles": around_tiles,
+    "last-bits": last_bits,
     "strided": strided,
     "channels-last": channels_last,
     "duplicates": duplicates,
@@ -135,9 +155,37 @@ def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:
 def test_every_field_is_exact(case: str, where: tuple[str, str]) -> None:
     backend, device = where
     turn = list(CASES).index(case) % len(REAL)
-    for dtype in thinned(REAL[turn:] + REAL[:turn], where, 1):  # test_triton.py has more of each
+    for dtype in thinned(REAL[turn:] + REAL[:turn], where, 1):
         tensors = thinned(CASES[case](dtype, device), where, 17)
         assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+def test_several_chunks_of_triton_as_they_are() -> None:
+    """Everywhere else those of its interpreter are shorter."""
+    x = random(70_001, torch.bfloat16, DEVICES[-1])
+    assert_rows_match(gradstat.stats([x, x[3:]], backend="triton"), [x, x[3:]])
+
+
+MAGNITUDES = {
+    torch.float32: (1e30, 1e-30, 1e-44, 1e-22, 1e-19, 3e17),
+    torch.bfloat16: (1e30, 1e-30, 1e-22),
+    torch.float16: (6e4, 6e-8),
+    torch.float64: (1e200, 1e-200, 1e-160, 1e300, 5e-324, 2.0**486, 2.0**-511),
+    torch.complex64: (1e30,),
+    torch.complex128: (1e-200, 1e200),
+}
+
+
+@pytest.mark.parametrize("dtype", MAGNITUDES, ids=str)
+def test_squares_that_leave_the_range(dtype: torch.dtype, where: tuple[str, str]) -> None:
+    """Those of all elements, and of one among ordinary ones."""
+    backend, device = where
+    factors = 1 + torch.arange(2**13 // dtype.itemsize + 5, dtype=torch.float64) % 7 / 7
+    tensors = []
+    for magnitude in MAGNITUDES[dtype]:
+        tensors += [(factors * magnitude).to(dtype).to(device), random(len(factors), dtype, device)]
+        tensors[-1][17] = tensors[-2][3]
+    assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -151,6 +199,23 @@ def test_complex_elements_are_bad_if_either_part_is(dtype: torch.dtype, size: in
         x[(997 * i) % size] = value
     tensors = [x, random(2048, dtype, device), x[1:] if size else x]
     assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_pairs_may_be_aligned_only_to_their_parts(dtype: torch.dtype, where: tuple[str, str]) -> None:
+    if where[0] == "triton" or where[1] != "cpu":
+        pytest.skip("only memory of others is so")
+    whole = random(3001, dtype, "cpu")
+    whole[77] = math.nan
+    memory = memoryview(bytearray(whole.view(torch.uint8).numpy().tobytes()))
+    for begin in (0, dtype.itemsize // 2):
+        x = torch.frombuffer(memory, dtype=dtype, count=3000, offset=begin)
+        assert x.data_ptr() % dtype.itemsize in (0, dtype.itemsize // 2)
+        assert_rows_match(gradstat.stats([x], backend=where[0]), [x])
+        expected = torch.view_as_real(x) * 0.5
+        kernels = backends.resolve(*where)
+        assert_rows_match(kernels.unscale_([x], torch.tensor(0.5)), [x])
+        torch.testing.assert_close(torch.view_as_real(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -216,16 +281,19 @@ def test_lazy_conjugates_are_resolved(where: tuple[str, str]) -> None:
 
 def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
     tensors = [random(n, torch.float32, "cpu") for n in (1_500_000, 900_001, 4, 77)]
+    operands = [operand for tensor in tensors for operand in [tensor] * 3 + [tensor.square()]]
+    rules, coefficients = [2] * len(tensors), torch.full((len(tensors), len(_fields.UPDATE_COEFFICIENTS)), 0.3).double()
     before, kernels = torch.get_num_threads(), backends.resolve("native", "cpu")
-    tables = []
+    tables, sums = [], []
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             copies = [tensor.clone() for tensor in tensors]
             tables.append(torch.cat([gradstat.stats(tensors), kernels.unscale_(copies, torch.tensor(0.3))]))
+            sums.append(kernels.update_sums(operands, rules, coefficients))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(table, tables[0]) for table in tables)
+    assert all(map(torch.equal, [*tables, *sums], [tables[0]] * 4 + [sums[0]] * 4))
     assert_rows_match(tables[0][: len(tensors)], tensors)
 
 

@@ -70,13 +70,9 @@ def test_any_tensors(operation: str, where: tuple[str, str]) -> None:
         OPERATIONS[operation](batch, random.Random(seed), backend)
 
 
-def test_many_tensors_from_a_seed(device: str) -> None:
+def test_many_tensors_from_a_seed_and_what_was_done_is_told(device: str) -> None:
     done = run(seed=20240229, tensors=1000, device=device)
     assert done["stats"] >= 1000
-
-
-def test_what_was_done_is_told() -> None:
-    done = run(seed=7, tensors=50)
     told = tables.fuzzed(as_rows(done, 12.3, torch.device("cpu")))
     assert f"In {done['batches']:,} batches and 12 s, none wrong" in told
     for operation, count in done.items():

@@ -1,5 +1,5 @@
-// The launchers behind a C interface, over a runtime that stands in for CUDA's, for
-// tests/gpu_on_host/test_cuda_launchers.py.
+// The launchers and kernels behind a C interface, over a runtime that stands in for CUDA's, for
+// tests/host_kernels.py and tests/gpu_on_host/test_cuda_launchers.py. Of complex tensors it takes pairs.
 #include "cuda_on_host.h"
 //
 #include "../../benchmarks/kernel_variant.cu"
@@ -8,10 +8,12 @@ using namespace gradstat;
 
 namespace {
 
-std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const int64_t* numels) {
+std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const int64_t* numels,
+                              const int32_t* dtypes, const uint8_t* pairs) {
   std::vector<Entry> entries;
   for (int64_t i = 0; i < count; ++i) {
-    entries.push_back({reinterpret_cast<void*>(addresses[i]), numels[i], DType::kFloat32, false});
+    entries.push_back(
+        {reinterpret_cast<void*>(addresses[i]), numels[i], static_cast<DType>(dtypes[i]), pairs[i] != 0});
   }
   return entries;
 }
@@ -29,19 +31,21 @@ int32_t guarded(const Call& call) {
   }
 }
 
-// Calls launch(entries, memory). As torch's allocator does: memory full of whatever was there, free for others
-// once the stream has passed; a graph keeps its own.
-template <class Bytes, class Launch>
-int32_t start(FakeStream* stream, const std::vector<Entry>& entries, const Bytes& bytes_for,
-              const Launch& launch) {
+// Calls launch(memory). As torch's allocator does: memory full of whatever was there, free for others once the
+// stream has passed; a graph keeps its own.
+template <class Launch>
+int32_t start(FakeStream* stream, int64_t bytes, const Launch& launch) {
   return guarded([&] {
-    const int64_t bytes = bytes_for(entries, 0);
     void* memory = std::memset(std::malloc(bytes > 0 ? bytes : 1), 0xff, bytes);
     const bool owned = !stream->capturing;
     launch(memory);
     if (owned) stream->add([=] { std::free(memory); });
   });
 }
+
+#define TENSORS \
+  int64_t count, const uint64_t *addresses, const int64_t *numels, const int32_t *dtypes, const uint8_t *pairs
+#define ENTRIES entries_of(count, addresses, numels, dtypes, pairs)
 
 }  // namespace
 
@@ -75,12 +79,8 @@ void set_device(int32_t blocks_that_fit, int32_t ptx_version) {
 void run_kernels(int32_t value) { fake.runs_kernels = value != 0; }
 uint32_t last_blocks() { return fake.last_blocks; }
 int64_t bytes_allocated() { return fake.bytes; }
-int64_t stats_bytes(int64_t count, const uint64_t* addresses, const int64_t* numels) {
-  return stats_workspace_bytes(entries_of(count, addresses, numels), 0);
-}
-int64_t scale_bytes(int64_t count, const uint64_t* addresses, const int64_t* numels) {
-  return scale_workspace_bytes(entries_of(count, addresses, numels), 0);
-}
+int64_t stats_bytes(TENSORS) { return stats_workspace_bytes(ENTRIES, 0); }
+int64_t scale_bytes(TENSORS) { return scale_workspace_bytes(ENTRIES, 0); }
 
 // allocations, pinned allocations, copies, fills, launches, overlaps
 void counters(int64_t* out) {
@@ -89,62 +89,55 @@ void counters(int64_t* out) {
   std::copy(std::begin(now), std::end(now), out);
 }
 
-int32_t start_unscale(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
-                      Row* table, const float* factor) {
-  const std::vector<Entry> entries = entries_of(count, addresses, numels);
-  return start(stream, entries, stats_workspace_bytes,
-               [&](void* memory) { launch_stats(entries, table, nullptr, factor, memory, 0, stream); });
-}
-
-int32_t start_scale(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
-                    const double* coefficients, int64_t stride) {
-  const std::vector<Entry> entries = entries_of(count, addresses, numels);
-  return start(stream, entries, scale_workspace_bytes,
-               [&](void* memory) { launch_scale(entries, {coefficients, stride}, false, memory, 0, stream); });
-}
-
-// The percentile `share` of a clip that keeps so many norms.
-int32_t start_decide(FakeStream* stream, double* state, int64_t window, const double* norm, double share,
-                     double* out) {
-  return guarded([&] {
-    launch_decide(
-        {ClipRule::kPercentile, {share}, state, window, norm, nullptr, 0, nullptr, nullptr, nullptr, out}, 0,
-        stream);
+int32_t start_scale(FakeStream* stream, int32_t device, TENSORS, const double* coefficients, int64_t stride) {
+  const std::vector<Entry> entries = ENTRIES;
+  return start(stream, scale_workspace_bytes(entries, device), [&](void* memory) {
+    launch_scale(entries, {coefficients, stride}, false, memory, device, stream);
   });
 }
 
-// A guard that refuses norms above a limit, and counts.
-int32_t start_guard(FakeStream* stream, double* state, int64_t window, double* numbers, const float* verdict,
-                    double max_norm, float* out, int64_t* counters) {
-  return guarded([&] {
-    GuardRequest request{{0, 6, 64, 10, 0, kInf, max_norm, kInf},
-                         state,
-                         window,
-                         numbers,
-                         verdict,
-                         nullptr,
-                         nullptr,
-                         {},
-                         out,
-                         counters};
-    launch_guard(request, 0, stream);
+// Null for what is not wanted or not given: the norm, a factor to multiply by, the step of an optimizer to
+// decide about. With `times` scale kernels right behind the statistics kernel, as clipping launches them: all
+// in one workspace, since the allocator gives the second kernel the memory of the first.
+int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, const float* factor, void* norm,
+                    int32_t norm_dtype, double max_norm, int32_t infinity_norm, double* coefficient,
+                    const float* loss_scale, float* verdict, int64_t* counters, int32_t times) {
+  const std::vector<Entry> entries = ENTRIES;
+  const int64_t bytes = stats_workspace_bytes(entries, device);
+  const int64_t most = times == 0 ? bytes : std::max(bytes, scale_workspace_bytes(entries, device));
+  return start(stream, most, [&](void* memory) {
+    const NormRequest request{max_norm, infinity_norm != 0, static_cast<DType>(norm_dtype),
+                              norm,     coefficient,        {loss_scale, verdict, counters}};
+    launch_stats(entries, table, norm != nullptr ? &request : nullptr, factor, memory, device, stream);
+    for (int32_t i = 0; i < times; ++i) launch_scale(entries, coefficient, true, memory, device, stream);
   });
 }
 
-// With `times` scale kernels right behind the statistics kernel, as clipping launches them: all in one
-// workspace, since the allocator gives the second kernel the memory of the first.
-int32_t start_stats(FakeStream* stream, int64_t count, const uint64_t* addresses, const int64_t* numels,
-                    Row* table, float* norm, double max_norm, double* coefficient, int32_t times) {
-  const std::vector<Entry> entries = entries_of(count, addresses, numels);
-  const auto bytes_for = [&](const std::vector<Entry>& all, int32_t device) {
-    const int64_t bytes = stats_workspace_bytes(all, device);
-    return times == 0 ? bytes : std::max(bytes, scale_workspace_bytes(all, device));
-  };
-  return start(stream, entries, bytes_for, [&](void* memory) {
-    const NormRequest request{max_norm, false, DType::kFloat32, norm, coefficient, {}};
-    launch_stats(entries, table, &request, nullptr, memory, 0, stream);
-    for (int32_t i = 0; i < times; ++i) launch_scale(entries, coefficient, true, memory, 0, stream);
-  });
+// Of all operands; `rules` of tensors, a row of coefficients and of the table for each.
+int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t* rules,
+                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
+  const auto entries = update_entries(ENTRIES, std::vector<int64_t>(rules, rules + tensors));
+  return start(stream, update_workspace_bytes(entries),
+               [&](void* memory) { launch_update(entries, coefficients, table, memory, 0, stream); });
+}
+
+// As the operator decide_clip_, with null for what is not given.
+int32_t start_decide(FakeStream* stream, int64_t rule, const double* options, int64_t option_count,
+                     double* state, int64_t window, const double* norm, const Row* rows, int64_t count,
+                     const Row* weights, const float* factor, const float* skip, double* out) {
+  ClipRequest request{
+      static_cast<ClipRule>(rule), {}, state, window, norm, rows, count, weights, factor, skip, out};
+  std::copy(options, options + option_count, request.options);
+  return guarded([&] { launch_decide(request, 0, stream); });
+}
+
+// As the operator guard_ for float32 values, likewise.
+int32_t start_guard(FakeStream* stream, const double* options, double* state, int64_t window, double* numbers,
+                    const float* verdict, const float* loss, const float* update, int64_t* counters,
+                    float* out) {
+  GuardRequest request{{}, state, window, numbers, verdict, loss, update, {}, out, counters};
+  std::copy(options, options + kGuardOptions, request.options);
+  return guarded([&] { launch_guard(request, 0, stream); });
 }
 
 }  // extern "C"

@@ -21,19 +21,22 @@ import numpy as np
 import pytest
 import rows
 import torch
-from host_build import SOURCES, build, needs_compiler
+from host_build import needs_compiler
+from host_kernels import EmulatedKernels, pointer
 
 import gradstat
 from gradstat import _fields
+from gradstat._core import backends
 
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "overlaps")
 
 pytestmark = needs_compiler
+NO_STEP = None, None, None  # of an optimizer, about which to decide: its loss scale, verdict and counters
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return declared(build("launchers.cpp", tmp_path_factory.mktemp("launchers"), SOURCES / "runtime"))
+@pytest.fixture
+def library(kernels_on_host: ctypes.CDLL) -> ctypes.CDLL:
+    return declared(kernels_on_host)
 
 
 @pytest.fixture
@@ -69,13 +72,14 @@ class Stream:
     def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray, stride: int = 0) -> None:
         self.under_way.append((tensors, coefficient))
         numbers = pointer(coefficient), ctypes.c_int64(stride)
-        self.check(self.library.start_scale(self.handle, *arguments(tensors), *numbers))
+        self.check(self.library.start_scale(self.handle, 0, *arguments(tensors), *numbers))
 
     def unscale(self, tensors: list[np.ndarray], factor: np.ndarray) -> np.ndarray:
         table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
         self.under_way.append((tensors, factor, table))
-        outputs = pointer(table), pointer(factor)
-        self.check(self.library.start_unscale(self.handle, *arguments(tensors), *outputs))
+        no_norm = None, 0, ctypes.c_double(1.0), 0, None
+        numbers = pointer(table), pointer(factor), *no_norm, *NO_STEP
+        self.check(self.library.start_stats(self.handle, 0, *arguments(tensors), *numbers, 0))
         return table
 
     def clip(self, tensors: list[np.ndarray], max_norm: float, times: int = 1) -> Result:
@@ -104,8 +108,9 @@ class Result:
         self.norm = np.full(1, 77, dtype=np.float32)
         self.coefficient = np.full(1, 77.0)
         stream.under_way.append(self)
-        outputs = pointer(self.table), pointer(self.norm), ctypes.c_double(max_norm), pointer(self.coefficient)
-        stream.check(stream.library.start_stats(stream.handle, *arguments(tensors), *outputs, scalings))
+        norm = pointer(self.norm), 0, ctypes.c_double(max_norm), 0, pointer(self.coefficient)
+        numbers = pointer(self.table), None, *norm, *NO_STEP
+        stream.check(stream.library.start_stats(stream.handle, 0, *arguments(tensors), *numbers, scalings))
 
     def assert_right(self, tensors: list[np.ndarray] | None = None) -> None:
         """Holds it against ``tensors``: what the tensors of the launch held when it ran."""
@@ -119,15 +124,12 @@ class Result:
         assert self.coefficient[0] == pytest.approx(min(1.0, self.max_norm / (norm + 1e-6)), rel=2e-7, abs=0.0)
 
 
-def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
 def arguments(tensors: list[np.ndarray]) -> list[object]:
     # Kept alive by the caller's frame only during the call: launchers must have copied what they need by then.
     addresses = np.array([t.ctypes.data for t in tensors], dtype=np.uint64)
     numels = np.array([t.size for t in tensors], dtype=np.int64)
-    return [ctypes.c_int64(len(tensors)), pointer(addresses), pointer(numels)]
+    float32, numbers = np.zeros(len(tensors), dtype=np.int32), np.zeros(len(tensors), dtype=np.uint8)
+    return [ctypes.c_int64(len(tensors)), *map(pointer, (addresses, numels, float32, numbers))]
 
 
 def tensors(count: int, size: int = 50, seed: int = 0) -> list[np.ndarray]:
@@ -146,12 +148,15 @@ def spent(library: ctypes.CDLL, before: dict[str, int]) -> dict[str, int]:
     return {name: value - before[name] for name, value in counted(library).items() if value != before[name]}
 
 
-def test_a_check_is_one_launch_and_nothing_else(library: ctypes.CDLL) -> None:
+def test_a_check_or_an_unscaling_is_one_launch_and_nothing_else(library: ctypes.CDLL) -> None:
     stream = Stream(library)
     stream.stats(tensors(1))  # makes the stream's tickets
     before = counted(library)
     results = [stream.stats(tensors(n, 30_000 // max(n, 1), n)) for n in (0, 1, 5, 190, 191, 600, 601, 1550)]
     assert spent(library, before) == {"launches": 8}
+    for n in (3, 190, 600, 1550):
+        stream.unscale(tensors(n), np.array([0.25], dtype=np.float32))
+    assert spent(library, before) == {"launches": 12}
     stream.synchronize()
     for result in results:
         result.assert_right()
@@ -263,33 +268,6 @@ def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 def times(tensors: list[np.ndarray], coefficient: float) -> list[np.ndarray]:
     return [tensor * np.float32(coefficient) for tensor in tensors]
-
-
-@pytest.mark.parametrize(("count", "size"), [(3, 30_000), (190, 60), (600, 50), (1550, 30), (2000, 20)])
-def test_unscaling_is_one_launch_that_scales_and_measures(library: ctypes.CDLL, count: int, size: int) -> None:
-    stream, some = Stream(library), tensors(count, size)
-    stream.stats(some)  # makes the stream's tickets, and its table if there is one
-    stream.synchronize()
-    expected = times(some, 0.25)
-    before = counted(library)
-    table = stream.unscale(some, np.array([0.25], dtype=np.float32))
-    assert spent(library, before) == {"launches": 1}
-    stream.synchronize()
-    assert equal(some, expected)
-    measured = stream.stats(some)
-    stream.synchronize()
-    assert table.tobytes() == measured.table.tobytes()
-    measured.assert_right()
-
-
-@pytest.mark.parametrize("count", [3, 190, 600, 1550, 2000])
-def test_each_tensor_has_its_coefficient(library: ctypes.CDLL, count: int) -> None:
-    stream, some = Stream(library), tensors(count, 30_000 if count == 3 else 20)
-    coefficients = np.arange(count) % 4 / 2.0  # every fourth is 1
-    expected = [tensor * np.float32(c) for tensor, c in zip(some, coefficients, strict=True)]
-    stream.scale(some, coefficients, stride=1)
-    stream.synchronize()
-    assert equal(some, expected)
 
 
 @pytest.mark.parametrize(("count", "size"), [(3, 30_000), (190, 60), (600, 50), (1550, 30)])
@@ -457,38 +435,39 @@ def test_a_variant_that_cannot_launch_says_why(fresh: ctypes.CDLL, monkeypatch: 
 
 def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.CDLL) -> None:
     """Also as the first launch of a process that was captured, once statistics have been launched."""
-    stream = Stream(fresh)
-    stream.stats([np.ones(10, dtype=np.float32)])
-    stream.synchronize()
-    clip = gradstat.AutoClip(50, window=5)
-    state = gradstat.adaptive._history.extended(None, 5, (0, 0.0), torch.device("cpu")).numpy()
-    norm, out = np.ones(1), np.full(2, 77.0)
+    stream, norm = Stream(fresh), torch.ones((), dtype=torch.float64)
+    kernels = EmulatedKernels(fresh, stream.handle)
+    kernels.check([torch.ones(10)])
+    clip, other = gradstat.AutoClip(50, window=5), gradstat.AutoClip(50, window=5)
+    for each in (clip, other):
+        each.coefficient(norm)
     with stream.capture() as replay:
-        held = pointer(state), ctypes.c_int64(5), pointer(norm), ctypes.c_double(50), pointer(out)
-        stream.check(fresh.start_decide(stream.handle, *held))
+        out = clip._decide(kernels, norm)
     for given in (3.0, 1.0, 7.0, 2.0, math.inf, 9.0, 4.0):
-        norm[:] = given
+        norm.fill_(given)
         replay(stream)
         assert fresh.last_blocks() == 1
         stream.synchronize()
-        np.testing.assert_allclose(out, [clip.coefficient(torch.tensor(given, dtype=torch.float64)).item(), given])
-    np.testing.assert_array_equal(state[6:], clip.state_dict()["tensors"]["norms"].numpy())
+        np.testing.assert_allclose(out, [other.coefficient(norm).item(), given])
+    for name, tensor in other.state_dict()["tensors"].items():
+        torch.testing.assert_close(clip.state_dict()["tensors"][name], tensor)
 
 
 def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) -> None:
-    stream = Stream(fresh)
-    stream.stats([np.ones(10, dtype=np.float32)])
-    stream.synchronize()
-    state, numbers, counters = np.zeros(11 + 3 * 8), np.ones(2), np.zeros(3, dtype=np.int64)
-    verdict, out = np.array([0, 1, 1], dtype=np.float32), np.full(4, 77, dtype=np.float32)
+    stream, guard = Stream(fresh), gradstat.SpikeGuard(window=8, max_norm=5.0)
+    kernels = EmulatedKernels(fresh, stream.handle)
+    kernels.check([torch.ones(10)])
+    numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
+    counters = torch.zeros(3, dtype=torch.int64)
+    asked = numbers, verdict, None, None, counters, ()
+    guard._decide(backends.resolve("native", "cpu"), *asked)
     with stream.capture() as replay:
-        held = pointer(state), ctypes.c_int64(8), pointer(numbers), pointer(verdict), ctypes.c_double(5.0)
-        stream.check(fresh.start_guard(stream.handle, *held, pointer(out), pointer(counters)))
+        out = guard._decide(kernels, *asked)
     for norm, skip, in_a_row in ((3.0, 0, 0), (7.0, 1, 1), (6.0, 1, 2), (5.0, 0, 0)):
         numbers[1] = norm
         replay(stream)
         stream.synchronize()
         assert out.tolist() == [skip, 1, 1, 4 * skip]
-        assert state[6] == counters[2] == in_a_row
-    assert counters.tolist() == [4, 2, 0]
-    assert state[9] == 2, "norms kept"
+        assert guard.read().in_a_row == counters[2] == in_a_row
+    assert counters.tolist() == [5, 2, 0]
+    assert guard.read().by_norm == 2

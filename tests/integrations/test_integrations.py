@@ -324,21 +324,26 @@ SCALED = pytest.mark.parametrize("name", ["lightning", "accelerate", "fabric"])
         ("fused SGD", 1, 0.5, torch.amp.GradScaler),
         ("foreach", 1, gradstat.FixedClip(0.5), gradstat.amp.GradScaler),
         ("fused", 1, gradstat.FixedClip(0.5), gradstat.amp.GradScaler),
+        ("fused SGD", 1, None, torch.amp.GradScaler),  # by the program's own means, which Fabric refuses alone
+        ("foreach", 1, None, torch.amp.GradScaler),
     ],
 )
 def test_under_a_loss_scale_all_is_told_and_clipped_without_it(
     name: str, kind: str, accumulate: int, limit: Any, scaler: Any, tmp_path: Path
 ) -> None:
-    case = Case(tmp_path, OPTIMIZERS[kind], accumulate=accumulate, watch={"max_norm": limit}, scaler=scaler)
-    expected = plain(case._replace(clip=0.5))
-    run = UNDER[name](case)
+    case = Case(tmp_path, OPTIMIZERS[kind], accumulate=accumulate, clip=0.5, scaler=scaler)
+    expected = plain(case)
+    run = UNDER[name](case if limit is None else case._replace(clip=None, watch={"max_norm": limit}))
     forget_accelerators()
+    assert run.norms in ([], pytest.approx(expected.norms, rel=0.05))
+    assert not {"found_inf", "grad_scale"} & set(run.optimizer.__dict__)
     torch.testing.assert_close(weights(run), weights(expected), rtol=0.02, atol=2e-3)  # half precision
     recording = run.handle.monitor.recording()
     assert recording.scalars["norm"].tolist() == pytest.approx(expected.norms, rel=0.05)
     losses = [case.net()(x, y)["loss"].item() for x, y in list(case.loader())[:accumulate]]
     assert recording.scalars["loss"][0] == pytest.approx(np.mean(losses), rel=0.02)
     assert set(recording.scalars["loss_scale"]) == {1024.0}
+    assert run.handle.scalars()["grad/total_norm"] == pytest.approx(expected.norms[-1], rel=0.05)
 
 
 @SCALED
@@ -391,7 +396,8 @@ def test_a_bad_step_is_replayed(under: Any, accumulate: int, tmp_path: Path) -> 
 
 def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp_path: Path) -> None:
     seen: list[Handle] = []
-    case = Case(tmp_path, accumulate=2, bad_at=frozenset({1}), watch={"on_anomaly": "raise"}, before=seen.append)
+    watch = {"on_anomaly": "raise", "save_to": tmp_path / "run.gradstat"}
+    case = Case(tmp_path, accumulate=2, bad_at=frozenset({1}), watch=watch, before=seen.append)
     held: list[Net] = []
 
     class Keeping(Case):
@@ -399,8 +405,10 @@ def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp
             held.append(super().net())
             return held[-1]
 
-    with pytest.raises(AnomalyError, match=r"(?s)step 0, nonfinite.*micro-batch 1 of 2") as caught:
+    with pytest.raises(AnomalyError, match=r"(?s)step 0, nonfinite.*what to try.*micro-batch 1 of 2") as caught:
         under(Keeping(*case))
+    why = gradstat.monitor.recording.load(tmp_path / "run.gradstat").meta["why"]
+    assert why.startswith("AnomalyError" if under is under_lightning else "the run ended")  # which is told of errors
     assert caught.value.finding is not None
     assert caught.value.finding.step == 0
     for value, first in zip(held[0].parameters(), Net().parameters(), strict=True):

@@ -81,24 +81,6 @@ def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> No
         assert math.isfinite(values["grad/loss"])
 
 
-@pytest.mark.parametrize("history", [0, 100])
-def test_a_monitors_step_is_told_without_its_loss_scale(history: int) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    for review_every in (1, 64):
-        monitor = gradstat.Monitor(
-            model, optimizer, scaler, on_anomaly="record", options={"review_every": review_every, "history": history}
-        )
-        for _ in range(3):  # of which the third is not reviewed at once, if reviews are rare
-            model.zero_grad()
-            loss = model(torch.ones(3, 4)).square().mean()
-            scaler.scale(loss).backward()
-            monitor.step(loss)
-            expected = gradstat.check(model).total_norm / 512
-            assert scalars_of(monitor)["grad/total_norm"] == pytest.approx(expected)
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     model, report = model_and_report()
     with pytest.raises(ValueError, match="aggregates: unknown name 'norm'; known: total_norm, max_abs"):

@@ -98,28 +98,6 @@ def test_a_random_sequence_ends_where_torchs_ends(
         assert status.scale == scalers[1].get_scale()
 
 
-@pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_a_skipped_first_step_leaves_no_garbage_in_the_momentum(dampening: float) -> None:
-    model = network()
-    twin = copy.deepcopy(model)
-    ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
-    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
-    scaler = GradScaler("cpu", init_scale=1.0)
-    for number in range(4):
-        x = torch.randn(4, 6)
-        ours.zero_grad()
-        theirs.zero_grad()
-        backward(model, scaler, x, math.inf if number < 2 else None)
-        scaler.step(ours)
-        scaler.update(1.0)
-        if number >= 2:
-            twin(x).square().sum().backward()
-            theirs.step()
-        assert_same_parameters(model, twin)
-    assert_same_state(ours.state_dict(), theirs.state_dict())
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_one_scaler_serves_several_optimizers(fused: bool, device: str) -> None:
     models = [network(device), network(device)]

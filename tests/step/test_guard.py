@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from devices import kernels_on_the_cpu
 from gpu_counts import NoSync
-from host_kernels import BLOCK, kernels_for
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from gradstat._core.backends import Kernels
 from gradstat.distributed.layouts import batch, made
 from gradstat.integrations import loggers as log
 
-kernels = pytest.fixture(params=["native", "dispatched", "triton", "reference", BLOCK])(kernels_for)
+kernels = pytest.fixture(params=["native", "dispatched", "triton", "reference", "emulated"])(kernels_on_the_cpu)
 
 
 # The rules in plain Python: which of the values stand out, and which series -----------------------------------------

@@ -1,15 +1,11 @@
 """The update to come, held against the step that a real optimizer then takes, and against float64 arithmetic."""
 
 import copy
-import ctypes
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from host_build import needs_compiler
-from host_kernels import Piece
-from host_kernels import update_sums as host_update_sums
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
@@ -174,9 +170,9 @@ def test_operands_of_different_types_and_addresses(rule: int, where: tuple[str, 
     types = [torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.float32]
     operands, rules = [], []
     for turn in range(5):
-        made = operands_of(rule, 3000, torch.float32, where[1])
-        operands += [tensor.to(types[(turn + i) % 5])[i + turn :][:2777] for i, tensor in enumerate(made)]
-        rules.append(rule)
+        made = [t.to(types[(turn + i) % 5]) for i, t in enumerate(operands_of(rule, 3000, torch.float32, where[1]))]
+        operands += [*(tensor[i + turn :][:2777] for i, tensor in enumerate(made)), *made]
+        rules += [rule, rule]
     operands += [tensor[i % 2 :][:2000] for i, tensor in enumerate(operands_of(rule, 3001, torch.float32, where[1]))]
     assert_same(where, operands, [*rules, rule], 1e-6)
 
@@ -233,19 +229,6 @@ def test_zeros_are_exact(where: tuple[str, str]) -> None:
             operands = [tensor * 0 if i in zeroed else tensor for i, tensor in enumerate(made)]
             operands[0][4000:] = made[0][4000:]
             assert_same(where, operands, [rule], 1e-6, weight_decay=0.0)
-
-
-def test_results_do_not_depend_on_threads_or_chance() -> None:
-    operands = [t for n in (300_001, 5, 1_200_000) for t in operands_of(2, n, torch.float32, "cpu")]
-    before, kernels = torch.get_num_threads(), backends.resolve("native", "cpu")
-    tables = []
-    try:
-        for threads in (1, 2, 3, 2):
-            torch.set_num_threads(threads)
-            tables.append(kernels.update_sums(operands, [2] * 3, coefficients_of(3, "cpu")))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(table, tables[0]) for table in tables)
 
 
 # The public call ------------------------------------------------------------------------------------------------
@@ -386,36 +369,6 @@ def test_gradients_and_states_it_cannot_read() -> None:
         group["amsgrad"] = True
     with pytest.raises(ValueError, match=r"'max_exp_avg_sq' of '0\.weight' is None, expected a tensor"):
         update_stats(optimizer, model)
-
-
-# The CUDA kernels, compiled for the CPU --------------------------------------------------------------------------
-
-
-@needs_compiler
-@pytest.mark.parametrize("rule", RULES)
-def test_the_cuda_kernels(rule: int, kernels_on_host: ctypes.CDLL) -> None:
-    """Aligned vectors and rests, misaligned and mixed operands, several chunks, zeros and extremes; in any order."""
-    types = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    operands, offsets = [], []
-    for turn, size in enumerate((0, 3, 16, 1000, 2 * 16384 + 77)):
-        for variant, dtype in enumerate([*types, torch.float32, torch.float32, torch.float32, torch.float32]):
-            made = operands_of(rule, size, torch.float32, "cpu")
-            if variant == 5:  # blocks of zeros
-                made = [torch.where(torch.arange(size) // 700 % 2 == 0, tensor, 0.0) for tensor in made]
-            if variant == 6:  # below what float32 can square
-                made = [tensor * 1e-25 for tensor in made[:3]] + [tensor * 1e-38 for tensor in made[3:]]
-            offsets += [turn + i if variant == 4 else 0 for i in range(len(made))]
-            operands += [tensor.to(types[i % 4] if variant == 7 else dtype).clone() for i, tensor in enumerate(made)]
-    rules = [rule] * (len(operands) // _fields.UPDATE_OPERANDS[rule])
-    pieces = [Piece(tensor, offset=offset) for tensor, offset in zip(operands, offsets, strict=True)]
-    coefficients = coefficients_of(len(rules), "cpu", weight_decay=0.0, eps=1e-12)
-    coefficients[1::2, _fields.UPDATE_COEFFICIENTS.index("eps")] = 1e-30
-    coefficients[::5, _fields.UPDATE_COEFFICIENTS.index("is_adaptive")] = 0.0
-    coefficients[::3, _fields.UPDATE_COEFFICIENTS.index("weight_decay")] = 0.1
-    expected = backends.resolve("reference", "cpu").update_sums(operands, rules, coefficients)
-    first = host_update_sums(kernels_on_host, pieces, rules, coefficients)
-    assert_close_sums(first, expected, 2e-6)
-    assert torch.equal(host_update_sums(kernels_on_host, pieces, rules, coefficients, seed=3), first)
 
 
 @on_ranks(2)

@@ -74,7 +74,11 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return std::swap(*mode, fake.mode), cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
+// Multiprocessors: the first device has two, the others fewer or more.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
+  constexpr int kMultiprocessors[] = {2, 1, 5, 256};
+  return *value = kMultiprocessors[device], cudaSuccess;
+}
 inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   return *id = stream->id, cudaSuccess;
 }
