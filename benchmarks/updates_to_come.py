@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from gradstat.bench.steps import WrongAnswerError
 GROUP = "updates to come"
 OURS, FOREACH, READING = "gradstat.update_stats", "torch._foreach", "gradstat.stats of the same operands"
 CASES = ("transformer of 17 M", "GPT-2 small, 148 tensors", "one tensor of 256 M")
+Norms = Callable[[list[Tensor]], Sequence[Tensor]]
 LR, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
 
@@ -50,7 +51,12 @@ class State(NamedTuple):
         return [*self.gradients, *self.weights, *(tensor for states in self.states for tensor in states)]
 
 
-def foreach(state: State) -> Tensor:
+def exact_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Summed in float64; ``_foreach_norm`` on a CPU says 4 % too little for 256 M elements of float32."""
+    return [torch.stack([part.to(torch.float64).norm() for part in t.flatten().split(2**20)]).norm() for t in tensors]
+
+
+def foreach(state: State, norms: Norms = torch._foreach_norm) -> Tensor:
     """The columns of `gradstat.UPDATE_FIELDS`, as one writes them in torch: ``[n, 4]``."""
     gradients, weights, momenta = state.gradients, state.weights, state.states[0]
     size = torch.tensor([weight.numel() for weight in weights], device=weights[0].device).sqrt()
@@ -64,13 +70,13 @@ def foreach(state: State) -> Tensor:
         torch._foreach_add_(divisor, EPS)
         torch._foreach_div_(update, divisor)
         torch._foreach_mul_(update, LR / (1 - BETA1**2))
-        scaled = list(torch._foreach_norm(torch._foreach_div(gradients, divisor)))
+        scaled = list(norms(torch._foreach_div(gradients, divisor)))
     else:
         update = torch._foreach_mul(momenta, BETA1)
         torch._foreach_add_(update, gradients)
         torch._foreach_mul_(update, LR)
     updates, sizes, gradient_norms, momentum_norms = (
-        torch.stack(torch._foreach_norm(tensors)) for tensors in (update, weights, gradients, momenta)
+        torch.stack(list(norms(tensors))) for tensors in (update, weights, gradients, momenta)
     )
     products = torch.stack([product.sum() for product in torch._foreach_mul(gradients, momenta)])
     cosine = products / gradient_norms / momentum_norms
@@ -82,7 +88,7 @@ def calls_for(
 ) -> dict[str, Callable[[], object]]:
     """What is timed, after the two answers were held against each other."""
     state = State.made(name, shapes, dtype, device)
-    ours, theirs = gradstat.update_stats(state.optimizer).table, foreach(state).to(torch.float64)
+    ours, theirs = gradstat.update_stats(state.optimizer).table, foreach(state, exact_norms).to(torch.float64)
     tolerance = 1e-3 if dtype is torch.float32 else 0.1
     if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
         raise WrongAnswerError(f"{name}: update_stats and _foreach disagree by {(ours - theirs).abs().max():.2g}")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gradstat._core.backends import Kernels
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") and not HAS_CUDA:
