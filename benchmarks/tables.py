@@ -41,7 +41,7 @@ _CLIPPING = [
 ]
 _STEPPING = [GUARDED, AMP, TORCH, ALONE]
 _SETTING = ["gradients", "optimizer", "circumstance"]
-_OF_OTHERS = ("logging", "Weights & Biases steps", "Trainer steps", "DDP steps")
+_NOT_IN_SHORT = ("logging", "Weights & Biases steps", "Trainer steps", "DDP steps", "in backward")
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -433,7 +433,7 @@ def everything(rows: Iterable[Row], short: bool = False) -> str:
         rows: Of one device.
         short: As a document shows them: charts stand for how times grow and for memory of training steps,
             docs/numerics.md for errors of norms, float32 for the other dtypes of most lists, and the largest list and
-            one optimizer for the others; without loggers, and steps of the Trainer and of DDP.
+            one optimizer for the others; without loggers, steps of the Trainer and of DDP, and hooks in backward.
     """
     kept = rows_module.current(rows)
     groups: dict[str, list[Row]] = {}
@@ -514,8 +514,10 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         return [] if short else [title, growth(rows), slopes(rows)]
     if name == "memory":
         return [] if short else ["Peak memory of a call:\n", memory(rows)]
-    if short and name in _OF_OTHERS:
+    if short and name in _NOT_IN_SHORT:
         return []
+    if short and name == "updates to come":  # of the last, which is the largest list
+        rows = [row for row in rows if row.case.startswith(rows[-1].case.split(",")[0])]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 

@@ -41,17 +41,22 @@ constexpr int64_t kParallelBytes = 1024 * 1024;
 // What a tensor costs besides its bytes, in bytes that could be read meanwhile.
 constexpr int64_t kTensorBytes = 512;
 
-// How far ahead of the arithmetic memory is asked for. AMD's family 25 (measured: Zen 4) does better
-// without, its family 26 (Zen 5) does not.
-int64_t choose_prefetch_bytes() {
+// How many bytes ahead of the arithmetic memory is asked for: by what reads one tensor, and by updates, which read
+// several side by side. On AMD's family 25 (measured: Zen 4) more than the next lines is in the way of its own
+// prefetchers, and anything is for updates; its family 26 (Zen 5) is like Intel's.
+struct Prefetch {
+  int64_t of_one, of_several;
+};
+
+Prefetch choose_prefetch() {
 #if defined(__x86_64__)
   unsigned eax = 0, ebx, ecx, edx;
   constexpr unsigned kFamily = 0x0ff00f00, kFamily25 = 0x00a00f00;
-  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) && (eax & kFamily) == kFamily25) return 0;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) && (eax & kFamily) == kFamily25) return {256, 0};
 #endif
-  return 8192;
+  return {8192, 8192};
 }
-const int64_t prefetch_bytes = choose_prefetch_bytes();
+const Prefetch ahead = choose_prefetch();
 
 // What each code of a float8 type stands for.
 struct Float8Values {

@@ -81,9 +81,9 @@ GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
 
 // Asks for what will be read soon, so that memory is at work during the arithmetic. It may lie behind the end.
 template <size_t kBytes>
-GRADSTAT_INLINE void prefetch(const void* p) {
+GRADSTAT_INLINE void prefetch(const void* p, int64_t bytes_ahead) {
   for (size_t byte = 0; byte < kBytes; byte += 64) {
-    __builtin_prefetch(static_cast<const char*>(p) + prefetch_bytes + byte);
+    __builtin_prefetch(static_cast<const char*>(p) + bytes_ahead + byte);
   }
 }
 
@@ -670,7 +670,7 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
     Pass<Type, kPair> pass;
     int64_t i = 0;
     for (; i + Type::kStep <= take; i += Type::kStep) {
-      prefetch<Type::kStep * sizeof(*p)>(p + i);
+      prefetch<Type::kStep * sizeof(*p)>(p + i, ahead.of_one);
       pass.add(p + i);
     }
     if (i < take) pass.add_rest(p + i, take - i);
@@ -733,7 +733,7 @@ struct Float8 {
       for (const int64_t end = std::min(count, i + kBlockBytes); i < end; i += kStep) {
         __m512i code, for_extremes;
         if (count - i >= kStep) {
-          prefetch<kStep>(p + i);
+          prefetch<kStep>(p + i, ahead.of_one);
           code = for_extremes = load<__m512i>(p + i);
         } else {  // zeros behind the last values leave sums alone, more of the same leave the extremes alone
           code = bitcast<__m512i>(load_part(p + i, count - i, uint8_t{0}));

@@ -71,7 +71,7 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
     UpdateSums<V> sums = {};
     const int64_t end = std::min(count - kTwo, i + (kGroup - 1) * kTwo);
     for (int k = 0; k < kOperands; ++k) {
-      prefetch<kGroup * kTwo * sizeof(typename Type::Storage)>(operands[k] + i);
+      prefetch<kGroup * kTwo * sizeof(typename Type::Storage)>(operands[k] + i, ahead.of_several);
     }
     for (; i <= end; i += kTwo) {
       V x[2][kOperands];

@@ -83,7 +83,7 @@ def step_in_backward(
         NotImplementedError: The parameters are in DistributedDataParallel or FSDP's first version, which reduce
             gradients after they would have been stepped (the first ``backward()`` looks again); `AGC` with distributed
             tensors; `AGC` or `AdaGC` with parameters on several devices.
-        RuntimeError: A parameter has a gradient already. During ``backward()``: parameters were added to the optimizer;
+        RuntimeError: A parameter has a gradient already, or is stepped in backward already. During ``backward()``: parameters were added to the optimizer;
             a parameter's gradient is sparse and the optimizer fused; the backward pass is one inside of another
             (reentrant checkpointing); the optimizer counts steps for a group. From ``optimizer.step()``, which has
             nothing to do: a loss scaler called it, or a gradient is there that no backward pass has stepped.
@@ -119,6 +119,12 @@ def step_in_backward(
             f"{source.names()[i]!r} is a distributed tensor, and AGC clips slices of tensors that are here as a whole; "
             "pass a number, AdaGC or LastNormClip"
         )
+    taken = [i for i, p in enumerate(source.parameters) if getattr(p, "_stepped_in_backward", None) is not None]
+    if taken:
+        raise RuntimeError(
+            f"{source.names()[taken[0]]!r} is stepped in backward already, by an earlier step_in_backward; call remove() "
+            "of what that returned"
+        )
     found = gradients_of(source.parameters)
     if found.tensors:
         raise RuntimeError(
@@ -130,8 +136,6 @@ def step_in_backward(
 
 class StepInBackward:
     """What `step_in_backward` returns. Dropping it changes nothing: the parameters hold it until `remove`.
-
-    Before that, neither they nor the optimizer's state are freed: torch does not collect what a hook holds in a cycle.
 
     Attributes:
         optimizer: The optimizer, for schedulers, groups and a `Monitor`. Its own ``step()`` and ``zero_grad()`` have
@@ -160,11 +164,13 @@ class StepInBackward:
         self._lock = threading.Lock()  # backward has a thread for each device
         numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._hooks: list[Any] = [
-            _hooked(parameter, functools.partial(self._complete, i, number))
+            _hooked(parameter, functools.partial(_complete, weakref.ref(self), i, number))
             for i, (number, parameter) in enumerate(zip(numbers, source.parameters, strict=True))
             if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._hooks.append(optimizer.register_step_pre_hook(self._refuse_step))
+        for parameter in source.parameters:
+            parameter._stepped_in_backward = _HeldBy(self)  # type: ignore[attr-defined]
         _handles[optimizer] = weakref.ref(self)
 
     @property
@@ -194,6 +200,8 @@ class StepInBackward:
         """Ends it: gradients stay from now on, and `optimizer` is to be stepped as any other."""
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._source.parameters if self._hooks else ():
+            vars(parameter).pop("_stepped_in_backward", None)
         self._hooks = []
         if handle_of(self.optimizer) is self:
             del _handles[self.optimizer]
@@ -353,6 +361,26 @@ class StepInBackward:
                 f"{labels_of(self._source, found).of(0)!r} has a gradient that was not stepped in backward; call "
                 "zero_grad(), or remove() the handle to step by yourself"
             )
+
+
+class _HeldBy:
+    """What a parameter has of its handle. A hook refers to it weakly: torch does not collect what a hook holds.
+
+    Nothing of it is pickled with a parameter.
+    """
+
+    def __init__(self, handle: StepInBackward) -> None:
+        self.handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _complete(reference: weakref.ref[StepInBackward], i: int, number: int, parameter: Tensor) -> None:
+    """The hook of the i-th parameter, of group ``number``."""
+    handle = reference()
+    if handle is not None:  # else its optimizer and its parameters are garbage, too
+        handle._complete(i, number, parameter)
 
 
 def handle_of(optimizer: Optimizer | None) -> StepInBackward | None:

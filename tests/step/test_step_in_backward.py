@@ -1,8 +1,11 @@
 """step_in_backward: the same as clipping and stepping after backward, with one gradient at a time, and misuse."""
 
 import copy
+import gc
 import math
+import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -211,6 +214,27 @@ def test_a_monitor_sees_every_step_and_names_the_parameter() -> None:
     for arguments in ({"on_anomaly": "skip"}, {"replay": True}, {"guard": gradstat.SpikeGuard()}):
         with pytest.raises(ValueError, match="has stepped in backward"):
             gradstat.Monitor(model, handle.optimizer, **arguments)
+
+
+def test_a_model_keeps_its_handle_and_both_go_when_it_goes() -> None:
+    model = net()
+    made = [weakref.ref(gradstat.step_in_backward(AdamW, model, lr=0.1)), *map(weakref.ref, model.parameters())]
+    gc.collect()
+    before = copy.deepcopy(model)
+    backward(model, 0)
+    assert not torch.equal(before.a.weight, model.a.weight)
+    with pytest.raises(RuntimeError, match=r"'idle' is stepped in backward already.*call remove\(\)"):
+        gradstat.step_in_backward(AdamW, model, lr=0.1)
+    for twin in (before, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # of which nobody steps the backward
+        backward(twin, 1)
+        assert twin.a.weight.grad is not None
+        twin.zero_grad()
+        gradstat.step_in_backward(SGD, twin, lr=0.1)
+    model.zero_grad()
+    assert made[0]() is not None
+    del model
+    gc.collect()
+    assert [reference() for reference in made] == [None] * len(made)
 
 
 def test_an_exception_in_backward_leaves_groups_whole_and_the_next_pass_is_right() -> None:
