@@ -83,10 +83,11 @@ def step_in_backward(
         NotImplementedError: The parameters are in DistributedDataParallel or FSDP's first version, which reduce
             gradients after they would have been stepped (the first ``backward()`` looks again); `AGC` with distributed
             tensors; `AGC` or `AdaGC` with parameters on several devices.
-        RuntimeError: A parameter has a gradient already, or is stepped in backward already. During ``backward()``: parameters were added to the optimizer;
-            a parameter's gradient is sparse and the optimizer fused; the backward pass is one inside of another
-            (reentrant checkpointing); the optimizer counts steps for a group. From ``optimizer.step()``, which has
-            nothing to do: a loss scaler called it, or a gradient is there that no backward pass has stepped.
+        RuntimeError: A parameter has a gradient already, or is stepped in backward already. During ``backward()``:
+            parameters were added to the optimizer; a parameter's gradient is sparse and the optimizer fused; the
+            backward pass is one inside of another (reentrant checkpointing); the optimizer counts steps for a group.
+            From ``optimizer.step()``, which has nothing to do: a loss scaler called it, or a gradient is there that no
+            backward pass has stepped.
     """
     kind: Any = optimizer_class
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
@@ -122,8 +123,8 @@ def step_in_backward(
     taken = [i for i, p in enumerate(source.parameters) if getattr(p, "_stepped_in_backward", None) is not None]
     if taken:
         raise RuntimeError(
-            f"{source.names()[taken[0]]!r} is stepped in backward already, by an earlier step_in_backward; call remove() "
-            "of what that returned"
+            f"{source.names()[taken[0]]!r} is stepped in backward already, by an earlier step_in_backward; call "
+            "remove() of what that returned"
         )
     found = gradients_of(source.parameters)
     if found.tensors:
