@@ -41,9 +41,9 @@ constexpr int64_t kParallelBytes = 1024 * 1024;
 // What a tensor costs besides its bytes, in bytes that could be read meanwhile.
 constexpr int64_t kTensorBytes = 512;
 
-// How many bytes ahead of the arithmetic memory is asked for: by what reads one tensor, and by updates, which read
-// several side by side. On AMD's family 25 (measured: Zen 4) more than the next lines is in the way of its own
-// prefetchers, and anything is for updates; its family 26 (Zen 5) is like Intel's.
+// How many bytes ahead of the arithmetic memory is asked for: by what reads one tensor, and by updates, which
+// read several side by side. On AMD's family 25 (measured: Zen 4) more than the next lines is in the way of its
+// own prefetchers, and anything is for updates; its family 26 (Zen 5) is like Intel's.
 struct Prefetch {
   int64_t of_one, of_several;
 };
