@@ -517,7 +517,7 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     if short and name in _NOT_IN_SHORT:
         return []
     if short and name == "updates to come":  # of the last, which is the largest list
-        rows = [row for row in rows if row.case.startswith(rows[-1].case.split(",")[0])]
+        rows = [r for r in rows if r.case.startswith(rows[-1].case.split(",")[0]) and "AdamW" in r.case]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 

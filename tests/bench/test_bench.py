@@ -1,5 +1,6 @@
 """The benchmarks: wrong answers are caught before they are timed, rows are kept, the command works on users' models."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -336,12 +337,21 @@ def provider(name: str) -> Provider:
     ],
 )
 def test_a_wrong_answer_is_never_timed(
-    name: str, run: Callable[[Any], object], message: str, plan: suite.Plan, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    run: Callable[[Any], object],
+    message: str,
+    plan: suite.Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    broken = dataclasses.replace(provider(name), run=run)
-    monkeypatch.setattr(suite, "interleaved", lambda *_, **__: pytest.fail("was timed"))
-    with pytest.raises(steps.WrongAnswerError, match=message):
-        suite.compare(plan, lambda: None, "lists", "x", [(4, 3), (5,)], torch.float32, lambda given: [broken])
+    timed: list[str] = []
+    monkeypatch.setattr(suite, "interleaved", lambda calls, *_, **__: timed.extend(calls) or {})
+    providers = [dataclasses.replace(provider(name), run=run), provider(cases.STATS)]
+    ours = pytest.raises(steps.WrongAnswerError, match=message) if "gradstat" in name else contextlib.nullcontext()
+    with ours:
+        suite.compare(plan, lambda: None, "lists", "x", [(4, 3), (5,)], torch.float32, lambda given: providers)
+    assert set(timed) == (set() if "gradstat" in name else {cases.STATS})
+    assert (message in capsys.readouterr().err) is ("gradstat" not in name)
 
 
 def test_verifying_leaves_the_gradients_alone() -> None:

@@ -95,9 +95,9 @@ def test_gradients_of_single_examples_of_a_gpt() -> None:
         parameter.grad = view.view_as(parameter)
     noise = gradstat.NoiseScale(model, 4, every=1, decay=0.9995)
     for _ in range(1500):
-        accumulated.zero_()
-        for _ in range(8):
-            accumulated += each[torch.randint(len(pool), (4,))].mean(0) / 8
+        drawn = nn.functional.one_hot(torch.randint(len(pool), (8, 4)), len(pool)).sum(1).cumsum(0) / 32.0
+        for gradients in drawn @ each:
+            accumulated.copy_(gradients)
             noise.micro_batch()
         noise.step()
 

@@ -64,7 +64,7 @@ def test_it_is_what_the_step_then_does(name: str, dtype: torch.dtype, where: tup
     # torch keeps NAdam's product in float32, as the settings here, and rounds each weight to its dtype.
     in_float32 = "NAdam" in name or "tensors" in name
     tolerance = 1e-3 if dtype is torch.float32 else 1e-6 if in_float32 else 1e-11
-    for _ in range(7):
+    for _ in range(7 if backend == "native" or name.startswith("RAdam") else 3):  # RAdam has no root before the sixth
         set_gradients(parameters)
         state = copy.deepcopy(optimizer.state_dict())
         report = update_stats(optimizer, backend=backend)
@@ -190,11 +190,10 @@ def test_magnitudes_beyond_float32s_squares(
         for scale in scales:
             made = operands_of(rule, 2100, dtype, where[1])
             mixed = torch.where(torch.rand(2100) < 0.5, scale, 1.0).to(dtype).to(where[1])
-            for power, by in ((1, torch.full_like(mixed, scale)), (2, mixed)):
+            for by in (torch.full_like(mixed, scale), mixed):
                 scaled = [tensor * by for tensor in made[:3]]
                 scaled += [(tensor.double() * by.double().square()).clamp(max=1e38).to(dtype) for tensor in made[3:]]
                 operands += scaled
-                assert power
     rules = [rule for rule in RULES for _ in scales for _ in range(2)]
     assert_same(where, operands, rules, 2e-6, **given)
 
