@@ -190,7 +190,8 @@ def accuracy(rows: Sequence[Row]) -> str:
 def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
     """The worst relative error of norms, and how many were lost.
 
-    Unless ``short`` also the mean, the reference, the number of vectors, and the float8 types without negative zeros.
+    Unless ``short`` also the mean, the reference, the number of vectors, complex32, and
+    the float8 types without negative zeros.
     """
     parts = []
     providers = [p for p in _in_order(row.provider for row in rows) if not (short and p == "gradstat reference")]
@@ -198,7 +199,8 @@ def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
         of_kind = [row for row in rows if row.case == kind]
         metrics = {(r.dtype, r.provider, r.metric): r.value for r in of_kind}
         lines = []
-        for dtype in _in_order(row.dtype for row in of_kind if not (short and row.dtype.endswith("fnuz"))):
+        dtypes = _in_order(row.dtype for row in of_kind)
+        for dtype in [name for name in dtypes if not (short and name.endswith(("fnuz", "complex32")))]:
             cells = [_norm_error(metrics, dtype, provider, short) for provider in providers]
             vectors = max(row.value for row in of_kind if row.metric == "vectors" and row.dtype == dtype)
             lines.append([dtype, *([] if short else [f"{vectors:,.0f}"]), *cells])
@@ -271,15 +273,15 @@ def step_times(rows: Sequence[Row]) -> str:
 
 
 def step_calls(rows: Sequence[Row]) -> str:
-    """What the added calls themselves take within a step."""
-    times, inside = _by_case(rows, "wall time"), _by_case(rows, "time inside")
+    """What the added calls themselves take within a step; by how much anomaly mode lengthens it."""
+    times, inside, ratios = (_by_case(rows, metric) for metric in ("wall time", "time inside", "time ratio"))
     columns = _in_order(row.provider for row in rows if row.metric == "time inside" and row.provider != steps.PLAIN)
     lines = []
     for key, found in inside.items():
         plain = times[key][steps.PLAIN].value
         shares = [f"{in_time(found[name].value)} ({100 * found[name].value / plain:.1f} %)" for name in columns]
-        lines.append([key[0], in_time(plain), *shares])
-    return grid(["training step", "plain", *columns], lines)
+        lines.append([key[0], in_time(plain), *shares, _added(ratios[key].get(steps.ANOMALY))])
+    return grid(["training step", "plain", *columns, steps.ANOMALY], lines)
 
 
 def step_table(rows: Sequence[Row]) -> str:
@@ -474,8 +476,9 @@ def _of_largest(rows: list[Row]) -> list[Row]:
 
 
 def _telling(rows: list[Row]) -> list[Row]:
-    """Rows of float32 lists, and of the last list in every dtype."""
-    return [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
+    """Rows of float32 lists but two transformers', which are like GPT-2's, and of the last list in every dtype."""
+    shown = [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
+    return [row for row in shown if not row.case.startswith(("Llama", "transformer"))]
 
 
 def _section(name: str, rows: list[Row], short: bool) -> list[str]:
@@ -518,6 +521,8 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         return []
     if short and name == "updates to come":  # of the last, which is the largest list
         rows = [r for r in rows if r.case.startswith(rows[-1].case.split(",")[0]) and "AdamW" in r.case]
+    if short:
+        rows = [r for r in rows if not r.provider.startswith("of a check") and not r.provider.endswith("never logged")]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
 
@@ -528,5 +533,5 @@ def summary(rows: Iterable[Row]) -> str:
     step_rows = [row for row in kept if row.group == "steps"]
     if not any(row.metric == "time inside" for row in step_rows):
         return everything(kept)
-    title = "The added call alone, timed within the training step (in brackets: of the plain step):\n"
+    title = "What the added call takes within a step (in brackets: of the plain step), and what detect_anomaly adds:\n"
     return "\n" + "\n".join([title, step_calls(step_rows), where(step_rows)]) + "\n"
