@@ -132,15 +132,6 @@ def _poisoned() -> object:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """For many tiny operations: where cores are shared, threads that wait for each other take longer than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The CUDA kernels, compiled for the CPU by tests/host_build.py, once for all workers."""

@@ -15,6 +15,9 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Decided when the kernels are first imported, hence before any test module is.
     os.environ["TRITON_INTERPRET"] = "1"
+# Threads that wait for each other take longer than the work, where workers share cores. Here and in child processes.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 DEVICES = ["cpu", *(["cuda"] if HAS_CUDA else [])]
 # Every way to compute the statistic on this machine, as (backend, device). None of them may be missing.

@@ -31,7 +31,6 @@ from gradstat.bench.memory import peak_bytes
 from gradstat.demo.model import GPT, GPT2, MODEST, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
 FACTORIES = """
 import torch

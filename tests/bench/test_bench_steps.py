@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 import gradstat
 from gradstat.bench import steps
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (200, 3, 5)]
 SCALED, PLAIN = CIRCUMSTANCES[1], CIRCUMSTANCES[3]  # clipped

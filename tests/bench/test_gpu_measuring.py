@@ -117,7 +117,6 @@ def test_kernels_are_counted_and_annotations_are_not() -> None:
     assert not any(name.startswith("aten") for name in annotated)
 
 
-@pytest.mark.usefixtures("_one_thread")
 def test_counting_reaches_every_call_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("small", lambda: [(8, 8)] * 3)
     monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])

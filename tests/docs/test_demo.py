@@ -10,8 +10,6 @@ from gradstat.__main__ import main
 from gradstat.demo import corpus, run, train
 from gradstat.demo.model import GPT, TINY
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 
 def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from matplotlib import image

@@ -142,7 +142,6 @@ def test_what_is_taken_for_granted_belongs_to_an_example() -> None:
     assert examples().keys() == TAKEN_FOR_GRANTED.keys()
 
 
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("name", TAKEN_FOR_GRANTED)
 def test_the_examples_of_a_docstring_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

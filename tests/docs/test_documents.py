@@ -41,7 +41,6 @@ def here(block: Block) -> bool:
     return not block.marks.keys() & {"not run", "ranks"}
 
 
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("page", [page for page in PAGES if any(map(here, BLOCKS[page]))], ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -54,7 +54,7 @@ def name_of(cell: dict[str, Any]) -> str:
     return f"<ipython-input-{cell['execution_count']}-0123456789ab>"
 
 
-@pytest.mark.usefixtures("_cells", "_one_thread")
+@pytest.mark.usefixtures("_cells")
 @pytest.mark.filterwarnings("default::gradstat.monitor.AnomalyWarning")
 def test_its_cells_put_out_what_is_saved() -> None:
     import matplotlib.pyplot as plt

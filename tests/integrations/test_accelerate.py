@@ -18,8 +18,6 @@ from trainers import QUIET, Net, forget_accelerators, samples
 import gradstat
 from gradstat.integrations.accelerate import install
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:

@@ -16,8 +16,6 @@ import gradstat
 from gradstat import automatic
 from gradstat.monitor import AnomalyWarning
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 
 def program(
     optimizer: torch.optim.Optimizer,

@@ -14,7 +14,7 @@ from trainers import QUIET
 import gradstat
 from gradstat.integrations.fabric import install
 
-pytestmark = [pytest.mark.usefixtures("_one_thread"), QUIET]
+pytestmark = [QUIET]
 
 
 def prepared(optimizer: Any = torch.optim.AdamW, fabric: Fabric | None = None, **options: Any) -> tuple[Any, Any, Any]:

@@ -33,7 +33,7 @@ from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
 
-pytestmark = [pytest.mark.usefixtures("_one_thread"), *OF_FRAMEWORKS, QUIET]
+pytestmark = [*OF_FRAMEWORKS, QUIET]
 STEPS, SIZE = 5, 4
 NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 

@@ -30,7 +30,7 @@ from gradstat.integrations._watch import Ranks as Votes
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
 
-pytestmark = [pytest.mark.usefixtures("_one_thread"), *OF_FRAMEWORKS, QUIET]
+pytestmark = [*OF_FRAMEWORKS, QUIET]
 
 
 class Model(pl.LightningModule):

@@ -17,8 +17,6 @@ import gradstat
 from gradstat.integrations import loggers
 from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, ReportLogger, log_report, scalars_of
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 
 def trainee() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -18,8 +18,6 @@ from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, ins
 from gradstat.monitor import AnomalyError
 from gradstat.monitor.segments import PendingRows
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 
 def dataset(count: int = 64) -> list[dict[str, torch.Tensor]]:
     return [{"x": x, "labels": y} for x, y in samples(count)]

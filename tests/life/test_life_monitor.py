@@ -319,7 +319,6 @@ def is_close(recorded: float, norm: float) -> bool:
 
 @pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 @pytest.mark.filterwarnings("ignore:gradstat. no healthy state:RuntimeWarning")
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_recorded_is_what_was_there(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = seed % 2 == 1

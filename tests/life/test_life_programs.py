@@ -19,8 +19,6 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 import gradstat
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 
 class Sized(nn.Module):
     """Equal to every other one of its size."""

@@ -8,7 +8,6 @@ from ranks import Ranks
 from gradstat.monitor import RULES, Diagnosis, Finding, Recording
 
 
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureRequest) -> None:
     ranks: Ranks | None = request.getfixturevalue("ranks") if fault.ranks > 1 else None

@@ -18,8 +18,6 @@ from typing_extensions import Self
 import gradstat
 from gradstat.monitor import AnomalyWarning, Finding
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 EVERYTHING = dict.fromkeys(("parameters", "buffers", "optimizer", "updates", "activations", "outputs"), 1)
 
 

@@ -16,7 +16,6 @@ LONG = os.environ.get("GRADSTAT_LONG") == "1"
 SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
 
 
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda healthy: healthy.name)
 def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:
@@ -30,7 +29,6 @@ def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:
     assert all(map(math.isfinite, loss))
 
 
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("seed", range(5 if LONG else 1))
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_programs_of_others_are_neither_accused_nor_changed(program: Program, seed: int) -> None:

@@ -21,8 +21,6 @@ from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, defaul
 from gradstat.monitor.kinds import in_order
 from gradstat.monitor.segments import PendingRows
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
-
 
 class Net(nn.Module):
     def __init__(self) -> None:
