@@ -26,7 +26,7 @@ demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, t
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
 test: $(VENV)/.for-test $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after another)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Large trainers, in an environment of their own: some change how the others behave by being installed.
 .PHONY: frameworks
@@ -40,7 +40,7 @@ run-frameworks: $(VENV)/.for-frameworks $(BUILT)
 .PHONY: coverage
 coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
 	mkdir -p build/coverage && rm -f build/coverage/data*
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report
