@@ -272,16 +272,16 @@ def step_times(rows: Sequence[Row]) -> str:
     return grid(["training step", "plain", *columns], lines)
 
 
-def step_calls(rows: Sequence[Row]) -> str:
-    """What the added calls themselves take within a step; by how much anomaly mode lengthens it."""
+def step_calls(rows: Sequence[Row], beside: Sequence[str] = ()) -> str:
+    """What the added calls themselves take within a step; by how much what stands ``beside`` them lengthens it."""
     times, inside, ratios = (_by_case(rows, metric) for metric in ("wall time", "time inside", "time ratio"))
     columns = _in_order(row.provider for row in rows if row.metric == "time inside" and row.provider != steps.PLAIN)
     lines = []
     for key, found in inside.items():
         plain = times[key][steps.PLAIN].value
         shares = [f"{in_time(found[name].value)} ({100 * found[name].value / plain:.1f} %)" for name in columns]
-        lines.append([key[0], in_time(plain), *shares, _added(ratios[key].get(steps.ANOMALY))])
-    return grid(["training step", "plain", *columns, steps.ANOMALY], lines)
+        lines.append([key[0], in_time(plain), *shares, *(_added(ratios[key].get(name)) for name in beside)])
+    return grid(["training step", "plain", *columns, *beside], lines)
 
 
 def step_table(rows: Sequence[Row]) -> str:
@@ -534,4 +534,4 @@ def summary(rows: Iterable[Row]) -> str:
     if not any(row.metric == "time inside" for row in step_rows):
         return everything(kept)
     title = "What the added call takes within a step (in brackets: of the plain step), and what detect_anomaly adds:\n"
-    return "\n" + "\n".join([title, step_calls(step_rows), where(step_rows)]) + "\n"
+    return "\n" + "\n".join([title, step_calls(step_rows, [steps.ANOMALY]), where(step_rows)]) + "\n"

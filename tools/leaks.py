@@ -42,7 +42,8 @@ class Sizes(NamedTuple):
 
     @classmethod
     def now(cls) -> Sizes:
-        gc.collect()
+        for _ in range(2):  # a tensor in a cycle may go only with the second
+            gc.collect()
         resident = resident_bytes()  # first: the list of all objects takes megabytes itself
         objects = gc.get_objects()
         return cls(resident, len(objects), sum(issubclass(type(item), Tensor) for item in objects))

@@ -110,7 +110,7 @@ def test_every_other_instruction_set_gives_exact_results(instructions: str, fork
     files = [str(ROOT / "tests" / f"{name}.py") for name in names]
     options = ["-q", "-p", "no:cacheprovider", "-k", f"not (reference- or triton or emulated or cuda) and {wanted}"]
     result = forks.run(
-        "import sys, pytest, torch; torch.set_num_threads(1); sys.exit(pytest.main(sys.argv[1:]))",
+        "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))",
         *options,
         *files,
         warnings="default",
