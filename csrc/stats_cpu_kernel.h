@@ -59,6 +59,9 @@ GRADSTAT_INLINE void store(void* p, V v) {
 template <class T>
 GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
   using V = Vector<T>;
+#ifdef __SANITIZE_ADDRESS__
+  __asan_loadN(p, count * sizeof(T));  // compilers do not instrument masked loads
+#endif
 #if GRADSTAT_X86_LEVEL == 4
   const auto there = static_cast<uint64_t>((uint64_t{1} << count) - 1);
   const __m512i others = bitcast<__m512i>(V{} + fill);

@@ -2,28 +2,38 @@
 
 Of a comparison, a calculation and a number one change is tried, that to the next one. A mutant that all tests let
 live must stand in `EXPLAINED`; any other survivor is an error, and so is an explanation of a mutant that died.
+Each core has a copy of the tree, and a process that has imported torch and pytest and is forked for every mutant.
 ``--only clip`` tries the files with "clip" in their path.
 """
 
 import argparse
+import difflib
 import itertools
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
-from cosmic_ray.commands import execute, init
-from cosmic_ray.config import ConfigDict
+import pytest
+import torch.distributed.tensor  # noqa: F401  imported here once, and not again for every mutant
+from cosmic_ray.commands import init
+from cosmic_ray.mutating import apply_mutation
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkResult
+from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-COPY = ROOT / "build" / "mutation"
+COPIES = ROOT / "build" / "mutation"
 # The tests that have to notice a change in a file, those that notice most first.
 TESTS = {
-    "gradstat/_fields.py": ("fields", "report", "update", "distributed"),
+    "gradstat/_fields.py": ("fields", "report", "distributed", "update"),
     "gradstat/clip.py": ("clip", "every_clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
     "gradstat/distributed/_checksum.py": ("replicas",),
     "gradstat/distributed/batches.py": ("replicas",),
@@ -59,51 +69,125 @@ EXPLAINED = {
 }
 
 
-def changed_line(diff: str) -> str:
+def changed_line(old: str, new: str) -> str:
     """The first line that a mutant has instead of another, or has lost, without spaces."""
-    lines = re.findall(r"^([-+])(?!\+\+|--)(.*)", diff, re.MULTILINE)
-    gone = ["".join(text.split()) for sign, text in lines if sign == "-"]
-    new = ["".join(text.split()) for sign, text in lines if sign == "+"]
-    return next((line for line in new if line not in gone), gone[0])
+    before, after = ([line.replace(" ", "") for line in text.splitlines()] for text in (old, new))
+    changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    return next((line[2:] for line in changes if line[0] == "+"), changes[0][2:])
 
 
-def is_tried(mutation: MutationSpec, lines: list[str]) -> bool:
-    is_next = mutation.operator_name != "core/NumberReplacer" or mutation.occurrence % 2 == 0
-    is_read = not WITHOUT_EFFECT.search(lines[mutation.start_pos[0] - 1])
-    return is_next and is_read and bool(OPERATORS.match(mutation.operator_name))
-
-
-def survivors(file: str) -> list[str]:
-    """The changed lines of mutants that the tests of a file let live."""
-    tests = [str(next(COPY.glob(f"tests/*/test_{name}.py")).relative_to(COPY)) for name in TESTS[file]]
-    command = " ".join([sys.executable, "-m pytest -x -q -p no:cacheprovider", *tests])
+def mutants_of(file: str) -> list[MutationSpec]:
     lines = Path(file).read_text().splitlines()
-    subprocess.run(command, shell=True, cwd=COPY, check=True)  # without any mutant
+
+    def is_tried(mutation: MutationSpec) -> bool:
+        is_next = mutation.operator_name != "core/NumberReplacer" or mutation.occurrence % 2 == 0
+        is_read = not WITHOUT_EFFECT.search(lines[mutation.start_pos[0] - 1])
+        return is_next and is_read and bool(OPERATORS.match(mutation.operator_name))
+
     with use_db("mutants.sqlite", WorkDB.Mode.create) as work:
         init([Path(file)], work, {})
-        for item in work.pending_work_items:
-            if not is_tried(item.mutations[0], lines):
-                work.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
-        print(f"{file}: {len(list(work.pending_work_items))} mutants", flush=True)
-        execute(work, ConfigDict({"test-command": command, "timeout": SECONDS, "distributor": {"name": "local"}}))
-        results = [result for _, result in work.completed_work_items]
-        return [changed_line(result.diff) for result in results if result.test_outcome == TestOutcome.SURVIVED]
+        return [item.mutations[0] for item in work.pending_work_items if is_tried(item.mutations[0])]
+
+
+def enter(copies: SimpleQueue) -> None:
+    """What each worker does first: its copy of the tree is what it, and all programs that tests start, import."""
+    copy = copies.get()
+    os.chdir(copy)
+    sys.path[:0] = [copy, os.path.join(copy, "tests")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+
+
+def pass_all(tests: list[str]) -> bool:
+    """Whether tests pass, in a fork of this process. One that does not end in time has not."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setsid()
+            output = os.open(f"output.{os.getppid()}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def survives(mutant: MutationSpec, tests: list[str]) -> str | None:
+    """The changed line of a mutant, if its tests let it live."""
+    path = Path(mutant.module_path)
+    old, new = apply_mutation(path, get_operator(mutant.operator_name)(), mutant.occurrence)
+    try:
+        return changed_line(old, new) if pass_all(tests) else None
+    finally:
+        path.write_text(old)
+
+
+def require_passing(test: str) -> None:
+    """Unchanged code passes, and leaves its bytecode behind."""
+    if not pass_all([test]):
+        output = Path(f"output.{os.getpid()}.txt").read_text()
+        raise RuntimeError(f"{test} does not pass without a mutant:\n{output}")
+
+
+def workers(copies: list[Path]) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    for copy in copies:
+        queue.put(str(copy))
+    return ProcessPoolExecutor(len(copies), context, enter, (queue,))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="files whose path has this in it")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="how many at a time (default: %(default)s)")
     options = parser.parse_args()
-    shutil.rmtree(COPY, ignore_errors=True)
-    shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns(".*", "build", "__pycache__"))
-    os.chdir(COPY)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(COPY), str(COPY / "tests")])
+    shutil.rmtree(COPIES, ignore_errors=True)
+    first, *others = (COPIES / str(number) for number in range(options.workers))
+    shutil.copytree(ROOT, first, ignore=shutil.ignore_patterns(".*", "build", "__pycache__"))
+    os.chdir(first)
+    tests = {
+        file: [str(next(Path().glob(f"tests/*/test_{name}.py"))) for name in names]
+        for file, names in TESTS.items()
+        if options.only in file
+    }
+    with workers([first] * options.workers) as pool:
+        list(pool.map(require_passing, dict.fromkeys(itertools.chain(*tests.values()))))
+    # Of changed files none may be left: bytecode is known by size and second.
+    for file in TESTS:
+        for compiled in Path(file).parent.glob(f"__pycache__/{Path(file).stem}.*"):
+            compiled.unlink()
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    found = {file: survivors(file) for file in TESTS if options.only in file}
+    sys.dont_write_bytecode = True
+    for other in others:
+        shutil.copytree(first, other)
+    found = {}
+    with workers([first, *others]) as pool:
+        for file in tests:
+            mutants = mutants_of(file)
+            print(f"{file}: {len(mutants)} mutants", flush=True)
+            lines = pool.map(survives, mutants, [tests[file]] * len(mutants))
+            found[file] = []
+            for number, line in enumerate(lines, 1):
+                if line is not None:
+                    found[file].append(line)
+                    print(f"{number}: {line}", flush=True)
     wrong = [f"survived: {file}: {line}" for file, lines in found.items() for line in lines if line not in EXPLAINED]
     if not options.only:
         wrong += [f"no such survivor: {line}" for line in EXPLAINED if line not in itertools.chain(*found.values())]
-    print("\n".join(wrong))
+    print("\n".join(wrong) or "all others were noticed")
     return int(bool(wrong))
 
 
