@@ -1,4 +1,4 @@
-"""Norms, clip coefficients and decisions from a table, in plain torch, without a sync, where no kernel computes them."""
+"""Norms, clip coefficients and decisions from a table, in plain torch without a sync, where no kernel computed them."""
 
 from __future__ import annotations
 
