@@ -143,9 +143,10 @@ def update_stats(
 ) -> UpdateReport:
     """Measures the update that the next ``optimizer.step()`` makes, before it is made. No host sync.
 
-    Call it where ``step`` is called, after clipping. Gradients, parameters and states are read once, and nothing is written. Supports torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax, fused or not, and classes that
-    inherit their ``step``. Decoupled weight decay (AdamW) is excluded, as it does not depend on the gradient. The L2
-    penalty of the others is included as part of the gradient, as it enters gradient, momentum and second moment.
+    Call it where ``step`` is called, after clipping. Gradients, parameters and states are read once, and nothing is
+    written. Supports torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax, fused or not, and classes that inherit their
+    ``step``. Decoupled weight decay (AdamW) is excluded, as it does not depend on the gradient. The L2 penalty of the
+    others is included as part of the gradient, as it enters gradient, momentum and second moment.
 
     Distributed tensors are read shard by shard and their rows summed over the process groups; all ranks have to call
     this, with gradients for the same parameters.
