@@ -113,7 +113,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             ValueError: ``max_norm`` is NaN.
             NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`.
-            Otherwise as ``unscale_``. Nothing has been changed in these cases.
+            Further errors as ``unscale_``. Nothing has been changed in these cases.
         """
         if not isinstance(max_norm, AdaptiveClip) and math.isnan(float(max_norm)):
             raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")

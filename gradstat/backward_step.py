@@ -151,7 +151,7 @@ class StepInBackward:
         self._rows_of_parts: Tensor | None = None
         self._is_foreign = optimizers.traits_of(optimizer).repeats_closure
         kind: Any = type(optimizer)
-        # For torch's optimizers without profiling wrapper and hooks, which take longer than stepping a small tensor.
+        # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
         own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
         self._step = optimizer.step if self._is_foreign else own
         self._labels = [Labels(functools.partial(_named, source, i), tuple) for i in range(len(source.parameters))]
@@ -342,7 +342,7 @@ class StepInBackward:
         elif isinstance(self._clip, TensorClip):
             assert self._rows_of_parts is not None
             self._clip._gather_(self._rows_of_parts, decision.norm)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn: no step yet
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # keeps torch's schedulers from warning
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
         """Rejects ``optimizer.step()`` in a loop that still calls it, if it would change parameters."""
@@ -364,7 +364,7 @@ class StepInBackward:
 
 
 class _HeldBy:
-    """A parameter's strong reference to its handle. Hooks refer to it weakly: torch cannot collect what a hook holds.
+    """A parameter's strong reference to its handle. Hooks refer to it weakly, as no hook is traversed by the GC.
 
     Pickling a parameter stores None in its place.
     """

@@ -19,7 +19,7 @@ from gradstat.report import Report
 
 
 class PendingReport:
-    """A report whose numbers may still be being copied from the device.
+    """A report whose numbers may not have arrived from the device yet.
 
     Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else.
     """

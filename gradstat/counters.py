@@ -1,4 +1,4 @@
-"""Counts, on the device, of an optimizer's steps and skipped steps."""
+"""Counters, on the device, of an optimizer's steps and skipped steps."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SQUARES, _LARGE = _fields.INDEX["sq_sum"], _fields.INDEX["sq_sum_large"]
 
 @final
 class NoiseScale:
-    """The simple gradient noise scale, in examples, of a training that accumulates gradients: the useful batch size.
+    """The simple gradient noise scale, in examples, for training with gradient accumulation: the useful batch size.
 
     It is ``tr(S) / |G|^2``, where S is the covariance of the gradients of single examples and G their mean. It is
     estimated without bias from two squared norms, as in McCandlish et al., arXiv 1812.06162, appendix A: of the first

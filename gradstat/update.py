@@ -26,7 +26,7 @@ _OPERANDS = ("gradient", "weight", "momentum", "second_moment")
 
 
 class UpdateStats(NamedTuple):
-    """One parameter's upcoming update. A number is NaN if its divisor is missing or zero, or an input is NaN or Inf.
+    """One parameter's upcoming update. A number is NaN if it is undefined (as 0 / 0) or an input is NaN or Inf.
 
     Attributes:
         name: Name of the parameter.

@@ -67,10 +67,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
 
 
 def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: str) -> dict[int, Any]:
-    """The values of all ranks of the groups by global rank: small Python objects, pickled. Waits for the other ranks.
-
-    Raises as `reduce_together_`.
-    """
+    """The pickled values of all ranks of the groups, by global rank. Waits. Raises as `reduce_together_`."""
     known = {dist.get_rank(): value}
     for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -30,9 +30,7 @@ class Measurement(NamedTuple):
     # [1, len(FIELDS)] float64: the total over all tensors and ranks, if some tensors are distributed. Every rank that
     # could not measure its part counts as one NaN.
     total: Tensor | None = None
-    failed: Tensor | None = (
-        None  # 0-d float64: ranks that could not measure their part, if some tensors are distributed
-    )
+    failed: Tensor | None = None  # 0-d float64: other ranks that could not measure; None if no tensor is distributed
     decision: Decision | None = None  # the decision about a step, if one was requested
 
     def table(self) -> Tensor:

@@ -161,7 +161,7 @@ def _load(name: str) -> Any:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
     check_fingerprint(module.fingerprint(), path)
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is not None:  # older torch lacks it; every call then goes through the dispatcher
+    if exchange is not None:  # older torch lacks it, and every call then takes the slow path
         module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, _is_sparse)
     return module
 

@@ -19,7 +19,7 @@ def total_norm(table: Tensor, norm_type: float) -> Tensor:
     """
     sums = table.sum(0)
     if norm_type == math.inf:
-        # The identities of empty rows are -inf on both sides, hence the clamp.
+        # Rows without finite elements give -inf on both sides, hence the clamp.
         largest = torch.maximum(_column(table, "max").amax(), -_column(table, "min").amin()).clamp(min=0.0)
         return _unless_nonfinite(largest, sums)
     return l2_norms(sums)
@@ -53,7 +53,7 @@ class Decision(NamedTuple):
     """The decision about an optimizer step, derived from a table; all on the table's device."""
 
     norm: Tensor  # without the loss scale, 0-d: float64, or the gradients' promoted dtype
-    numbers: Tensor  # [2] float64: the factor to multiply the gradients by, and the norm
+    numbers: Tensor  # [2] float64: the factor for the gradients, loss scale included, and the norm
     # [3] float32: 1 to skip the step, else 0; the number to divide the gradients by; the loss scale.
     verdict: Tensor
 

@@ -1,4 +1,4 @@
-"""Named parameters and gradients of whatever a user passes, without walking a module on every step.
+"""Extracts named parameters and gradients from what a user passes, without walking a module on every step.
 
 A module is walked once, and again after a dictionary of its parameters or submodules has changed (csrc/module_plan.h).
 """
