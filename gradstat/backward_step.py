@@ -364,7 +364,7 @@ class StepInBackward:
 
 
 class _HeldBy:
-    """A parameter's strong reference to its handle. Hooks refer to it weakly, as no hook is traversed by the GC.
+    """A parameter's strong reference to its handle. Hooks refer to it weakly, as the GC cannot see through hooks.
 
     Pickling a parameter stores None in its place.
     """

@@ -64,10 +64,10 @@ class SpikeGuard:
     more than ``threshold`` times their spread. The spread is the largest of three: the median absolute deviation times
     1.4826, which estimates the standard deviation of normally distributed values; half the distance from the median to
     the largest value, as losses and norms have long tails; a hundredth of the median. With the default threshold an
-    outlier is therefore more than three times as far from the median as the largest value. For updates, the full distance
-    and the full median are used: otherwise a rare input, whose updates are large while all others are small, would
-    never be learned. Except for the first, these terms are conventions of gradstat, as is excluding the newest values,
-    which may already be part of a growth; benchmarks/guards.py measures their effect.
+    outlier is therefore more than three times as far from the median as the largest value. For updates the full
+    distance and the full median are used: otherwise a rare input, whose updates are large while all others are small,
+    would never be learned. Except for the first, these terms are conventions of gradstat, as is excluding the newest
+    values, which may already be part of a growth; benchmarks/guards.py measures their effect.
     Values of refused steps are not recorded, so a spike changes nothing. NaN and Inf are skipped whatever the rule.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place: no step waits
@@ -176,7 +176,7 @@ class SpikeGuard:
         return {"rule": self._rule, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, made by `state_dict`, but with its own options; ValueError for another rule or window.
+        """Continues from ``state``, made by `state_dict`, keeping its options; ValueError for another rule or window.
 
         An existing state is overwritten in place, so that captured graphs see it. No host sync, unless values have to
         move from a GPU to the CPU.

@@ -128,7 +128,7 @@ class Layer:
 
 
 def as_named(function: _Function) -> _Function:
-    """The function importable by ``function``'s name, so picklable, if the same but for layers that only watch."""
+    """The object under ``function``'s importable name, which can be pickled, if only watching layers differ."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     there = getattr(module, getattr(function, "__qualname__", ""), None)
     return there if there is not None and _unwatched(there) is _unwatched(function) else function

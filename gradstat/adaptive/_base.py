@@ -125,7 +125,7 @@ class AdaptiveClip(ABC):
         return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in self._state.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, made by `state_dict`, but with its own options; ValueError for another rule or window.
+        """Continues from ``state``, made by `state_dict`, keeping its options; ValueError for another rule or window.
 
         The tensors may be on any device; at the next step they are moved to the gradients'. An existing state of that
         size is overwritten in place, so that captured graphs see the values. No host sync, unless values have to move

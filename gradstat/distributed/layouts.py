@@ -25,7 +25,7 @@ from gradstat._core.tensors import ExtraGroups
 
 
 class Experts(nn.Module):
-    """A mixture of experts without a router: every expert processes every token, so that all gradients are known."""
+    """Experts without a router: each processes every token, so that its gradient does not depend on routing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -292,7 +292,7 @@ class OriginReport:
 
     Attributes:
         ranks: All ranks that took part.
-        micro_batches: Their number: reductions, or ``backward()`` calls with ``per_micro_batch``.
+        micro_batches: Number of micro-batches: reductions, or with ``per_micro_batch`` calls of ``backward()``.
     """
 
     def __init__(

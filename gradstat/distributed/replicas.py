@@ -126,7 +126,7 @@ def verify_replicas(
     Raises:
         TypeError: ``target`` is none of these or lacks what is to be compared, or a tensor's bits cannot be compared.
         ValueError: ``what`` is unknown, both ``group`` and ``mesh`` are given, this rank is in neither, or a
-            ``DTensor``'s mesh has ranks outside of them.
+            ``DTensor`` has replicas on other ranks.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """
     groups, ranks = _participants(group, mesh)
