@@ -88,7 +88,7 @@ LARGE_SCALE = 2.0**-538
 SMALL_SCALE = 2.0**537
 
 FINGERPRINT: str = ",".join([*(f"{field.name}:{field.merge}" for field in FIELDS), *UPDATE_SUMS, *UPDATE_COEFFICIENTS])
-"""Identifies the lists above. A compiled extension carries the fingerprint it was built with."""
+"""Identifies fields, merges and the columns of both update tables. A compiled extension carries its own."""
 
 
 def column(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Rejects a torch that is too old before using any of it, so that no one meets a missing symbol instead."""
+"""Rejects a torch that is too old before any of it is used, instead of failing later with a missing symbol."""
 
 from __future__ import annotations
 

@@ -80,9 +80,10 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
 
 @never_traced
 def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
-    """`check` without the sync: launches the kernel and returns a pending report. Arguments and errors as `check`.
+    """`check` without the sync: launches the kernel and returns a pending report.
 
-    The gradients may be changed or freed as soon as this returns, on the same stream.
+    The gradients may be changed or freed as soon as this returns, on the same stream. ``target``, ``backend``,
+    ``extra_groups`` and the errors are as for `check`.
     """
     return PendingReport(*_launched(target, backend, extra_groups))
 

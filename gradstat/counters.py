@@ -45,7 +45,7 @@ class StepCounters:
 
     @classmethod
     def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
-        """``before`` if it is on ``device``, else new counters that continue from it; refused during graph capture."""
+        """``before`` if it is on ``device``, else a continuation there; raises in a graph capture, naming ``what``."""
         if before is not None and before.tensor.device == device:
             return before
         refuse_capture(device, what)

@@ -74,7 +74,7 @@ def patch_torch() -> TorchPatch:
             train()
 
     **A name bound before the patch keeps its function**: after ``from torch.nn.utils import clip_grad_norm_`` a module
-    calls torch's, of which only the two halves, which torch looks up on every call, are gradstat's. Patch before such
+    calls torch's. That function looks up its two halves on every call, so only these are gradstat's. Patch before such
     modules are imported, or rebind the name (``module.clip_grad_norm_ = gradstat.clip_grad_norm_``). A name bound while
     the patch is active calls torch's once the patch is removed.
 
@@ -128,7 +128,7 @@ class Layer:
 
 
 def as_named(function: _Function) -> _Function:
-    """The object under ``function``'s importable name, which can be pickled, if only watching layers differ."""
+    """The picklable object found under ``function``'s name, if it is the same apart from layers that only watch."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     there = getattr(module, getattr(function, "__qualname__", ""), None)
     return there if there is not None and _unwatched(there) is _unwatched(function) else function

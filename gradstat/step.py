@@ -35,7 +35,7 @@ class StepResult:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
             gradient's device, of the gradients' promoted real dtype.
         counters: This optimizer's `StepCounters`.
-        loss: The ``loss`` argument, or what the closure or else the optimizer's step returned; None if skipped.
+        loss: The ``loss`` argument, else the closure's result, else that of the optimizer's step, None if skipped.
     """
 
     def __init__(self, measured: Measured, counters: StepCounters, skips: bool, loss: Any) -> None:

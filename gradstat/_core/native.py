@@ -116,7 +116,7 @@ def load_cuda() -> CudaModule:
 
 
 def operators(device: torch.device) -> Any:
-    """``torch.ops.gradstat`` for use inside torch.compile, where tracing may meet a program's first gradstat call."""
+    """``torch.ops.gradstat`` inside torch.compile; loads the library, as a program's first call may be traced."""
     _is_loaded(device.type)
     return torch.ops.gradstat
 

@@ -29,8 +29,8 @@ class AdaGC(TensorClip):
     smallest ``h n_i``.
 
     Two details are added. If a tensor had no norm during warm-up, its first norm is not clipped and starts its mean. A
-    norm of exactly zero is ignored: with the paper's minimum it would hold such a tensor at zero forever, as in models
-    with parameters that are idle or start behind a zero.
+    norm of exactly zero is ignored: with the paper's minimum it would hold such a tensor at zero forever, for example
+    parameters that are idle, or that start behind a zero-initialised weight.
 
     The means are kept by position among the parameters that have a gradient. These must be the same on every step;
     ``zero_grad(set_to_none=False)`` gives idle parameters a gradient of zeros.
