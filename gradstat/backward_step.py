@@ -177,7 +177,7 @@ class StepInBackward:
     def report(self) -> PendingReport:
         """The report on the last backward pass's gradients, as `check_async` would have given it before clipping.
 
-        On the CPU its values have the same bits. Non-finite gradients were not stepped. RuntimeError if no pass has ended.
+        On the CPU it has the same bits. Non-finite gradients were not stepped. RuntimeError if no pass has ended.
         """
         if self._report is None:
             self._report = self._last().report()

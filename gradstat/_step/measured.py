@@ -55,7 +55,7 @@ class Measured(NamedTuple):
         backend: str | None,
         extra_groups: ExtraGroups | None,
     ) -> Measured:
-        """Reads the gradients of ``parameters`` once; counts the step if asked. No host sync; all ranks decide alike."""
+        """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike."""
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=moved(step.loss_scale, home))
