@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradstat import _torch_version as _torch_version  # first: it refuses a torch that is too old
+from gradstat import _torch_version as _torch_version  # first: it raises if torch is too old
 from gradstat import amp
 from gradstat._core.backends import BackendStatus, backends
 from gradstat._core.native import BackendUnavailableError, StaleExtensionError
@@ -80,8 +80,8 @@ __all__ = [
 ]
 
 
-# Imported when first asked for: not every program needs them, and they more than double what an import takes. By name
-# the module that has it; None for modules themselves.
+# Imported on first use: not every program needs these names, and importing them eagerly more than doubles the import
+# time. Maps each name to the module that defines it; None for names that are modules themselves.
 _LAZY = {
     "AccumulationReport": "accumulation",
     "AutoHandle": "automatic",

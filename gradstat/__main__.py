@@ -15,7 +15,7 @@ import torch
 
 import gradstat
 
-# What else there is besides info: where it is, and what it does. Its options only it knows.
+# The commands besides info: module, function, description. The module parses the command's options.
 COMMANDS = {
     "demo": ("gradstat.demo", "main", "train a small GPT with every step checked, then break it"),
     "bench": ("gradstat.bench", "main", "what checks, clips and detect_anomaly cost on your own model and machine"),
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def collect_info() -> dict[str, Any]:
-    """Versions, devices and backends of this machine, JSON-able."""
+    """Versions, devices and backends of this machine, as JSON-serializable data."""
     cuda = torch.cuda.is_available()
     return {
         "gradstat": gradstat.__version__,

@@ -1,12 +1,12 @@
-"""The statistic: which fields a row has, how they merge, and what is derived from them; standard library only.
+"""The statistics: the fields of a row, how they merge, and values derived from them; standard library only.
 
     python gradstat/_fields.py            # print the C++ header
     python gradstat/_fields.py --write    # write csrc/stat_fields.def
 
-A *row* describes one tensor. Rows form a monoid: that of a tensor is the merge of those of its chunks, in whatever
+A *row* describes one tensor. Rows form a monoid: a tensor's row is the merge of the rows of its chunks, whatever their
 grouping. The sum of squares is kept in three columns, after J. L. Blue (ACM TOMS 4(1), 1978; constants as in LAPACK
 3.10 ``la_constants``, from E. Anderson, Algorithm 978, ACM TOMS 44(1), 2017): a float64 element whose square would
-overflow or vanish is scaled by a power of two first. Narrower dtypes use ``sq_sum`` alone.
+overflow or vanish is first scaled by a power of two. Narrower dtypes use ``sq_sum`` alone.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, Literal
 
 Merge = Literal["sum", "min", "max"]
 
-# Of the update that an optimizer is about to make (csrc/update.h): a table of sums over elements, one row for each
-# parameter, from coefficients, one row for each too. The columns of both, in order.
+# Columns, in order, of two tables about the update that an optimizer is about to make (csrc/update.h), one row for each
+# parameter: sums over elements, and the coefficients that the sums are computed with.
 UPDATE_SUMS = ("update", "weight", "scaled_gradient", "product", "gradient", "momentum", "second_moment")
 UPDATE_COEFFICIENTS = (
     *("gradient_scale", "weight_decay", "momentum_decay", "momentum_gain", "second_decay", "second_gain"),
     *("from_gradient", "from_momentum", "root_scale", "eps", "is_adaptive", "lr"),
 )
 UPDATE_RULES = ("gradient", "momentum", "adam", "amsgrad", "adamax")
-"""How an update comes about, by number. A tensor of the n-th has `UPDATE_OPERANDS[n]` operands."""
-UPDATE_OPERANDS = (2, 3, 4, 5, 4)  # gradient, weight, momentum, second moment, its maximum
+"""Update rules by number. A tensor with the n-th rule has `UPDATE_OPERANDS[n]` operands."""
+UPDATE_OPERANDS = (2, 3, 4, 5, 4)  # gradient, weight, momentum, second moment, maximum of the second moment
 
 _IDENTITY: dict[str, float] = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
@@ -38,10 +38,10 @@ class Field:
     """One statistic of one tensor: a column of a table."""
 
     name: str
-    merge: Merge  # how two values of it combine
-    degree: int  # its power of the elements: multiplied by a positive s, they multiply it by s**degree
+    merge: Merge  # how two values combine
+    degree: int  # multiplying the elements by a positive s multiplies the value by s**degree
     meaning: str
-    is_index: bool = False  # of an element: in a shard it means something only together with the rank
+    is_index: bool = False  # whether it is an element's index: in a shard it is meaningful only together with the rank
 
     @property
     def identity(self) -> float:
@@ -69,7 +69,7 @@ INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}
 """Column number by field name."""
 
 NONFINITE: slice = slice(INDEX["nan_count"], INDEX["inf_count"] + 1)
-"""The two columns that count elements that are not finite, neighbours (tests/core/test_fields.py holds that)."""
+"""The two adjacent columns that count non-finite elements (tests/core/test_fields.py checks that they are adjacent)."""
 
 DEGREES: tuple[int, ...] = tuple(field.degree for field in FIELDS)
 """The degree of each column."""
@@ -78,7 +78,7 @@ IDENTITY: tuple[float, ...] = tuple(field.identity for field in FIELDS)
 """The row of a tensor without elements."""
 
 SUMMED: slice = slice(0, sum(field.merge == "sum" for field in FIELDS))
-"""The summed columns. They come first, and so are a view (tests/core/test_fields.py holds that)."""
+"""The summed columns, which come first, so that slicing gives a view (tests/core/test_fields.py checks the order)."""
 
 # Blue's thresholds and scales for float64: squares of magnitudes in [SMALL, LARGE] neither vanish nor
 # overflow, even when 2**52 of them are added.
@@ -88,11 +88,11 @@ LARGE_SCALE = 2.0**-538
 SMALL_SCALE = 2.0**537
 
 FINGERPRINT: str = ",".join([*(f"{field.name}:{field.merge}" for field in FIELDS), *UPDATE_SUMS, *UPDATE_COEFFICIENTS])
-"""Identifies these lists. A compiled extension carries the ones it was built with."""
+"""Identifies fields, merges and the columns of both update tables. A compiled extension carries its own."""
 
 
 def column(name: str) -> int:
-    """Column number of the field ``name``; KeyError, which lists the fields, if there is none."""
+    """Column number of the field ``name``; an unknown name raises KeyError, which lists the fields."""
     try:
         return INDEX[name]
     except KeyError:
@@ -100,10 +100,10 @@ def column(name: str) -> int:
 
 
 def l2_norm(xp: Any, rows: Any) -> Any:
-    """L2 norms, ``[...]``, of ``rows``, ``[..., len(FIELDS)]``, by ``xp``, numpy or torch; only they can overflow.
+    """L2 norms ``[...]`` of ``rows`` ``[..., len(FIELDS)]``; ``xp`` is numpy or torch. Only a result can overflow.
 
-    With large elements present, the ordinary ones join them at the large scale and the small ones are below rounding;
-    otherwise the small ones join the ordinary ones, or stand alone at their own scale.
+    If there are large elements, the ordinary ones are added at the large scale, and the small ones are below rounding.
+    Otherwise the small ones are added to the ordinary ones, or stand alone at their own scale.
     """
     sq_sum, sq_sum_large, sq_sum_small = (rows[..., INDEX[name]] for name in ("sq_sum", "sq_sum_large", "sq_sum_small"))
     with_large = xp.sqrt(sq_sum_large + sq_sum * LARGE_SCALE * LARGE_SCALE) / LARGE_SCALE
@@ -114,23 +114,23 @@ def l2_norm(xp: Any, rows: Any) -> Any:
 
 
 def std(xp: Any, rms: Any, mean: Any) -> Any:
-    """Population standard deviation from root mean square and mean, whose squares it does not take.
+    """Population standard deviation from root mean square and mean, without squaring them.
 
-    Good to about 1e-4 of the root mean square: of nearly constant elements it says nothing.
+    Accurate to about 1e-4 of the root mean square, so meaningless for nearly constant elements.
     """
     mean = abs(mean)
-    # Of a quarter of their sum, which does not overflow; powers of two round nothing.
+    # A quarter of rms + mean does not overflow, and scaling by powers of two is exact.
     return 2.0 * xp.sqrt(xp.maximum(rms - mean, 0.0)) * xp.sqrt(rms / 4 + mean / 4)
 
 
 def merge(xp: Any, rows: Any) -> Any:
-    """The row of all ``rows`` together: ``[n, len(FIELDS)]``, n at least 1, to ``[len(FIELDS)]``."""
+    """Merges all ``rows`` into one: ``[n, len(FIELDS)]``, n at least 1, to ``[len(FIELDS)]``."""
     reduce = {"sum": xp.sum, "min": xp.amin, "max": xp.amax}
     return xp.stack([reduce[field.merge](rows[:, column], 0) for column, field in enumerate(FIELDS)])
 
 
 def render_header() -> str:
-    """The text of ``csrc/stat_fields.def``: an X-macro list of the fields and the constants."""
+    """The text of ``csrc/stat_fields.def``: an X-macro list of the fields, and the constants."""
     width = max(len(name) for name in NAMES)
     lines = [
         "// Generated by `python gradstat/_fields.py --write` from gradstat/_fields.py. Do not edit.",

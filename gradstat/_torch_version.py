@@ -1,17 +1,17 @@
-"""Refuses a torch that is too old before any of it is used, so that nobody meets a missing symbol instead."""
+"""Rejects a torch that is too old before any of it is used, instead of failing later with a missing symbol."""
 
 from __future__ import annotations
 
 import torch
 
 LEAST = (2, 10)
-"""The oldest torch: the release whose stable ABI the compiled extension asks for (setup.py, pyproject.toml)."""
+"""The oldest supported torch: its release has the stable ABI that the extension needs (setup.py, pyproject.toml)."""
 
 
 def require(found: str) -> None:
-    """Raises `ImportError` with the remedy unless the torch release ``found`` is new enough.
+    """Raises `ImportError` with the remedy unless the torch version ``found`` is new enough.
 
-    Only major and minor count: builds of a release before it is out, such as 2.10.0a0, are taken at their word.
+    Only major and minor version count: a pre-release such as 2.10.0a0 is treated as the release.
     """
     major, minor = found.split(".")[:2]
     if (int(major), int(minor)) < LEAST:

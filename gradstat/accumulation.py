@@ -1,4 +1,4 @@
-"""Gradient accumulation: which micro-batch brought the value that made an accumulated gradient bad."""
+"""Gradient accumulation: finds the micro-batch that made an accumulated gradient NaN or Inf."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NAMED_IN_TEXT = 20
 class MicroBatches:
     """Checks gradients after every micro-batch of a step without a sync, and waits once, at the step's boundary.
 
-    Gradients that are accumulated stay bad once they are, so a check at the boundary tells which parameter is bad
-    and no longer which micro-batch did it. ::
+    An accumulated gradient that has become NaN or Inf stays so. A check at the boundary therefore tells which parameter
+    is bad, but not which micro-batch caused it. ::
 
         micro_batches = gradstat.MicroBatches(model)
         for step in range(steps):
@@ -34,37 +34,37 @@ class MicroBatches:
             optimizer.step()
             optimizer.zero_grad()
 
-    Between boundaries only tables are kept, one row per parameter and micro-batch, and no gradient. As a context
-    manager it forgets, at the end of the block, what was checked and not asked for. Not for several threads.
+    Between boundaries only tables are kept, one row per parameter and micro-batch, and no gradients. Usable as a
+    context manager, which at the end of the block discards checks whose result was not requested. Not thread-safe.
 
     Args:
-        target: What `check` takes. Parameters and modules may change between checks; they are told apart by name.
-        backend: As in `check`; errors, too.
+        target: As for `check`. Parameters and modules may change between checks; they are matched by name.
+        backend: As for `check`, as are the errors.
     """
 
     def __init__(self, target: Any, *, backend: str | None = None) -> None:
-        self._target = list(target) if isinstance(target, Iterator) else target  # a generator could be used once
+        self._target = list(target) if isinstance(target, Iterator) else target  # a generator can be used only once
         self._backend = backend
         self._pending: list[PendingReport] = []
-        source_of(self._target)  # a wrong target is refused here rather than after the first backward
+        source_of(self._target)  # rejects a wrong target here rather than after the first backward
 
     def check(self) -> None:
-        """To be called after a micro-batch's ``backward()``: launches a check, as `check_async`. Errors as there."""
+        """Launches a check, as `check_async`, after a micro-batch's ``backward()``. Errors as there."""
         self._pending.append(check_async(self._target, backend=self._backend))
 
     @never_traced
     def result(self) -> AccumulationReport:
-        """What was checked since the last boundary; RuntimeError if nothing. Waits once, and starts over."""
+        """The report on all checks since the last boundary; RuntimeError if there are none. Waits once, and resets."""
         if not self._pending:
             raise RuntimeError("no micro-batch was checked since the last result(); call check() after each backward()")
         pending = self._pending
         self.reset()
-        # The last one first: where it has arrived all others have.
+        # Last one first: when it has arrived, all others have.
         reports = [one.result() for one in reversed(pending)]
         return AccumulationReport(reports[::-1])
 
     def reset(self) -> None:
-        """Forgets what was checked since the last boundary, for a step that is given up."""
+        """Discards all checks since the last boundary, for a step that is abandoned."""
         self._pending = []
 
     def __enter__(self) -> MicroBatches:
@@ -75,10 +75,9 @@ class MicroBatches:
 
 
 class AccumulationReport:
-    """The reports of one step's micro-batches, and which of them brought NaN or Inf. Micro-batches count from 0.
+    """The reports of one step's micro-batches, and which of them caused NaN or Inf. Micro-batches count from 0.
 
-    Made by `MicroBatches.result`. The gradients described are the accumulated ones, as they were after each
-    micro-batch.
+    Returned by `MicroBatches.result`. It describes the accumulated gradients, as they were after each micro-batch.
 
     Attributes:
         reports: One `Report` for each micro-batch, in order.
@@ -89,12 +88,12 @@ class AccumulationReport:
 
     @property
     def micro_batches(self) -> int:
-        """How many were checked."""
+        """The number of micro-batches checked."""
         return len(self.reports)
 
     @property
     def final(self) -> Report:
-        """The gradients after the last micro-batch: what is clipped and what the optimizer sees."""
+        """The report after the last micro-batch: on the gradients that are clipped and that the optimizer uses."""
         return self.reports[-1]
 
     @property
@@ -104,9 +103,9 @@ class AccumulationReport:
 
     @functools.cached_property
     def first_bad(self) -> dict[str, int]:
-        """For each parameter that was ever not finite, the first micro-batch after which it was.
+        """For each parameter whose gradient was ever not finite, the first micro-batch after which it was not.
 
-        In order of the micro-batches, and for each of them worst first, as `Report.nonfinite`.
+        Ordered by micro-batch, then worst first as in `Report.nonfinite`.
         """
         return {name: number for name, (number, _) in self._first.items()}
 
@@ -121,14 +120,14 @@ class AccumulationReport:
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, naming micro-batches and parameters, unless `ok`.
 
-        The error's ``report`` is that of the first micro-batch after which something was not finite.
+        The error's ``report`` is the one after the first micro-batch that left a gradient not finite.
         """
         if not self.ok:
             first = next(report for report in self.reports if not report.ok)
             raise NonFiniteGradientError("\n".join(self._account(_NAMED_IN_ERROR)), first)
 
     def _account(self, limit: int) -> list[str]:
-        """Who became bad when, in words, naming at most ``limit`` parameters."""
+        """Which gradients became bad in which micro-batch, in words, naming at most ``limit`` parameters."""
         bad = list(self._first.values())
         title = (
             f"NaN or Inf in {len(bad)} gradient{'s' * (len(bad) != 1)}, first in micro-batch {bad[0][0]} of "

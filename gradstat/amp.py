@@ -1,4 +1,4 @@
-"""torch's loss scaler, with gradient statistics from the pass that unscales."""
+"""torch's loss scaler, with gradient statistics computed in the pass that unscales."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["GradScaler", "ScalerStatus"]
 
 @dataclass(frozen=True, slots=True)
 class ScalerStatus:
-    """How a loss scaler is doing.
+    """The state of a loss scaler.
 
     Attributes:
         scale: The loss scale.
-        steps, skipped, consecutive_skipped: Updates so far, as `StepCounts` has them of steps.
+        steps, skipped, consecutive_skipped: Updates so far, counted as `StepCounts` counts steps.
         verdict: ``"ok"``, ``"collapsing"`` or ``"running away"``.
     """
 
@@ -61,24 +61,24 @@ class ScalerStatus:
 
 
 class GradScaler(TorchGradScaler):
-    """In place of ``torch.amp.GradScaler``: the same scale, growth, backoff and skips, and nothing in the dark.
+    """A drop-in for ``torch.amp.GradScaler``: same scale, growth, backoff and skips, plus gradient statistics.
 
     Arguments (``device``, ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``) and
-    state are torch's, so checkpoints go either way. What is different:
+    state are torch's, so checkpoints are interchangeable. Differences:
 
-    - ``unscale_`` computes every gradient's statistics in the pass that unscales; ``report(optimizer)`` has them,
-      in unscaled units, and tells an overflow, which is how loss scaling works, from NaN, which is not.
+    - ``unscale_`` computes every gradient's statistics in the pass that unscales. ``report(optimizer)`` returns them in
+      unscaled units, and distinguishes an overflow, which is part of loss scaling, from NaN, which is not.
     - ``step`` of a fused optimizer without ``unscale_`` reads the gradients once and writes nothing.
     - ``unscale_and_clip_`` needs no further pass for the norm; ``status()`` shows a scale that collapses or runs away.
-    - A gradient that came after ``unscale_``, or lost its scale twice because two optimizers share it, raises
-      instead of making a wrong step.
+    - A gradient that was added after ``unscale_``, or unscaled twice because two optimizers share it, raises an error
+      instead of causing a wrong step.
 
     Attributes:
-        collapse_after: Skips in a row from which `status` says ``"collapsing"``. Finding a first scale takes a few.
+        collapse_after: Consecutive skips from which `status` says ``"collapsing"``. Finding a first scale takes a few.
         runaway_above: Scale above which `status` says ``"running away"``. float16 ends at 2**16, so at 2**32 no
-            gradient of a growth interval has exceeded 2**-16: most likely nothing is computed in float16.
-        extra_groups: As in `gradstat.check`: for what distributed gradients do not tell by themselves, so that all
-            ranks find an overflow on one of them. Every rank's optimizer must have a gradient then.
+            gradient within a growth interval has exceeded 2**-16: most likely nothing is computed in float16.
+        extra_groups: As in `gradstat.check`: process groups that cannot be read off distributed gradients, so that all
+            ranks learn of an overflow on one of them. Every rank's optimizer must then have a gradient.
     """
 
     collapse_after = 5
@@ -91,7 +91,7 @@ class GradScaler(TorchGradScaler):
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
-        """The report about ``optimizer``'s gradients as ``unscale_`` or `step` last met them, on its way from now on.
+        """The pending report on ``optimizer``'s gradients as ``unscale_`` or `step` last measured them.
 
         KeyError if neither has been called for it. A step by `gradstat.guarded_step` has its own report.
         """
@@ -102,18 +102,18 @@ class GradScaler(TorchGradScaler):
         return make()
 
     def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float | AdaptiveClip) -> Tensor:
-        """``unscale_``, then what `gradstat.clip_grad_norm_` does, with the norm from the same pass.
+        """``unscale_`` followed by `gradstat.clip_grad_norm_`, with the norm from the same pass.
 
-        No host sync. If a gradient is not finite none is clipped, so that `report` and the gradients still
-        show which; `step` skips. ``optimizer`` is as for ``unscale_``, ``max_norm`` as for `gradstat.guarded_step`.
+        No host sync. If a gradient is not finite none is clipped, so that `report` and the gradients still show which
+        one; `step` then skips. ``optimizer`` is as for ``unscale_``, ``max_norm`` as for `gradstat.guarded_step`.
 
         Returns:
             The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
 
         Raises:
             ValueError: ``max_norm`` is NaN.
-            NotImplementedError: A gradient is a distributed tensor, and the clip `gradstat.AdaGC` or `gradstat.AGC`.
-            Besides as ``unscale_``. Nothing has been changed then.
+            NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`.
+            Further errors as ``unscale_``. Nothing has been changed in these cases.
         """
         if not isinstance(max_norm, AdaptiveClip) and math.isnan(float(max_norm)):
             raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
@@ -134,15 +134,15 @@ class GradScaler(TorchGradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.
 
-        As torch's: unscales if ``unscale_`` has not. A fused optimizer does that by itself, and without a host
-        sync; every other one costs one. Further arguments are those of the optimizer's step.
+        Like torch's, it unscales if ``unscale_`` has not been called. A fused optimizer unscales by itself, without a
+        host sync; any other needs one sync. Further arguments are passed to the optimizer's step.
 
         Returns:
             What the optimizer's step returns; None if it was skipped on the host.
 
         Raises:
-            RuntimeError: There is a closure; ``step`` was called twice without ``update``; a gradient came after
-                ``unscale_``, or lost its scale with another optimizer's. Nothing has been changed then.
+            RuntimeError: There is a closure; ``step`` was called twice without ``update``; a gradient was added after
+                ``unscale_``, or unscaled with another optimizer's. Nothing has been changed in these cases.
             AssertionError: None of its parameters had a gradient when it was unscaled.
         """
         if not self._enabled or optimizers.traits_of(optimizer).accepts_scaler:
@@ -158,7 +158,7 @@ class GradScaler(TorchGradScaler):
             self.unscale_(optimizer)
         elif is_unscaled:
             loss_scale.refuse_added_gradients(self, optimizer, source, found)
-        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # set by the program; torch applies it, too
+        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # set by the program; torch applies it as well
         if is_unscaled or not obeys:
             flags = loss_scale.found_by(self, optimizer)
             if not flags:
@@ -166,7 +166,7 @@ class GradScaler(TorchGradScaler):
             found_inf = flags[0] if len(flags) == 1 else self._together(flags)
         else:
             loss_scale.refuse_shared_gradients(self, optimizer, source)
-            if not found.tensors:  # a step that changes nothing and finds nothing, as in torch
+            if not found.tensors:  # as in torch, the step changes nothing and finds nothing
                 loss_scale.record_step(self, optimizer, None)
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
@@ -185,9 +185,9 @@ class GradScaler(TorchGradScaler):
         return returned
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Sets the scale for the next step, as torch's, and counts the steps for `status`. No host sync.
+        """Sets the scale for the next step, like torch's, and counts the step for `status`. No host sync.
 
-        ``new_scale`` and errors are as torch's; RuntimeError for a first update while a CUDA graph is captured.
+        ``new_scale`` and errors are as torch's; also RuntimeError for a first update during CUDA graph capture.
         """
         if self._enabled and new_scale is None:
             flags = [
@@ -198,9 +198,10 @@ class GradScaler(TorchGradScaler):
         super().update(new_scale)
 
     def status(self, wait: bool = False) -> ScalerStatus:
-        """How the scale is doing: the newest numbers that have arrived.
+        """The state of the scale, from the newest numbers that have arrived.
 
-        With ``wait`` those of now. Without it only the first call waits for a GPU; later ones may be a few calls old.
+        With ``wait``, the current numbers. Without, only the first call waits for a GPU, and the numbers of later calls
+        may be a few calls old.
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
@@ -218,12 +219,12 @@ class GradScaler(TorchGradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What torch's ``unscale_`` is made of."""
+        """The part of torch's ``unscale_`` that unscales gradients and looks for NaN and Inf."""
         source = source_of(optimizer)
         if allow_fp16:
             for parameter in source.parameters:
                 gradient = parameter.grad
-                # As torch: sums of values at one place overflow while they carry the scale.
+                # As in torch: sums of duplicate entries may overflow while they carry the scale.
                 if gradient is not None and gradient.is_sparse and gradient.dtype is torch.float16:
                     parameter.grad = gradient.coalesce()
         found = gradients_of(source.parameters)
@@ -244,7 +245,7 @@ class GradScaler(TorchGradScaler):
         self._reports[optimizer] = report
 
     def _together(self, flags: list[Tensor]) -> Tensor:
-        """1 if one of several flags is above 0, else 0. Not their sum: at 2 an optimizer would step."""
+        """1 if any flag is above 0, else 0. Not the sum of the flags: optimizers step at 2."""
         device = flags[0].device
         return torch.stack([moved(flag, device) for flag in flags]).amax().clamp(max=1.0)
 

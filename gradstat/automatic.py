@@ -1,7 +1,7 @@
-"""`auto`: a monitor in the step of an optimizer that a program has already, without an edit of its loop.
+"""`auto`: attaches a monitor to the step of an existing optimizer, without editing the training loop.
 
-A clip and a loss scaler change gradients before the step, and a scaler may leave the step out. So while anything is
-watched, torch's clips and the methods of its scalers say so before they do their work.
+Clips and loss scalers change gradients before the step, and a scaler may skip the step. So while any optimizer is
+watched, torch's clips and the methods of its scalers are patched to notify the monitor before they do their work.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gradstat.patch import Layer, lock
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MARK = "_gradstat_auto"  # the attribute of an optimizer that is watched
+_MARK = "_gradstat_auto"  # the attribute set on a watched optimizer
 _handles: weakref.WeakSet[AutoHandle] = weakref.WeakSet()
-# What scalers have scaled since an optimizer asked for it.
+# Losses scaled by each scaler since an optimizer last consumed them.
 _losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
 
 
 class AutoHandle:
-    """A monitor at work in an optimizer; made by `auto`.
+    """A monitor attached to an optimizer; returned by `auto`.
 
     Attributes:
         monitor: The `gradstat.Monitor`.
@@ -46,10 +46,10 @@ class AutoHandle:
         monitor._is_called_by_hand = False
         self._optimizer = optimizer
         self._max_norm = max_norm
-        # A gradient of those that were measured, and its version since: another backward pass makes others.
+        # One of the measured gradients and its version; another backward pass changes it.
         self._measured: tuple[weakref.ref[Tensor], int] | None = None
         self._has_warned = False
-        self._is_over = False  # the step has been measured, and its closure is called again
+        self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -58,7 +58,7 @@ class AutoHandle:
         _handles.add(self)
 
     def _contained(self) -> AbstractContextManager[None]:
-        """Errors of what stands inside, gradstat's own, do not end the training; those of the monitor's policies do."""
+        """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
         return self.monitor._gaps.contained(self.monitor.steps, "what clips and loss scalers do could not be followed")
 
     def _after(self, *_: object) -> None:
@@ -67,14 +67,14 @@ class AutoHandle:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch gives the optimizer itself as the first argument.
+        # torch passes the optimizer itself as the first argument.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             if self._measured is None:
                 self.monitor.step()
             self._clip()
             return None
-        # Gradients are made inside of the step, when the closure is called; that of its first call are the step's.
+        # The closure computes the gradients inside the step; those of its first call are the step's.
         self._after()
 
         def evaluated() -> Any:
@@ -96,18 +96,18 @@ class AutoHandle:
             clip_grad_norm_(source_of(self._optimizer).parameters, self._max_norm)
 
     def _holds(self, parameters: Iterable[object]) -> bool:
-        """Whether one of them is the optimizer's."""
+        """Whether any of ``parameters`` is the optimizer's."""
         own: set[int] = set()
         with self._contained():
             own = {id(parameter) for parameter in source_of(self._optimizer).parameters}
         return not own.isdisjoint(map(id, parameters))
 
     def _measure(self, scaler: GradScaler | None) -> None:
-        """Measures complete gradients, unless this was done since they were made, for a ``scaler`` or else a clip."""
+        """Measures complete gradients, unless already measured, before ``scaler`` or (None) a clip changes them."""
         is_measured, loss = False, None
         with self._contained():
             if scaler is None and len(_handles) == len(_losses) == 1:
-                scaler = next(iter(_losses))  # no other can have scaled what is there
+                scaler = next(iter(_losses))  # the only scaler that can have scaled these gradients
             if self.monitor.scaler is None and scaler is not None:
                 self.monitor.scaler = scaler
             if self._measured is not None:
@@ -116,21 +116,21 @@ class AutoHandle:
                 is_measured = gradient is not None and gradient._version == version
             if not is_measured and self.monitor.scaler is not None:
                 losses = _losses.pop(self.monitor.scaler, ())
-                # On the device of the last one: parts of a model may have losses of their own.
+                # On the last one's device: parts of a model may have losses on different devices.
                 loss = torch.stack([one.to(losses[-1].device).float() for one in losses]).sum() if losses else None
         if not is_measured:
             self.monitor.step(loss)
             self._note_gradients()
 
     def _note_gradients(self) -> None:
-        """Remembers the gradients as they are now: measured, or changed since by what told of it."""
+        """Remembers the current gradients, either measured or changed since by a clip or scaler that notified us."""
         with self._contained():
             gradients = (parameter.grad for parameter in source_of(self._optimizer).parameters)
             gradient = next((gradient for gradient in gradients if gradient is not None), None)
             self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def _warn_if_scaled(self) -> None:
-        """Warns once of a clip that meets the loss scale."""
+        """Warns once if gradients are clipped that still carry the loss scale."""
         scaler, is_scaled = self.monitor.scaler, False
         with self._contained():
             is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
@@ -141,7 +141,7 @@ class AutoHandle:
             warn(text)
 
     def remove(self) -> None:
-        """Takes the monitor out of the optimizer and ends it; its findings stay."""
+        """Detaches the monitor from the optimizer and closes it; its findings remain."""
         for hook in self._hooks:
             hook.remove()
         self._optimizer.__dict__.pop(_MARK, None)
@@ -160,7 +160,7 @@ _layers: list[Layer] = []
 
 
 def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callable[[], Any]) -> Any:
-    """The result of ``call``, which changes gradients: a clip, or the ``scaler``."""
+    """Calls ``call``, a clip or a method of ``scaler``, which changes gradients; measures before, takes note after."""
     for handle in handles:
         if not handle._is_over:
             handle._measure(scaler)
@@ -190,7 +190,7 @@ def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any,
 def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     result = _unscale(layer, scaler, optimizer, *args, **kwargs)
     handle = getattr(optimizer, _MARK, None)
-    if handle is not None:  # also if the scaler has left the optimizer's step out
+    if handle is not None:  # also if the scaler has skipped the optimizer's step
         handle._after()
     return result
 
@@ -211,7 +211,7 @@ def _scalers(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
 
 
 def _lay_on() -> None:
-    """Lets torch's clips and scalers tell what they are about to do."""
+    """Patches torch's clips and scalers so that they notify the handles."""
     with lock:
         if _layers:
             return
@@ -223,7 +223,7 @@ def _lay_on() -> None:
 
 
 def _take_off() -> None:
-    """Puts torch's own back if nothing is watched any more."""
+    """Restores torch's functions if no optimizer is watched any more."""
     with lock:
         if not _handles:
             for layer in _layers:
@@ -232,11 +232,11 @@ def _take_off() -> None:
 
 
 class Parameters(nn.Module):
-    """Parameters as a module, under names of which dots are a part."""
+    """Parameters as a module, under names that may contain dots."""
 
     def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
         super().__init__()
-        self._parameters.update(named)  # register_parameter refuses the dots
+        self._parameters.update(named)  # register_parameter rejects names with dots
 
 
 def auto(
@@ -247,29 +247,29 @@ def auto(
     scaler: Any = None,
     **options: Any,
 ) -> AutoHandle:
-    """Watches every step of ``optimizer`` from now on, in a program whose loop stays as it is. ::
+    """Watches every step of ``optimizer`` from now on, without changes to the training loop. ::
 
         gradstat.auto(optimizer)  # that is all; warns when something is wrong
 
     Gradients are measured, as by `gradstat.Monitor.step` (one read, no host sync on a GPU), before the first of these
-    changes them: a clip of ``torch.nn.utils``, a loss scaler, ``optimizer.step()``. So steps that a scaler leaves out
-    are seen as well. A clip that was imported by its name before is not noticed; gradients are then seen behind it.
-    The loss is known where a scaler scales it, or the step is given a closure, whose first call counts.
+    changes them: a clip of ``torch.nn.utils``, a loss scaler, ``optimizer.step()``. Steps that a scaler skips are
+    therefore seen as well. A clip that was imported by name earlier is not noticed; gradients are then measured after
+    it. The loss is known if a scaler scales it, or if the step gets a closure, whose first call counts.
 
     Args:
-        optimizer: Any of torch's kind.
-        model: For the names of parameters, and for what else of a model a monitor looks at; None takes the names the
-            optimizer has (``group0.3``, or its own if it was made of ``named_parameters()``).
-        max_norm: If given, gradients are clipped to it behind the check, as by `gradstat.clip_grad_norm_`.
-        scaler: The loss scaler; None to find it when it is used.
+        optimizer: Any ``torch.optim.Optimizer``.
+        model: The model, for parameter names and everything else that a monitor can watch; None uses the optimizer's
+            names (``group0.3``, or its own if it was made from ``named_parameters()``).
+        max_norm: If given, gradients are clipped to it after they were measured, as by `gradstat.clip_grad_norm_`.
+        scaler: The loss scaler; None to detect it when it is used.
         options: For `gradstat.Monitor`: ``on_anomaly``, ``watch``, ``save_to`` and so on.
 
     Returns:
         A handle with ``monitor`` and ``remove()``, which need not be kept; also a context manager. A second call for
-        the same optimizer ends what the first began, so that a notebook's cell can be run again.
+        the same optimizer ends the first one's monitor, so that a notebook cell can be run again.
 
     Raises:
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is not an optimizer.
     """
     given: object = optimizer
     if not isinstance(given, Optimizer):

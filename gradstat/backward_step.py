@@ -1,4 +1,4 @@
-"""`step_in_backward`: each parameter is measured, clipped, stepped and freed as soon as its gradient is complete."""
+"""`step_in_backward`: measures, clips and steps each parameter, and frees its gradient, as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from gradstat.adaptive import AGC, LastNormClip, NormClip, TensorClip
 from gradstat.check import PendingReport
 from gradstat.counters import counters_on
 
-_current_backward = torch._C._current_graph_task_id  # -1 outside of one
+_current_backward = torch._C._current_graph_task_id  # -1 outside a backward pass
 _APPLY, _RUN = BackwardCFunction.apply.__code__, _engine_run_backward.__code__
 _REMEDY = "use guarded_step after backward, or FSDP2 (fully_shard), which reduces before"
-# Imported by those who use it.
+# Only looked up in sys.modules, never imported here.
 _OLDER_FSDP = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
@@ -60,33 +60,33 @@ def step_in_backward(
             loss_of(model(inputs), targets).backward()  # this is the whole step
             scheduler.step()
 
-    Gradients of the whole model never exist together. Each is read once and clipped by itself. If it is not finite its
-    parameter, and no other, keeps its value and state. *Every* ``backward()`` is a step: gradients cannot be
+    The gradients of the whole model never exist at once. Each is read once and clipped by itself. If one is not finite,
+    its parameter, and no other, keeps its value and state. *Every* ``backward()`` is a step: gradients cannot be
     accumulated over several. No host sync if torch's optimizer has a fused step, otherwise one for each parameter.
 
     Args:
-        optimizer_class: A class of optimizers that treat each parameter by itself, as torch's do. One optimizer is made
-            of it, with ``fused=True`` where torch can and ``options`` say nothing else.
-        model: Whose parameters it is to have; or what the class takes, such as groups of (named) parameters. Frozen
-            ones are stepped once they require a gradient.
+        optimizer_class: A class of optimizers that treat each parameter independently, as torch's do. One optimizer is
+            made from it, with ``fused=True`` where torch supports it and ``options`` do not say otherwise.
+        model: The module whose parameters to step; or what the class accepts, such as groups of (named) parameters.
+            Frozen parameters are stepped once they require a gradient.
         clip: A number, to which the L2 norm of each gradient *by itself* is clipped, as by `clip_grad_norm_` for that
-            parameter alone; `AGC`; `AdaGC` with ``warmup=0``; or `LastNormClip`, an approximation to clipping all
-            together. None clips nothing.
+            parameter alone; `AGC`; `AdaGC` with ``warmup=0``; or `LastNormClip`, which approximates clipping all
+            gradients together. None clips nothing.
         **options: For the optimizer: ``lr`` and so on.
 
     Returns:
         A handle with the optimizer, the last report, and `StepInBackward.remove`.
 
     Raises:
-        TypeError: ``optimizer_class`` is no class of optimizers, ``clip`` none of these, or ``model`` an engine.
-        ValueError: The optimizer needs a closure; ``clip`` is not in range, or needs the norm of all gradients.
+        TypeError: ``optimizer_class`` is not a class of optimizers, ``clip`` none of the above, or ``model`` an engine.
+        ValueError: The optimizer needs a closure; ``clip`` is out of range, or needs the norm of all gradients.
         NotImplementedError: The parameters are in DistributedDataParallel or FSDP's first version, which reduce
-            gradients after they would have been stepped (the first ``backward()`` looks again); `AGC` with distributed
-            tensors; `AGC` or `AdaGC` with parameters on several devices.
-        RuntimeError: A parameter has a gradient already, or is stepped in backward already. During ``backward()``:
+            gradients after they would have been stepped (checked again in the first ``backward()``); `AGC` with
+            distributed tensors; `AGC` or `AdaGC` with parameters on several devices.
+        RuntimeError: A parameter already has a gradient or is already stepped in backward. During ``backward()``:
             parameters were added to the optimizer; a parameter's gradient is sparse and the optimizer fused; the
-            backward pass is one inside of another (reentrant checkpointing); the optimizer counts steps for a group.
-            From ``optimizer.step()``, which has nothing to do: a loss scaler called it, or a gradient is there that no
+            backward pass runs inside another one (reentrant checkpointing); the optimizer counts steps per group. From
+            ``optimizer.step()``, which has nothing to do: a loss scaler called it, or there is a gradient that no
             backward pass has stepped.
     """
     kind: Any = optimizer_class
@@ -108,7 +108,7 @@ def step_in_backward(
         raise NotImplementedError(f"{type(clip).__name__} in backward needs all parameters on one device")
     if _can_be_fused(kind, groups, parameters, options):
         options["fused"] = True
-    # A module's parameters go as a list: the groups, and with them the state dict, are as users make them.
+    # A module's parameters are passed as a list, so that groups and state dict are as in ordinary use.
     optimizer = optimizer_class(groups[0]["params"] if isinstance(model, Module) else groups, **options)
     source = source_of(optimizer)
     if isinstance(model, Module):
@@ -136,12 +136,11 @@ def step_in_backward(
 
 
 class StepInBackward:
-    """What `step_in_backward` returns. Dropping it changes nothing: the parameters hold it until `remove`.
+    """Returned by `step_in_backward`. Dropping it has no effect: the parameters keep it alive until `remove`.
 
     Attributes:
         optimizer: The optimizer, for schedulers, groups and a `Monitor`. Its own ``step()`` and ``zero_grad()`` have
-            nothing to do. `step_counters` has how many backward passes there were, and in how many of them a parameter
-            was not stepped.
+            nothing to do. `step_counters` counts the backward passes, and those in which a parameter was not stepped.
     """
 
     def __init__(self, optimizer: Optimizer, source: Source, clip: float | TensorClip | LastNormClip | None) -> None:
@@ -152,7 +151,7 @@ class StepInBackward:
         self._rows_of_parts: Tensor | None = None
         self._is_foreign = optimizers.traits_of(optimizer).repeats_closure
         kind: Any = type(optimizer)
-        # Of torch's own without its wrappers, which take longer than the step of a small tensor.
+        # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
         own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
         self._step = optimizer.step if self._is_foreign else own
         self._labels = [Labels(functools.partial(_named, source, i), tuple) for i in range(len(source.parameters))]
@@ -162,7 +161,7 @@ class StepInBackward:
         self._measured: Measured | None = None
         self._gradients = Gradients([], [], [])
         self._report: PendingReport | None = None
-        self._lock = threading.Lock()  # backward has a thread for each device
+        self._lock = threading.Lock()  # autograd runs one thread per device
         numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._hooks: list[Any] = [
             _hooked(parameter, functools.partial(_complete, weakref.ref(self), i, number))
@@ -176,9 +175,9 @@ class StepInBackward:
 
     @property
     def report(self) -> PendingReport:
-        """The report about the gradients of the last backward pass, as `check_async` would have given it before clips.
+        """The report on the last backward pass's gradients, as `check_async` would have given it before clipping.
 
-        On the CPU with the same bits. What was not finite was not stepped. RuntimeError if no pass has ended.
+        On the CPU it has the same bits. Non-finite gradients were not stepped. RuntimeError if no pass has ended.
         """
         if self._report is None:
             self._report = self._last().report()
@@ -186,19 +185,19 @@ class StepInBackward:
 
     @property
     def total_norm(self) -> Tensor:
-        """L2 norm of all gradients of the last backward pass before clips, 0-d float64 on the first one's device."""
+        """L2 norm of all gradients of the last backward pass before clipping, 0-d float64 on the first one's device."""
         return self._last().norm
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, for an ordinary optimizer as well; the state of a clip is saved by the clip."""
+        """The optimizer's state, also loadable by an ordinary optimizer; a clip's state is saved through the clip."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, of such an optimizer however it was stepped."""
+        """Continues from ``state`` of such an optimizer, whether or not it was stepped in backward."""
         self.optimizer.load_state_dict(state)
 
     def remove(self) -> None:
-        """Ends it: gradients stay from now on, and `optimizer` is to be stepped as any other."""
+        """Detaches the handle: gradients are kept from now on, and `optimizer` has to be stepped like any other."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._source.parameters if self._hooks else ():
@@ -231,19 +230,19 @@ class StepInBackward:
             )
         return self._measured
 
-    # During backward, under the lock --------------------------------------------------------------------------
+    # Called during backward, under the lock ---------------------------------------------------------------------
 
     @torch.no_grad()
     def _complete(self, i: int, number: int, parameter: Tensor) -> None:
-        """Steps the i-th parameter, of group ``number``, by its gradient."""
+        """Steps the i-th parameter, which is in group ``number``, with its gradient."""
         gradient = parameter.grad
-        if gradient is None:  # another hook has taken it
+        if gradient is None:  # removed by another hook
             return
         with self._lock:
             if not self._is_open or self._backward != _current_backward():
                 self._begin()
             labels, optimizer = self._labels[i], self.optimizer
-            group = optimizer.param_groups[number]  # another dict after load_state_dict
+            group = optimizer.param_groups[number]  # looked up each time: load_state_dict replaces the dicts
             if gradient.is_sparse and group.get("fused"):
                 raise RuntimeError(
                     f"the gradient of {labels.of(0)!r} is sparse, which no fused optimizer takes; pass fused=False"
@@ -288,9 +287,9 @@ class StepInBackward:
                     )
 
     def _begin(self) -> None:
-        """The first gradient of a backward pass is complete."""
+        """Called when the first gradient of a backward pass is complete."""
         frame: types.FrameType | None = sys._getframe()
-        is_whole = False  # FSDP2 calls hooks in the backward pass of a function of its own
+        is_whole = False  # FSDP2 calls hooks in the backward of an autograd function of its own
         while frame is not None:
             is_whole = is_whole or frame.f_code is _RUN
             if is_whole and frame.f_code is _APPLY:
@@ -315,12 +314,12 @@ class StepInBackward:
             if isinstance(self._clip, TensorClip):
                 self._rows_of_parts = self._clip._spread(count, self._source.parameters[0].device)
         self._is_open = True
-        # FSDP2 completes the gradients of modules whose inputs need none in a callback of its own, queued already.
+        # FSDP2 completes gradients of modules whose inputs need none in its own callback, which is queued already.
         _queue(functools.partial(_queue, self._end) if self._is_distributed else self._end)
 
     @torch.no_grad()
     def _end(self) -> None:
-        """All gradients of a backward pass were complete."""
+        """Called when all gradients of a backward pass are complete."""
         self._is_open = False
         positions = [i for i, one in enumerate(self._found) if one is not None]
         found = [one for one in self._found if one is not None]
@@ -343,19 +342,19 @@ class StepInBackward:
         elif isinstance(self._clip, TensorClip):
             assert self._rows_of_parts is not None
             self._clip._gather_(self._rows_of_parts, decision.norm)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn if no step came before
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # keeps torch's schedulers from warning
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Before ``optimizer.step()`` of a loop that still has it."""
+        """Rejects ``optimizer.step()`` in a loop that still calls it, if it would change parameters."""
         if self._is_foreign and self._lock.locked():
-            return  # its own, in backward
+            return  # called by us, during backward
         if "found_inf" in vars(optimizer):
             raise RuntimeError(
                 "a loss scaler steps this optimizer, which was stepped in backward already, by gradients with their "
                 "scale; step_in_backward does not unscale: train in bfloat16, or use guarded_step(scaler=scaler)"
             )
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
-            return  # torch.distributed.checkpoint makes the state by such a step, which changes no parameter
+            return  # torch.distributed.checkpoint creates the state by such a step, which changes no parameter
         found = gradients_of(self._source.parameters)
         if found.tensors:
             raise RuntimeError(
@@ -365,9 +364,9 @@ class StepInBackward:
 
 
 class _HeldBy:
-    """What a parameter has of its handle. A hook refers to it weakly: torch does not collect what a hook holds.
+    """A parameter's strong reference to its handle. Hooks refer to it weakly, as the GC cannot see through hooks.
 
-    Nothing of it is pickled with a parameter.
+    Pickling a parameter stores None in its place.
     """
 
     def __init__(self, handle: StepInBackward) -> None:
@@ -378,19 +377,19 @@ class _HeldBy:
 
 
 def _complete(reference: weakref.ref[StepInBackward], i: int, number: int, parameter: Tensor) -> None:
-    """The hook of the i-th parameter, of group ``number``."""
+    """The hook of the i-th parameter, which is in group ``number``."""
     handle = reference()
-    if handle is not None:  # else its optimizer and its parameters are garbage, too
+    if handle is not None:  # otherwise the optimizer and the parameters are garbage, too
         handle._complete(i, number, parameter)
 
 
 def handle_of(optimizer: Optimizer | None) -> StepInBackward | None:
-    """What steps the optimizer in backward, if anything does."""
+    """The handle that steps ``optimizer`` in backward, or None."""
     reference = None if optimizer is None else _handles.get(optimizer)
     return None if reference is None else reference()
 
 
-# A handle holds its optimizer, so a strong reference to it would keep both for ever.
+# Weak values: a handle references its optimizer, so a strong reference would keep both alive forever.
 _handles: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepInBackward]] = weakref.WeakKeyDictionary()
 
 
@@ -429,9 +428,9 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_reducers(source: Source) -> None:
-    """Raises NotImplementedError for parameters whose gradients are reduced over ranks behind our hooks.
+    """Raises NotImplementedError for parameters whose gradients are reduced over ranks after our hooks run.
 
-    No parameter tells: the modules that do so, which may have been made after the handle, are looked for.
+    Parameters do not show it, so this searches for the modules that reduce, which may have been made after the handle.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -453,7 +452,7 @@ def _listed(parameters: Any) -> list[Any]:
 
 
 def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tensor], options: dict[str, Any]) -> bool:
-    """Whether torch has a fused step for them, and nothing else was asked for."""
+    """Whether torch has a fused step for ``parameters``, and the caller requested nothing else."""
     if not optimizers.traits_of_kind(kind).has_fused_step or "fused" not in inspect.signature(kind).parameters:
         return False
     if any(name in given for given in (options, *groups) for name in ("fused", "foreach", "differentiable")):
@@ -465,7 +464,7 @@ def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tens
 
 
 def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """The handle of a hook; torch refuses one for a frozen parameter, which may be trained later."""
+    """Registers a hook; torch refuses that for a frozen parameter, which may be trained later."""
     is_frozen = not parameter.requires_grad
     try:
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
@@ -477,13 +476,13 @@ def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
 def _measured_over_ranks(
     gradient: Any, labels: Labels, step: StepRequest, parameter: Any
 ) -> tuple[Measurement, Measured, Tensor]:
-    """The rows of this rank's shard; what is decided by those of the whole tensor; and the gradient to step by.
+    """The rows of this rank's shard, the decision based on the whole tensor, and the gradient to step with.
 
-    One reduction, of a row of sums: what else is in the rows is merged at the end, for all tensors together.
+    Needs one reduction, of a row's sums; the other fields are merged at the end, for all tensors together.
     """
     from gradstat._core.sharded import sum_over_shards_
 
-    if gradient.placements != parameter.placements:  # a sum that is still pending, as in sequence parallel norms
+    if gradient.placements != parameter.placements:  # a pending sum, as of norm layers in sequence parallelism
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     rows = measure([gradient], labels.of, None, over_ranks=False)
     whole = rows.tables[0].clone()
@@ -494,7 +493,7 @@ def _measured_over_ranks(
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    """To be called when the backward pass is over, behind what is queued already."""
+    """Queues a callback for the end of the backward pass, behind those already queued."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -503,7 +502,7 @@ def _named(source: Source, i: int) -> list[str]:
 
 
 def _joined(parts: list[Measurement]) -> Measurement:
-    """The rows of tensors that were measured one by one: a table for each device."""
+    """The rows of tensors that were measured one by one, joined into one table per device."""
     tables: dict[torch.device, list[Tensor]] = {}
     order: dict[torch.device, list[int]] = {}
     for i, part in enumerate(parts):

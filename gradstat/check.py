@@ -1,4 +1,4 @@
-"""Statistics of gradients, or of any tensors: as a report on the host, or as a table left on the device."""
+"""Statistics of gradients or of any tensors, as a report on the host or as a table left on the device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gradstat.report import Report
 
 
 class PendingReport:
-    """A report whose numbers may still be on their way from the device.
+    """A report whose numbers may not have arrived from the device yet.
 
-    Made by `check_async`. `result` waits for the numbers, if they are not there, and only for them.
+    Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else.
     """
 
     def __init__(self, measurement: Measurement, make_report: Callable[..., Report], *others: Tensor) -> None:
-        """``make_report`` is given the rows and the arrays of ``others``, tensors that are copied along."""
+        """``make_report`` is called with the rows, and with ``others``, copied along, as arrays."""
         self._rows: HostRows | None = HostRows(measurement)
         self._others = [HostCopy(tensor) for tensor in others]
         self._make_report = make_report
@@ -45,32 +45,32 @@ class PendingReport:
 
 @never_traced
 def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> Report:
-    """Checks the gradients of ``target``: which are bad, where, and how large everything is.
+    """Checks the gradients of ``target``: which are bad, where, and how large all of them are.
 
-    Call it after ``backward()`` and before clipping: clipping with a NaN norm makes every gradient NaN, and
-    the culprit is lost. Reads each gradient once; exactly one host sync per device (none on the CPU).
+    Call it after ``backward()`` and before clipping: clipping with a NaN norm turns every gradient into NaN, and the
+    culprit is lost. Reads each gradient once; exactly one host sync per device (none on the CPU).
 
-    Gradients that are distributed tensors are measured where they lie and merged over the groups of their shards, two
-    collectives for each group whatever their number; the report is about the whole tensors and the same on all
-    ranks, which all have to call this.
+    Gradients that are distributed tensors are measured shard by shard and merged over their process groups, with two
+    collectives per group whatever the number of gradients; the report describes the whole tensors and is the same on
+    all ranks, which all have to call this.
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's
             engine, between its ``backward`` and ``step``: its partitions are merged, its loss scale is divided out. Or
             Megatron-Core's DistributedDataParallel, between ``finish_grad_sync`` and the step.
-        backend: ``"native"``, ``"triton"`` or ``"reference"``; None chooses.
-        extra_groups: Groups of ranks over which gradients are spread and which they do not tell: pipeline stages,
-            experts. A process group or one-dimensional mesh, or several, for all gradients; or pairs of one and the
-            parameters it is for. Totals then run over all ranks; entries stay those of this rank.
+        backend: ``"native"``, ``"triton"`` or ``"reference"``; None selects one automatically.
+        extra_groups: Further groups of ranks that gradients are spread over, which the tensors do not show, as for
+            pipeline stages and experts. A process group or one-dimensional mesh, or several, for all gradients; or
+            pairs of one and the parameters it applies to. Totals then cover all ranks; entries remain this rank's.
 
     Returns:
-        The report, with a `TensorStats` for each gradient in the order of the parameters; those without a gradient are
-        in its ``missing``. It holds numbers only, and keeps no gradient alive.
+        The report, with a `TensorStats` for each gradient in the order of the parameters; parameters without a gradient
+        are in its ``missing``. It holds only numbers and keeps no gradient alive.
 
     Raises:
-        TypeError: ``target`` is none of these, or a gradient has no statistics (an integer dtype, say).
+        TypeError: ``target`` is none of these, or a gradient's dtype has no statistics (an integer dtype, say).
         ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
-            in training, or ``backend`` is not known.
+            in training, or ``backend`` is unknown.
         BackendUnavailableError: ``backend`` cannot run here.
         RuntimeError: Gradients are distributed, and another rank could not measure its part.
     """
@@ -80,9 +80,10 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
 
 @never_traced
 def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
-    """`check` without the sync: launches the kernel and returns the report on its way. Arguments and errors as there.
+    """`check` without the sync: launches the kernel and returns a pending report.
 
-    The gradients may be changed or freed as soon as this returns, on the same stream.
+    The gradients may be changed or freed as soon as this returns, on the same stream. ``target``, ``backend``,
+    ``extra_groups`` and the errors are as for `check`.
     """
     return PendingReport(*_launched(target, backend, extra_groups))
 
@@ -90,7 +91,7 @@ def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraG
 def _launched(
     target: Any, backend: str | None, extra_groups: ExtraGroups | None
 ) -> tuple[Measurement, Callable[[HostRows], Report]]:
-    """The rows of the gradients, on their device, and what makes a report of them once they are on the host."""
+    """The rows of the gradients, on their device, and a function that makes a report once they are on the host."""
     source = source_of(target)
     engine = source.engine
     gradients = gradients_of(source.parameters, engine)
@@ -102,7 +103,7 @@ def _launched(
         )
     labels = labels_of(source, gradients)
     owners = source.parameters
-    if engine is not None and gradients.positions is not None:  # the same ones on all ranks, and not in ``.grad``
+    if engine is not None and gradients.positions is not None:  # the same on all ranks, and not in ``.grad``
         owners = [owners[i] for i in gradients.positions]
     measured = measure(gradients.tensors, labels.of, backend, owners=owners, extra_groups=extra_groups)
 
@@ -116,13 +117,13 @@ def _launched(
 
 @never_traced
 def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, backend: str | None = None) -> Report:
-    """The same report about any tensors: activations, a batch, weights, losses. One sync, as `check`.
+    """The same report on any tensors: activations, a batch, weights, losses. One sync, as `check`.
 
-    Of a distributed tensor it is about this rank's shard: ranks need not call this together.
+    For a distributed tensor it covers this rank's shard only, so ranks need not call this together.
 
     Args:
-        tensors: Tensors by name, or several (named by position), or one tensor.
-        backend: As for `check`. Errors as there.
+        tensors: A mapping of tensors by name, several tensors (named by position), or one tensor.
+        backend: As for `check`, as are the errors.
     """
     if isinstance(tensors, Mapping):
         names, listed = list(tensors), list(tensors.values())
@@ -139,19 +140,19 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
 def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     """All fields of all tensors in one pass: one kernel launch per device, no host sync.
 
-    On a GPU the tensors that this and gradstat's other functions return do not heed ``record_stream``: if another
-    stream reads one, let the stream that made it wait for that before the last reference goes.
+    Tensors that gradstat's functions return on a GPU do not respect ``record_stream``: if another stream reads one, the
+    stream that made it has to wait for that read before the last reference is dropped.
 
     Args:
-        tensors: Tensors of floating or complex dtype, of any layout that can be measured; the README lists them.
+        tensors: Tensors of floating-point or complex dtype, in any layout that can be measured; the README lists them.
         backend: As for `check`.
 
     Returns:
-        ``[n, len(gradstat.FIELDS)]`` float64 on the device of the first tensor, its columns named by
-        `gradstat.FIELDS`. Tensors on other devices are measured there and their rows moved, which makes the
-        host wait if they move from a GPU to the CPU. An empty list gives an empty table on the CPU. The rows of
-        distributed tensors are those of the whole, on all ranks, which all have to call this; ``first_nonfinite`` is
-        then the index in the shard of the lowest rank that has one.
+        ``[n, len(gradstat.FIELDS)]`` float64 on the device of the first tensor, with the columns of `gradstat.FIELDS`.
+        Tensors on other devices are measured there and their rows moved; moving from a GPU to the CPU makes the host
+        wait. An empty list gives an empty table on the CPU. Rows of distributed tensors describe the whole tensors, on
+        all ranks, which all have to call this; ``first_nonfinite`` is then the index in the shard of the lowest rank
+        that has a NaN or Inf.
 
     Raises:
         TypeError, ValueError: A tensor cannot be measured; the message names its position.
@@ -171,7 +172,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
 
 
 def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
-    # Inside torch.compile everything here but the operator runs at trace time only.
+    # Inside torch.compile only the operator runs at run time; everything else here runs at trace time.
     plain = readable(tensors, name_by_position)
     if backend is None and plain[0].device.type in COMPILED_FOR:
         table: Tensor = operators(plain[0].device).stats.default(plain)

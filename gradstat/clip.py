@@ -1,4 +1,4 @@
-"""Clipping gradients to a norm with torch's contract, one read when nothing is clipped, and no host sync."""
+"""Gradient norm clipping with torch's contract: one read if nothing is clipped, and no host sync."""
 
 from __future__ import annotations
 
@@ -40,23 +40,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips the gradients of ``parameters``, taken together, to a norm of at most ``max_norm``, in place.
 
-    A drop-in for ``torch.nn.utils.clip_grad_norm_``: signature, arguments, return value, errors and formula,
-    ``min(1, max_norm / (norm + 1e-6))``, are the same. Gradients are read once; only if they have to be
-    clipped are they read and written once more, decided on the device. No host sync, unless
-    ``error_if_nonfinite`` asks for a decision.
+    A drop-in for ``torch.nn.utils.clip_grad_norm_``: signature, arguments, return value, errors and the formula
+    ``min(1, max_norm / (norm + 1e-6))`` are the same. Gradients are read once; only if they have to be clipped, which
+    is decided on the device, are they read and written once more. No host sync, unless ``error_if_nonfinite`` is set.
 
-    It differs from torch's on purpose in three ways. Norms that torch overflows or underflows (float32 beyond
-    about 1e19 or below 1e-19) come out right, and gradients of such size are clipped properly.
-    ``max_norm=inf`` only measures and never changes a gradient, where torch turns all of them into NaN once
-    the norm is infinite. Sparse COO gradients work.
+    It differs from torch's on purpose in three ways. Norms that overflow or underflow in torch (float32 beyond about
+    1e19 or below 1e-19) are correct, and gradients of such size are clipped properly. ``max_norm=inf`` only measures
+    and never changes a gradient, whereas torch turns all of them into NaN once the norm is infinite. Sparse COO
+    gradients are supported.
 
     Args:
-        parameters: Parameters, or one; those without a gradient are passed over.
+        parameters: Parameters, or one; those without a gradient are skipped.
         max_norm: Upper limit of the norm. Infinity only measures.
         norm_type: Order p of the norm: the p-norm of the p-norms of the gradients. Any real number or
             ``"inf"``. Orders other than 2 and infinity cost torch's own passes over the gradients.
         error_if_nonfinite: Raise if the norm is NaN or Inf, before anything is changed. Costs a host sync.
-        foreach: Accepted for torch's sake; True raises where torch has no foreach kernels.
+        foreach: Accepted for compatibility with torch; True raises where torch has no foreach kernels.
         backend, extra_groups: As for `check`.
 
     Returns:
@@ -65,11 +64,11 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: ``parameters`` is a module, or a gradient's dtype has no norm.
-        AttributeError: Something in ``parameters`` is not a tensor.
+        AttributeError: An item of ``parameters`` is not a tensor.
         ValueError: ``max_norm`` is NaN, or a gradient cannot be measured.
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded
             memory, which cannot be scaled in place.
-        NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` neither 2 nor infinity.
+        NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` is neither 2 nor infinity.
     """
     given, found = gradients_to_clip(parameters, foreach)
     gradients, name_of = found.tensors, found.name_of
@@ -83,17 +82,17 @@ def clip_grad_norm_(
     norm = direct = None
     if extra_groups is None and is_fused(gradients, norm_type):
         direct = direct_for(gradients[0], name_of, backend)
-    if direct is not None:  # ordinary gradients on one device: the kernels do everything, or nothing if they are not
+    if direct is not None:  # for ordinary gradients on one device the kernels do everything, for others nothing
         clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
         norm = clip(gradients, max_norm, norm_type)
     if norm is None:
-        # Checked before anything is measured, on every rank: what cannot be written is not clipped at all.
+        # Checked on every rank before anything is measured: if a gradient cannot be written, none is clipped.
         targets: list[Tensor] = []
         prepare = None if max_norm == math.inf else lambda: targets.extend(check_writable(gradients, name_of))
         total = norm_of(
             gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, prepare=prepare
         )
-        measured = targets or gradients  # the same dtypes, and plain tensors are quicker to ask
+        measured = targets or gradients  # same dtypes; attributes of plain tensors are faster to read
         norm = total.to(norms.norm_dtype(measured) if measured else torch.float32)
         if error_if_nonfinite:
             raise_if_nonfinite(norm, norm_type)
@@ -101,13 +100,13 @@ def clip_grad_norm_(
             coefficient = norms.clip_coefficient(total, max_norm)
             scale_gradients_(targets or list(map(shard_of, gradients)), coefficient, name_of, backend)
     if max_norm != math.inf:
-        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+        # As an in-place operation does: graphs that saved a gradient detect that it was changed.
         torch.autograd.graph.increment_version(gradients)
     return norm
 
 
 def _clip_if_finite(direct: DeviceModule, gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-    """``direct.clip_``, which waits for the norm before it changes anything, to raise if it is not finite."""
+    """``direct.clip_``, but waits for the norm before changing anything, and raises if it is not finite."""
     measured = direct.measure(gradients, max_norm, norm_type)
     if measured is None:
         return None
@@ -127,18 +126,18 @@ def get_total_norm(
 ) -> Tensor:
     """The norm of ``tensors``, taken together: the first half of `clip_grad_norm_`, for any tensors.
 
-    A drop-in for ``torch.nn.utils.get_total_norm`` that reads the tensors once. What is said of norms, syncs and
-    arguments at `clip_grad_norm_` holds here.
+    A drop-in for ``torch.nn.utils.get_total_norm`` that reads the tensors once. Norms, syncs and arguments are as
+    documented for `clip_grad_norm_`.
 
     Args:
-        tensors: Tensors, or one. For the norm of gradients, the gradients and not their parameters.
+        tensors: Tensors, or one. For the norm of gradients pass the gradients, not their parameters.
         norm_type, error_if_nonfinite, foreach, backend, extra_groups: As for `clip_grad_norm_`.
 
     Returns:
-        The norm as from `clip_grad_norm_`, of whole tensors if they are distributed.
+        The norm as from `clip_grad_norm_`; for distributed tensors, of the whole tensors.
 
     Raises:
-        As `clip_grad_norm_`; and TypeError if something in ``tensors`` is not a tensor.
+        As `clip_grad_norm_`; and TypeError if an item of ``tensors`` is not a tensor.
     """
     given = listed(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
     norm_type = float(norm_type)
@@ -174,17 +173,17 @@ def clip_grads_with_norm_(
 ) -> None:
     """Multiplies the gradients of ``parameters`` in place by ``min(1, max_norm / (total_norm + 1e-6))``.
 
-    A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm of
-    whatever was measured before. If the coefficient, computed in float64, is 1, gradients are neither read nor
-    written, decided on the device. No host sync, unless ``total_norm`` has to move from a GPU to the CPU.
+    A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm that was
+    computed before. If the coefficient, computed in float64, is 1, gradients are neither read nor written; this is
+    decided on the device. No host sync, unless ``total_norm`` has to move from a GPU to the CPU.
 
     Args:
         total_norm: The norm before clipping: a number, or a real 0-d tensor on any device. NaN turns every
             gradient into NaN, Inf into zero, as in torch.
-        parameters, max_norm, foreach, backend: As for `clip_grad_norm_`, from torch's on purpose different as there.
+        parameters, max_norm, foreach, backend: As for `clip_grad_norm_`, including its differences from torch.
 
     Raises:
-        As `clip_grad_norm_`; and ValueError if ``total_norm`` is not one real number.
+        As `clip_grad_norm_`; and ValueError if ``total_norm`` is not a single real number.
     """
     _, found = gradients_to_clip(parameters, foreach)
     gradients, name_of = found.tensors, found.name_of
@@ -214,7 +213,7 @@ def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
 
 
 def refuse_in_compiled(function: str, norm_type: float, error_if_nonfinite: bool, backend: str | None) -> None:
-    """Raises NotImplementedError for what is not possible inside torch.compile, where only operators run."""
+    """Raises NotImplementedError for options that are unsupported inside torch.compile, where only operators run."""
     if error_if_nonfinite or backend is not None or norm_type not in (2.0, math.inf):
         raise NotImplementedError(
             f"inside torch.compile, {function} takes norm_type 2 or inf and neither error_if_nonfinite nor backend; "
@@ -224,7 +223,7 @@ def refuse_in_compiled(function: str, norm_type: float, error_if_nonfinite: bool
 
 def _limit(max_norm: float) -> float:
     number = float(max_norm)
-    if number != number:  # NaN, asked in a way that torch.compile can trace
+    if number != number:  # NaN; unlike math.isnan, torch.compile can trace this
         raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
     return number
 
@@ -232,7 +231,7 @@ def _limit(max_norm: float) -> float:
 def _given_norm(total_norm: Tensor | float) -> Tensor:
     if not isinstance(total_norm, Tensor):
         return torch.tensor(float(total_norm), dtype=torch.float64, device="cpu")
-    if is_distributed([total_norm]):  # as torch's clip gives it
+    if is_distributed([total_norm]):  # as returned by torch's clip
         total_norm = cast(Tensor, total_norm.full_tensor())  # type: ignore[attr-defined]
     if total_norm.dim() or total_norm.is_complex():
         raise ValueError(
@@ -243,9 +242,9 @@ def _given_norm(total_norm: Tensor | float) -> Tensor:
 
 
 def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Multiplies gradients in place by the first number of ``coefficient``, unless it is 1. No host sync.
+    """Multiplies gradients in place by the first element of ``coefficient``, unless it is 1. No host sync.
 
-    RuntimeError or NotImplementedError, before any is changed, if a gradient cannot be scaled in place.
+    RuntimeError or NotImplementedError, before any gradient is changed, if one cannot be scaled in place.
     """
     direct = direct_for(gradients[0], name_of, backend)
     if direct is None or not direct.scale_(gradients, moved(coefficient, gradients[0].device)):
@@ -254,7 +253,7 @@ def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: Name
 
 
 def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Scales tensors as `check_writable` returns them, on any devices; strided views through a dense copy."""
+    """Scales tensors from `check_writable`, on any devices; strided views by way of a dense copy."""
     groups = by_device(targets)
     kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
     for device, at in groups.items():

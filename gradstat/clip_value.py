@@ -1,4 +1,4 @@
-"""Clipping gradients to a range of values with torch's contract, in one pass over large ones."""
+"""Gradient value clipping with torch's contract, in one pass over large gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradstat._core.parameters import gradients_to_clip, has_foreach
 
-# Bytes from which a second pass over a gradient costs more than an operation of its own. Measured on a CPU; for
-# devices that work behind the host an estimate from bandwidth and the time of a launch, not yet measured.
+# Size in bytes from which a second pass over a gradient costs more than a separate operation. Measured on a CPU; the
+# value for asynchronous devices is an estimate from bandwidth and launch time, not yet measured.
 _LARGE_ON_CPU = 1 << 16
 _LARGE_ELSEWHERE = 1 << 24
 
@@ -20,24 +20,23 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """Clamps every element of the gradients of ``parameters`` to [-clip_value, clip_value], in place.
 
     A drop-in for ``torch.nn.utils.clip_grad_value_``: NaN stays NaN. torch's foreach kernels read and write every
-    gradient twice, once for each end of the range; here large gradients are clamped one by one, in one pass.
-    No host sync.
+    gradient twice, once per bound; here large gradients are clamped individually, in one pass. No host sync.
 
-    It differs from torch's on purpose: a ``clip_value`` that is negative or NaN, which torch sets every element to, is
-    refused, sparse COO gradients work, and are coalesced, and parameters without any gradient do nothing.
+    It differs from torch's on purpose: a negative or NaN ``clip_value``, to which torch sets every element, is
+    rejected; sparse COO gradients are supported, and get coalesced; parameters without gradients are a no-op.
 
     Args:
         parameters: As for `clip_grad_norm_`.
         clip_value: Largest magnitude that stays, at least 0. Infinity changes nothing.
-        foreach: True has torch's foreach kernels clamp all gradients but sparse ones, in two passes, and raises
-            where torch has none; False clamps one by one; None takes for each gradient what is faster.
+        foreach: True clamps all gradients but sparse ones with torch's foreach kernels, in two passes, and raises
+            where torch has none; False clamps individually; None uses whichever is faster for each gradient.
 
     Raises:
         TypeError, AttributeError: As `clip_grad_norm_`.
         ValueError: ``clip_value`` is negative or NaN.
         NotImplementedError: A gradient is complex or float8, which torch does not clamp.
         RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype
-            cannot hold ``clip_value``. Gradients before it are clamped by then.
+            cannot hold ``clip_value``. The gradients before it have been clamped by then.
     """
     _, found = gradients_to_clip(parameters, foreach)
     gradients = found.tensors
@@ -69,7 +68,7 @@ def _by_device_and_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _clamp_(gradients: list[Tensor], limit: float, foreach: bool | None) -> None:
-    """Clamps gradients on one device and of one dtype."""
+    """Clamps gradients of one device and one dtype."""
     large_from = _large_from(gradients[0], foreach)
     together = []
     for gradient in gradients:
@@ -85,7 +84,7 @@ def _clamp_(gradients: list[Tensor], limit: float, foreach: bool | None) -> None
 
 
 def _large_from(gradient: Tensor, foreach: bool | None) -> float:
-    """The number of elements from which gradients like this one are clamped one by one."""
+    """The number of elements from which gradients like this one are clamped individually."""
     if foreach is not None:
         return math.inf if foreach else 0
     if torch.compiler.is_compiling() or not has_foreach(gradient.device):
@@ -94,7 +93,7 @@ def _large_from(gradient: Tensor, foreach: bool | None) -> float:
 
 
 def _clamp_sparse_(gradient: Tensor, limit: float) -> None:
-    # The elements of uncoalesced values are terms of sums, and it is the sums that are clamped.
+    # Uncoalesced values are addends; their sums have to be clamped.
     coalesced = gradient.coalesce()
     coalesced._values().clamp_(-limit, limit)
     if coalesced is not gradient:

@@ -1,4 +1,4 @@
-"""How often an optimizer was stepped and how often it was not, counted on the device."""
+"""Counters, on the device, of an optimizer's steps and skipped steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class StepCounts:
     """How often an optimizer was stepped by `guarded_step`.
 
     Attributes:
-        steps: All steps, those skipped included.
+        steps: All steps, including skipped ones.
         skipped: Steps skipped because a gradient was not finite.
-        consecutive_skipped: Steps skipped since the last that was not.
+        consecutive_skipped: Steps skipped since the last step that was not.
     """
 
     steps: int
@@ -30,11 +30,11 @@ class StepCounters:
     """The counts of an optimizer's guarded steps, kept on the device as int64.
 
     Attributes:
-        tensor: ``[3]`` on the gradients' device: the three numbers below, which are views of it.
+        tensor: ``[3]`` on the gradients' device; the three counts below are views of it.
         steps: All steps, 0-d.
         skipped: Steps skipped, 0-d.
-        consecutive_skipped: Steps skipped since the last that was not, 0-d.
-        streams: Those of the last step, on which they were counted.
+        consecutive_skipped: Steps skipped since the last step that was not, 0-d.
+        streams: The streams on which the last step was counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class StepCounters:
 
     @classmethod
     def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
-        """``before`` if they are on ``device``, or new ones that go on from them, refused in a capture of ``what``."""
+        """``before`` if it is on ``device``, else a continuation there; raises in a graph capture, naming ``what``."""
         if before is not None and before.tensor.device == device:
             return before
         refuse_capture(device, what)
@@ -55,10 +55,10 @@ class StepCounters:
         return made
 
     def read(self, wait: bool = False) -> StepCounts:
-        """The counts on the host: the newest that have arrived.
+        """The newest counts that have arrived on the host.
 
-        Without ``wait`` no call but the first waits for the device; on a GPU the counts are then those of the
-        call before, or of one step earlier than the last if this is called on every step.
+        Without ``wait`` only the first call waits for the device; on a GPU the counts are then those at the previous
+        call, or of one step earlier than the last if this is called on every step.
         """
         with behind(self.streams):
             return StepCounts(*(int(count) for count in self._mirror.read(wait)))
@@ -76,7 +76,7 @@ def step_counters(optimizer: Optimizer) -> StepCounters:
 
 
 def counters_on(optimizer: Optimizer, device: torch.device) -> StepCounters:
-    """The counters of ``optimizer`` on ``device``: new ones, or those it had. Errors as `StepCounters.on`."""
+    """The counters of ``optimizer`` on ``device``, continued or new. Errors as `StepCounters.on`."""
     before = _counters.get(optimizer)
     counters = StepCounters.on(device, before, "the counters of guarded_step")
     if counters is not before:

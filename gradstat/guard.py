@@ -1,4 +1,4 @@
-"""`SpikeGuard`: refuses steps of an optimizer that are out of the ordinary, decided on the device."""
+"""`SpikeGuard`: rejects outlier steps of an optimizer; the decision is made on the device."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SERIES = ("loss", "norm", "update")
-# What the bits of a reason mean (csrc/decide.h).
+# Names of the bits of a reason (csrc/decide.h).
 _REASONS = ("nonfinite", *SERIES)
-# Of the state: steps, refused, those by each series, not finite, refused in a row, reason, values of each series.
+# Offsets in the state: steps, refused, refused by each series, not finite, refused in a row, reason, and the number of
+# recorded values of each series; the values themselves begin at _TOTALS.
 _REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 5, 6, 7, 8, 11
 
 
 @dataclass(frozen=True, slots=True)
 class GuardCounts:
-    """What a `SpikeGuard` has decided.
+    """The decisions of a `SpikeGuard` so far.
 
     Attributes:
         steps: Steps judged.
-        refused: Those refused, skipped or scaled down.
-        by_loss, by_norm, by_update: Those refused because of each; a step can be among several.
-        nonfinite: Steps skipped because a gradient, the loss or the update was NaN or Inf. Not among ``refused``.
-        in_a_row: Steps refused since the last that was taken, not counting those that were not finite.
-        reasons: Why the last step was not taken as it was: some of ``"nonfinite"``, ``"loss"``, ``"norm"`` and
-            ``"update"``; empty if it was.
+        refused: Steps refused, that is skipped or scaled down.
+        by_loss, by_norm, by_update: Steps refused because of each value; a step may count in several.
+        nonfinite: Steps skipped because a gradient, the loss or the update was NaN or Inf. Not included in ``refused``.
+        in_a_row: Steps refused since the last step that was taken, not counting non-finite ones.
+        reasons: Why the last step was not taken unchanged: some of ``"nonfinite"``, ``"loss"``, ``"norm"`` and
+            ``"update"``; empty if it was taken.
     """
 
     steps: int
@@ -53,42 +54,44 @@ class GuardCounts:
 
 
 class SpikeGuard:
-    """Refuses steps whose loss, gradient norm or update stands out from those before; for `gradstat.guarded_step`. ::
+    """Refuses steps whose loss, gradient norm or update is an outlier; for `gradstat.guarded_step`. ::
 
         guard = gradstat.SpikeGuard()
         ...
         gradstat.guarded_step(optimizer, max_norm=1.0, loss=loss, guard=guard)
 
-    A value stands out if it is above the median of the last ones, less the newest eighth, by more than ``threshold``
-    times their spread, the most of three: the median distance from it times 1.4826, which is the standard deviation of
-    normal numbers; half the distance of the largest, as losses and norms have long tails; a hundredth of the median. So
-    with the default it is three times as far away as any of them. Of updates all of the distance and of the median
-    count, or a rare input, whose steps are large when all others are small, would never be learned. All but the first,
-    and that the newest do not count, which may be a part of what grows, are conventions of gradstat;
-    benchmarks/guards.py measures what comes of them.
-    Steps that were refused do not enter, so a spike changes nothing. What is NaN or Inf is skipped whatever the rule.
+    A value is an outlier if it exceeds the median of the last values, excluding the newest eighth of the window, by
+    more than ``threshold`` times their spread. The spread is the largest of three: the median absolute deviation times
+    1.4826, which estimates the standard deviation of normally distributed values; half the distance from the median to
+    the largest value, as losses and norms have long tails; a hundredth of the median. With the default threshold an
+    outlier is therefore more than three times as far from the median as the largest value. For updates the full
+    distance and the full median are used: otherwise a rare input, whose updates are large while all others are small,
+    would never be learned. Except for the first, these terms are conventions of gradstat, as is excluding the newest
+    values, which may already be part of a growth; benchmarks/guards.py measures their effect.
+    Values of refused steps are not recorded, so a spike changes nothing. NaN and Inf are skipped whatever the rule.
 
-    The state is one float64 tensor, made on the gradients' device at first use and then changed in place there: no
-    step waits for the device, and steps can be captured into a CUDA graph once one has run outside of it. Use one
-    guard for one optimizer.
+    The state is one float64 tensor, made on the gradients' device at first use and then changed in place: no step waits
+    for the device, and steps can be captured into a CUDA graph once one has run outside of it. Use one guard per
+    optimizer.
 
-    Over several ranks the loss is averaged over ``process_group`` first, by a reduction of one number, so all decide
-    alike; all of them pass one, or none. Gradients are taken to be the same on all ranks, or distributed tensors.
+    With several ranks the loss is first averaged over ``process_group``, by an all-reduce of one number, so that all
+    ranks decide alike; all of them have to pass a loss, or none. Gradients must be the same on all ranks, or be
+    distributed tensors.
 
     Args:
-        threshold: How far a value may stand out, at least 0.
-        window: How many values of each kind are kept.
-        warmup: Values needed before the first is judged; None for half of the window. Limits hold from the start.
-        max_consecutive: After so many refused in a row a step that only stands out is taken, and its values begin the
-            statistics anew: the level has changed. None for no limit.
-        scale: What the gradients of a refused step are multiplied by, behind any clip, between 0 and 1; None skips it.
-            Skipped all the same is a step of which the update alone stands out, as smaller gradients do not mend a
-            learning rate.
-        max_loss, max_norm, max_update: A larger value is refused, in a row or not.
-        process_group: Of the ranks that train together; None, as in torch, for all.
+        threshold: How many spreads a value may exceed the median by, at least 0.
+        window: The number of values kept of each kind.
+        warmup: Values needed before the first one is judged; None for half of the window. Limits apply from the start.
+        max_consecutive: After this many refusals in a row, a step that exceeds no limit is taken although it is an
+            outlier, and the statistics restart with its values, since the level has changed. None for no limit.
+        scale: The factor, between 0 and 1, that multiplies the gradients of a refused step after any clip; None skips
+            the step. A step refused for its update alone is skipped in either case, since smaller gradients do not
+            correct a learning rate.
+        max_loss, max_norm, max_update: Limits above which a value is always refused, even after ``max_consecutive``.
+        process_group: The ranks that train together; None for all ranks.
 
     Raises:
-        ValueError: An option is out of range. TypeError: One that has to be is no integer.
+        ValueError: An option is out of range. TypeError: An option that has to be an integer is not.
     """
 
     def __init__(
@@ -130,11 +133,11 @@ class SpikeGuard:
     def sigma(
         cls, window: int = 128, threshold: float = 6.0, *, max_consecutive: int | None = None, **options: Any
     ) -> SpikeGuard:
-        """The rule of OLMo: refuses what is above the mean by more than ``threshold`` standard deviations.
+        """The rule of OLMo: refuses values that exceed the mean by more than ``threshold`` standard deviations.
 
-        As ``SkipStepOptimizer`` of OLMo-core (src/olmo_core/optim/skip_step_optimizer.py): mean and unbiased standard
-        deviation are those of the last ``window`` steps, refused ones included, once half a window has been seen, this
-        step included. Unlike there, values that are NaN or Inf are skipped and not kept.
+        Like ``SkipStepOptimizer`` of OLMo-core (src/olmo_core/optim/skip_step_optimizer.py): mean and unbiased standard
+        deviation are over the last ``window`` steps, including refused ones, once half a window has been seen, counting
+        the current step. Unlike there, NaN and Inf are skipped and not recorded.
 
         Args:
             window, threshold, max_consecutive, options: As for `SpikeGuard`.
@@ -157,9 +160,9 @@ class SpikeGuard:
         return self._numbers[3] != 0
 
     def read(self, wait: bool = False) -> GuardCounts:
-        """What was decided, on the host: the newest that has arrived.
+        """The newest decisions that have arrived on the host.
 
-        Without ``wait`` no call but the first waits for the device, as of `gradstat.StepCounters`.
+        Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
         with behind(self._streams):
             numbers = [int(number) for number in self._mirror.read(wait)]
@@ -173,10 +176,10 @@ class SpikeGuard:
         return {"rule": self._rule, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, of `state_dict`, with own options; ValueError if of another rule or window.
+        """Continues from ``state``, made by `state_dict`, keeping its options; ValueError for another rule or window.
 
-        It is copied into a state that is there already, so that captured graphs see it. No host sync, unless values
-        have to move from a GPU to the CPU.
+        An existing state is overwritten in place, so that captured graphs see it. No host sync, unless values have to
+        move from a GPU to the CPU.
         """
         values = state["tensors"]["values"]
         if state["rule"] != self._rule or values.shape[1] != self._window:
@@ -197,10 +200,10 @@ class SpikeGuard:
         counters: Tensor | None,
         streams: Streams,
     ) -> Tensor:
-        """The verdict about a step, ``[4]`` float32: as of `norms.Decision`, and the reason. No host sync.
+        """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
 
-        ``numbers`` and ``verdict`` are those of the step's decision; the coefficient among the former is multiplied
-        by ``scale`` if the step is refused. ``counters`` are those of its optimizer, to be counted in.
+        ``numbers`` and ``verdict`` are from the step's decision; the coefficient in ``numbers`` is multiplied by
+        ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
         """
         device = verdict.device
         if self._memory is None or self._memory.device != device:
@@ -216,7 +219,7 @@ class SpikeGuard:
 
     @property
     def reason(self) -> Tensor | None:
-        """Why the last step was not taken as it was, as bits in a 0-d float64 on the device; None before the first."""
+        """Why the last step was not taken unchanged, as bits in a 0-d float64 on the device; None before the first."""
         return None if self._memory is None else self._memory[_REASON]
 
     def _totals(self) -> Tensor:
@@ -243,12 +246,12 @@ def _on(value: Tensor, device: torch.device) -> Tensor:
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:
-    """What a reason says."""
+    """The names of the bits of a reason."""
     return tuple(name for i, name in enumerate(_REASONS) if bits >> i & 1)
 
 
 def checked_value(name: str, value: Any) -> Tensor:
-    """``value`` if a guard can judge it; else TypeError or ValueError."""
+    """``value``, checked to be one that a guard can judge. Raises TypeError or ValueError."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name}: expected a tensor of one number, got {type(value).__name__}; pass the loss itself, not "
@@ -268,12 +271,12 @@ _guards: weakref.WeakKeyDictionary[Optimizer, SpikeGuard] = weakref.WeakKeyDicti
 
 
 def guard_of(optimizer: Optimizer | None) -> SpikeGuard | None:
-    """The guard of the optimizer's last guarded step, if it had one."""
+    """The guard of ``optimizer``'s last guarded step, or None."""
     return None if optimizer is None else _guards.get(optimizer)
 
 
 def remember_guard(optimizer: Optimizer, guard: SpikeGuard) -> None:
-    """For `guard_of`."""
+    """Records the guard that `guard_of` returns."""
     _guards[optimizer] = guard
 
 
@@ -286,7 +289,7 @@ def _judge(
     values: Sequence[Tensor | None],
     counters: Tensor | None,
 ) -> Tensor:
-    """As csrc/decide.h, which says why, in plain torch."""
+    """Same as csrc/decide.h, which explains it, in plain torch."""
     by_sigmas, threshold, warmup, most_in_a_row, scale, *limits = options
     totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
     recorded = totals[_RECORDED:]
@@ -297,7 +300,7 @@ def _judge(
             continue
         value = value.reshape(()).to(torch.float64)
         finite = finite & value.isfinite()
-        # The newest are left out, so that what grows step by step is held against what was before it grew.
+        # The newest values are excluded, so that a value that grows step by step is compared with those before it grew.
         newest = 0 if by_sigmas else window // 8
         places = torch.arange(window, device=memory.device)
         held = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)

@@ -1,4 +1,4 @@
-"""The gradient noise scale, from the norms of one micro-batch's gradients and of all together."""
+"""The gradient noise scale, from the gradient norms of one micro-batch and of all micro-batches together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SQUARES, _LARGE = _fields.INDEX["sq_sum"], _fields.INDEX["sq_sum_large"]
 
 @final
 class NoiseScale:
-    """The simple gradient noise scale of a training that accumulates gradients: the batch size that pays, in examples.
+    """The simple gradient noise scale, in examples, for training with gradient accumulation: the useful batch size.
 
-    It is ``tr(S) / |G|^2``, S the covariance of the gradients of single examples and G their mean, estimated unbiased
-    from two squared norms as in McCandlish et al., arXiv 1812.06162, appendix A: those of the first micro-batch's
-    gradients and of the accumulated ones. Numerator and denominator are smoothed apart. ::
+    It is ``tr(S) / |G|^2``, where S is the covariance of the gradients of single examples and G their mean. It is
+    estimated without bias from two squared norms, as in McCandlish et al., arXiv 1812.06162, appendix A: of the first
+    micro-batch's gradients and of the accumulated ones. Numerator and denominator are smoothed separately. ::
 
         noise_scale = gradstat.NoiseScale(model, micro_batch_size=8)
         for _ in range(3):  # steps
@@ -38,23 +38,23 @@ class NoiseScale:
             optimizer.zero_grad()
         print(noise_scale.value(), noise_scale.by_layer())
 
-    No step waits for the device; one that is measured costs two reads of the gradients and nine small operations on
-    their rows. Remembered are two float64 numbers for each parameter, on the device. A step with NaN or Inf is left
-    out, or with a float64 element above 2**486. Losses are means over the examples of a micro-batch, divided by the
-    number of micro-batches or not: a factor that all gradients of a step share, such as a loss scale, cancels.
-    Distributed tensors count as a whole; all ranks call everything together.
+    No step waits for the device; a measured step costs two reads of the gradients and nine small operations on their
+    rows. The state is two float64 numbers per parameter, on the device. Steps with NaN or Inf, or with a float64
+    element above 2**486, are left out. Losses must be means over the examples of a micro-batch; whether they are
+    divided by the number of micro-batches does not matter, as any factor that all gradients of a step share, such as a
+    loss scale, cancels. Distributed tensors are measured as a whole; all ranks have to make the same calls.
 
     Args:
-        parameters: What `check` takes, but for engines. Those that require a gradient now are looked at from then on;
-            one without a gradient counts as if it were zero.
-        micro_batch_size: How many examples, at least 1, the gradients that the first `micro_batch` sees are the mean
-            of: where they are reduced over ranks before (FSDP), the examples of all ranks.
-        ranks: By how many ranks the last micro-batch's ``backward()`` averages what was local until then: those of
-            DDP, if the others run under ``no_sync()``. If there is but one micro-batch, `micro_batch` is given
-            ``watch.rows()`` of `gradstat.distributed.watch_origin`.
-        every: Steps of which one is measured, the first of them, as the noise scale changes slowly; 1 measures all.
-        decay: What a measured step leaves of the averages over those before it, at least 0 and less than 1.
-        backend: As in `check`; errors, too.
+        parameters: As for `check`, except engines. Parameters that require a gradient now are measured from then on; a
+            missing gradient counts as zero.
+        micro_batch_size: The number of examples, at least 1, that the gradients seen by the first `micro_batch` are
+            the mean of: the examples of all ranks, if gradients are reduced over ranks before that call (FSDP).
+        ranks: The number of ranks over which the last micro-batch's ``backward()`` averages gradients that were local
+            until then: DDP's, if the other micro-batches run under ``no_sync()``. With a single micro-batch,
+            pass ``watch.rows()`` of `gradstat.distributed.watch_origin` to `micro_batch`.
+        every: Measure one step out of this many, starting with the first, as the noise scale changes slowly.
+        decay: The weight of the previous averages at each measured step, at least 0 and less than 1.
+        backend: As for `check`, as are the errors.
 
     Raises:
         ValueError: A number is out of range, or no parameter requires a gradient.
@@ -88,20 +88,20 @@ class NoiseScale:
         self._streams: Streams = ()
         self._mirror = Mirror(lambda: self._averages)
         self._first: Tensor | None = None  # rows of the first micro-batch, in a step that is measured
-        self._count = 0  # of micro-batches
+        self._count = 0  # micro-batches in the current step
         self._steps = 0
 
     @never_traced
     def micro_batch(self, rows: Tensor | None = None) -> None:
-        """To be called after each micro-batch's ``backward()``. The first of a measured step reads the gradients.
+        """Call after each micro-batch's ``backward()``. In a measured step, the first call reads the gradients.
 
-        They have to be those of that micro-batch alone, hence zero or None before it.
+        These have to be the gradients of that micro-batch alone, so zero or None before it.
 
         Args:
-            rows: Where a caller has them: what `stats` gives of the parameters' gradients. Saves the read.
+            rows: The result of `stats` for the parameters' gradients, if already available. Saves the read.
 
         Raises:
-            RuntimeError: No parameter has a gradient. ValueError: ``rows`` has another shape. Others as of `check`.
+            RuntimeError: No parameter has a gradient. ValueError: ``rows`` has another shape. Others as in `check`.
         """
         if not self._count and self._steps % self._every == 0:
             self._first = self._rows("micro_batch()", rows)
@@ -110,13 +110,13 @@ class NoiseScale:
     @never_traced
     @torch.no_grad()
     def step(self, rows: Tensor | None = None) -> None:
-        """To be called after the last `micro_batch` of a step, before gradients are clipped or changed otherwise.
+        """Call after the last `micro_batch` of a step, before gradients are clipped or otherwise changed.
 
-        ``rows``, and errors, are as there. Besides:
+        ``rows`` and errors are as for `micro_batch`. Additionally:
 
         Raises:
-            RuntimeError: There was no `micro_batch` since the last step, or with one rank only one: then both norms are
-                the same, and nothing can be told.
+            RuntimeError: There was no `micro_batch` since the last step, or only one on a single rank: then both norms
+                are the same, and nothing can be estimated.
         """
         if not self._count:
             raise RuntimeError("step() before micro_batch(); call that after the backward() of each micro-batch")
@@ -131,28 +131,28 @@ class NoiseScale:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the micro-batches since the last `step`, of a step that is given up."""
+        """Discards the micro-batches since the last `step`, for a step that is abandoned."""
         self._first = None
         self._count = 0
 
     def value(self, wait: bool = True) -> float:
         """The noise scale of all parameters together, in examples; NaN before the first step.
 
-        Inf while the mean gradient cannot be told from noise, so that the estimate of its square is not above zero:
-        at a noise scale far above the examples averaged over.
+        Inf while the mean gradient is indistinguishable from noise, so that the estimate of its square is not positive:
+        when the noise scale is far above the number of examples averaged over.
 
         Args:
-            wait: For all steps so far. If False no call but the first waits for a GPU; the number is then one of some
-                steps ago, as is enough for a logger.
+            wait: True includes all steps so far. If False, only the first call waits for a GPU; the value may then be
+                some steps old, which is enough for a logger.
         """
         noise, signal = self._read(wait)
         return _ratio(float(noise.sum()), float(signal.sum()))
 
     def by_layer(self, depth: int | None = None, wait: bool = True) -> dict[str, float]:
-        """The noise scale of each parameter that had a gradient, by name; ``wait``, and values, as of `value`.
+        """The noise scale of each parameter that had a gradient, by name; ``wait`` and values are as for `value`.
 
         Args:
-            depth: Takes those together whose names agree in so many parts: 2 gives ``"blocks.0"``, ``"blocks.1"``.
+            depth: Groups parameters by this many leading parts of their names: 2 gives ``"blocks.0"``, ``"blocks.1"``.
         """
         sums: dict[str, tuple[float, float]] = {}
         for name, noise, signal in zip(self._names, *self._read(wait).tolist(), strict=True):
@@ -163,11 +163,11 @@ class NoiseScale:
         return {layer: _ratio(noise, signal) for layer, (noise, signal) in sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the averages, on their device, and the names and size they are of. No host sync."""
+        """A copy of the averages, on their device, with the parameter names and micro-batch size. No host sync."""
         return {"averages": self._averages.clone(), "names": list(self._names), "micro_batch_size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, of `state_dict`, also with another size; ValueError if of other parameters."""
+        """Continues from ``state``, made by `state_dict`, at any size; ValueError for other parameters."""
         if state["names"] != self._names:
             raise ValueError("this state is of other parameters, or of the same in another order or by other names")
         self._averages.copy_(state["averages"])
@@ -177,14 +177,14 @@ class NoiseScale:
         self.reset()
 
     def _add(self, both: Tensor) -> None:
-        """Adds a step to the averages: rows of its first micro-batch, and of all."""
+        """Adds a step to the averages, given the rows of its first micro-batch and of all micro-batches."""
         if self._averages.device != both.device:
             refuse_capture(both.device, "the averages of NoiseScale")
             self._averages = self._averages.to(both.device)
-        # With s and a the squared norms of the gradients, averaged over a micro-batch of b examples and over all n of
-        # them on all ranks, tr(S) is estimated as b (s - a) / (1 - 1/n), |G|^2 as (a - s/n) / (1 - 1/n). The divisors
-        # cancel, b comes in when values are read, and what was measured first is s / count^2, for its gradients are one
-        # summand of the rank's mean.
+        # With s and a the squared norms of the gradients averaged over one micro-batch of b examples, and over all n
+        # micro-batches of all ranks, tr(S) is estimated as b (s - a) / (1 - 1/n) and |G|^2 as (a - s/n) / (1 - 1/n).
+        # The divisors cancel, and b is applied when values are read. The first measurement is s / count^2, since a
+        # micro-batch's gradients are one summand of the rank's mean.
         first, whole = both[..., _SQUARES]
         minus_noise = torch.sub(whole, first, alpha=self._count**2)
         signal = torch.sub(whole, first, alpha=self._count / self._ranks)
@@ -194,7 +194,7 @@ class NoiseScale:
         self._streams = streams_of([self._averages])
 
     def _rows(self, caller: str, given: Tensor | None) -> Tensor:
-        """One row for each parameter; of one without a gradient it is zero, which its squares and counts are."""
+        """One row per parameter; zeros, correct for the columns used here, for a parameter without a gradient."""
         expected = (len(self._names), _FIELDS)
         if given is not None:
             if given.shape != expected:
@@ -208,7 +208,7 @@ class NoiseScale:
             raise RuntimeError(f"no parameter has a gradient; call {caller} after backward() and before zero_grad()")
         name_of, owners = labels_of(self._source, gradients).of, self._source.parameters
         measured = measure(gradients.tensors, name_of, self._backend, owners=owners)
-        rows = measured.nan_if_failed().table()[:, :_FIELDS]  # those of distributed tensors have a column more
+        rows = measured.nan_if_failed().table()[:, :_FIELDS]  # rows of distributed tensors have one more column
         if gradients.positions is None:
             return rows
         at = torch.tensor(gradients.positions, device="cpu").to(rows.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Putting gradstat's clipping functions in the place of torch's own, and taking them out again."""
+"""Replaces torch's clipping functions by gradstat's, and restores them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from gradstat.clip_value import clip_grad_value_
 
 _Function = Callable[..., Any]
 
-# Functions are laid on each other, and removed from between each other, under this lock.
+# Layers are added and removed, also from the middle of a stack, under this lock.
 lock = threading.Lock()
 _layers: list[Layer] = []
 
 
 @final
 class TorchPatch:
-    """What `patch_torch` did: taken back by `remove`, or at the end of a ``with`` block."""
+    """The replacements made by `patch_torch`: undone by `remove`, or at the end of a ``with`` block."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self._layers = layers
 
     def remove(self) -> None:
-        """Puts back what was there before, in whatever order patches are removed. Later calls do nothing.
+        """Restores what was there before, whatever the order in which patches are removed. Later calls do nothing.
 
-        Functions of this patch that are still held somewhere call torch's originals from now on.
+        References to this patch's functions that are still held somewhere call torch's originals from now on.
 
         Warns:
-            UserWarning: Someone has replaced a function since. Theirs is left where it is; the message names it.
+            UserWarning: Other code has replaced a function since. It is left in place; the message names it.
         """
         with lock:
             buried = [layer.place for layer in self._layers if not layer.take_off()]
@@ -58,13 +58,13 @@ class TorchPatch:
 
 
 def patch_torch() -> TorchPatch:
-    """Has torch's own clipping functions do what gradstat's do, so that a program can try them without edits.
+    """Replaces torch's own clipping functions by gradstat's, so that a program can try them without edits.
 
     ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in
-    ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. What was there
-    before still serves three cases: gradients of other subclasses of Tensor than DTensor, DTensors' norms of other
-    orders than 2 and infinity, and functions under ``torch.compile``, which compiles torch's own into its graph.
-    Norms of DTensors are DTensors, as torch's are. ::
+    ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. The previous functions
+    still handle three cases: gradients of Tensor subclasses other than DTensor, norms of DTensors of orders other than
+    2 and infinity, and functions under ``torch.compile``, which compiles torch's own into its graph. Norms of DTensors
+    are DTensors, as torch's are. ::
 
         patch = gradstat.patch_torch()
         train()  # its torch.nn.utils.clip_grad_norm_(...) is gradstat's
@@ -73,23 +73,23 @@ def patch_torch() -> TorchPatch:
         with gradstat.patch_torch():
             train()
 
-    **A name bound before the patch keeps the function it has**: after ``from torch.nn.utils import
-    clip_grad_norm_`` a module calls torch's, of which only the two halves, which torch looks up on every call, are
-    gradstat's. Patch before such modules are imported, or rebind the name (``module.clip_grad_norm_ =
-    gradstat.clip_grad_norm_``). A name bound while it is patched calls torch's once the patch is removed.
+    **A name bound before the patch keeps its function**: after ``from torch.nn.utils import clip_grad_norm_`` a module
+    calls torch's. That function looks up its two halves on every call, so only these are gradstat's. Patch before such
+    modules are imported, or rebind the name (``module.clip_grad_norm_ = gradstat.clip_grad_norm_``). A name bound while
+    the patch is active calls torch's once the patch is removed.
 
-    Patches may be nested and removed in any order, from several threads; the last one removed leaves exactly what the
-    first one found. What a thread is in the middle of is not interrupted.
+    Patches may be nested and removed in any order, from several threads; removing the last one restores exactly the
+    state before the first one. Calls in progress in other threads are not interrupted.
     """
     with lock:
         return TorchPatch([Layer(module, name, instead) for module, name, instead in _PLACES if hasattr(module, name)])
 
 
 class Layer:
-    """One function in the place of another, which may be a layer of an earlier patch."""
+    """A function installed in place of another one, which may itself be a layer of an earlier patch."""
 
     def __init__(self, owner: ModuleType | type, name: str, instead: _Function, watches: bool = False) -> None:
-        """``instead`` gets the layer as its first argument; ``watches`` if it calls what is below in any case."""
+        """``instead`` gets the layer as its first argument; ``watches`` if it always calls the function below."""
         self._owner, self._name, self._watches = owner, name, watches
         self.below: _Function = getattr(owner, name)
         self._removed = False
@@ -107,7 +107,7 @@ class Layer:
         return f"{self._owner.__name__}.{self._name}"
 
     def take_off(self) -> bool:
-        """Undoes it; False if someone else's function lies on top, which is left there."""
+        """Undoes the replacement; False if other code's function is on top, which is left there."""
         _layers.remove(self)
         self._removed = True
         above = next((layer for layer in _layers if layer.below is self._function), None)
@@ -120,7 +120,7 @@ class Layer:
         return True
 
     def choose(self, ours: _Function, tensors: Iterable[object], norm_type: object = 2.0) -> _Function:
-        """What is to be called for ``tensors``."""
+        """The function to call for ``tensors``: ours, or the one below."""
         kinds = {type(tensor): tensor for tensor in tensors}
         over_ranks = norm_type in (2.0, math.inf, "inf")
         known = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
@@ -128,7 +128,7 @@ class Layer:
 
 
 def as_named(function: _Function) -> _Function:
-    """What has the name of ``function`` and can be pickled by it, if but for layers that only watch it is the same."""
+    """The picklable object found under ``function``'s name, if it is the same apart from layers that only watch."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     there = getattr(module, getattr(function, "__qualname__", ""), None)
     return there if there is not None and _unwatched(there) is _unwatched(function) else function
@@ -142,7 +142,7 @@ def _unwatched(function: _Function) -> _Function:
 
 
 def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
-    """A norm as torch gives it: distributed tensors have a distributed one, the same on all ranks of their mesh."""
+    """The norm in torch's form: for distributed tensors a DTensor, replicated over their mesh."""
     if not is_distributed(tensors) or is_distributed([norm]):
         return norm
     from torch.distributed.tensor import DTensor, Replicate
@@ -152,7 +152,7 @@ def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
     return made
 
 
-# The replacements list what they are given, since a generator can be gone through only once.
+# The replacements convert their argument to a list, since a generator can be iterated only once.
 
 
 def _norm_clip(
@@ -165,7 +165,7 @@ def _norm_clip(
 ) -> Any:
     given = listed(parameters)
     gradients = gradients_of(given).tensors
-    # Without any, ours may refuse what torch's passes over: parameters of an engine that clips by itself.
+    # Without gradients, ours may reject what torch accepts: parameters of an engine that clips by itself.
     function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
     return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
 
@@ -200,8 +200,8 @@ def _clip_with_norm(
     return function(given, max_norm, total_norm, *args, **kwargs)
 
 
-# torch looks the functions up by their names in both modules, private ones in the second. Those may be called
-# otherwise in other versions.
+# torch looks the functions up by name in both modules, in the second by private names, which may differ in other
+# versions of torch.
 _PLACES: tuple[tuple[ModuleType, str, _Function], ...] = (
     (torch.nn.utils, "clip_grad_norm_", _norm_clip),
     (torch.nn.utils, "clip_grad_value_", _value_clip),

@@ -1,6 +1,6 @@
 """A pytest plugin with the fixture ``assert_healthy``: ``pytest_plugins = ["gradstat.pytest_plugin"]`` in a conftest.
 
-Not registered by itself, so that installing gradstat does not make every test session import torch.
+It is not registered automatically, so that installing gradstat does not make every test session import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A table that has reached the host, with the names put back: `Report`, its text, and the error it raises.
+"""`Report`, made from a table on the host and the tensors' names, with its text, and the error it raises.
 
-Nothing is derived before it is read. What a report holds is the table, the names and the layouts; never a
-tensor, so keeping a report keeps no gradient alive.
+Values are derived when they are read. A report holds the table, the names and the layouts, but no tensor, so keeping a
+report keeps no gradient alive.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
 from gradstat.tensor_stats import FLOATS, INTEGERS, Array, RowValues, TensorStats, l2_norm_of
 
-# What `Report.worst` can order by.
+# Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
-# Of the text.
+# Rows shown in the text.
 _SHOWN = 20
 _EXTREMES = 3
 _BAD_STYLE = ' style="color:#d32f2f;font-weight:bold"'
@@ -30,7 +30,7 @@ _HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "ze
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients hold NaN or Inf; the message names the first bad ones, how many and where.
+    """Gradients contain NaN or Inf; the message names the worst ones, with counts and the first bad index.
 
     Attributes:
         report: The whole `Report`.
@@ -45,9 +45,9 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class Report(RowValues):
-    """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` finds one.
+    """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` returns one.
 
-    Made by `check`, `check_async` and `check_tensors`. Totals run over all tensors measured.
+    Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Report(RowValues):
         total: Array | None = None,
         refused: tuple[str, ...] = (),
     ) -> None:
-        """``total`` is the row of all tensors of all ranks, if there are more than the table has."""
+        """``total`` is the merged row over all tensors of all ranks, if these are more than the table has."""
         self._refused = refused
         self._total_row = total
         self._names = names
@@ -87,7 +87,7 @@ class Report(RowValues):
             return self._total_row
         if not len(self._table):
             return np.array(_fields.IDENTITY)
-        with np.errstate(over="ignore", invalid="ignore"):  # sums of float64 gradients may leave its range
+        with np.errstate(over="ignore", invalid="ignore"):  # sums of float64 gradients may overflow
             row: Array = _fields.merge(np, self._table)
         return row
 
@@ -99,31 +99,31 @@ class Report(RowValues):
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss was multiplied by, which is divided out of all values here; None outside of scaled steps."""
+        """The factor that the loss was multiplied by, divided out of all values here; None if there was none."""
         return self._loss_scale
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Why a `gradstat.SpikeGuard` did not take the step, as in `gradstat.GuardCounts`; empty if it did."""
+        """Why a `gradstat.SpikeGuard` refused the step, as in `gradstat.GuardCounts`; empty if it did not."""
         return self._refused
 
     @property
     def overflowed(self) -> bool:
-        """Whether the loss scale accounts for what is not finite: Inf and no NaN, in a scaled step.
+        """Whether the loss scale explains what is not finite: Inf but no NaN, in a scaled step.
 
-        Such a step is skipped and the scale lowered, which is how loss scaling finds its scale. NaN is another
-        matter, unless it comes of an Inf further down and goes when the scale has fallen.
+        Such a step is skipped and the scale lowered, which is how loss scaling finds its scale. NaN is not explained by
+        it, unless it results from an Inf earlier in the backward pass and disappears once the scale has fallen.
         """
         return self._loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
 
     @functools.cached_property
     def numel(self) -> int:  # type: ignore[override]
-        """Elements in all tensors."""
+        """Number of elements in all tensors."""
         return sum(info.shape.numel() for info in self._infos)
 
     @property
     def total_norm(self) -> float:
-        """L2 norm of all elements together, as torch would report it: NaN if any is NaN, else Inf if any is."""
+        """L2 norm of all elements together, as torch would compute it: NaN if any is NaN, else Inf if any is."""
         if self.nan_count:
             return math.nan
         return math.inf if self.inf_count else self.finite_norm
@@ -135,7 +135,7 @@ class Report(RowValues):
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors measured, in order."""
+        """Names of the measured tensors, in order."""
         return tuple(self._names())
 
     @functools.cached_property
@@ -171,24 +171,24 @@ class Report(RowValues):
 
     @functools.cached_property
     def nonfinite(self) -> list[TensorStats]:
-        """The tensors that hold NaN or Inf, worst first: most NaN, then most Inf, then in order."""
+        """The tensors that contain NaN or Inf, worst first: most NaN, then most Inf, then in order."""
         nan, inf = self._column("nan_count"), self._column("inf_count")
         bad = np.flatnonzero(nan + inf)
         return [self._at(int(i)) for i in bad[np.lexsort((-inf[bad], -nan[bad]))]]
 
     def rank_of(self, name: str) -> int | None:
-        """`TensorStats.rank` of the tensor ``name``; KeyError if there is none."""
+        """`TensorStats.rank` of the tensor ``name``; KeyError if there is no such tensor."""
         return self[name].rank
 
     @never_traced
     def worst(self, n: int = 10, by: str = "severity") -> list[TensorStats]:
-        """The ``n`` tensors that stand out most, worst first.
+        """The ``n`` most conspicuous tensors, worst first.
 
         Args:
-            n: How many at most.
-            by: ``"severity"``: those with NaN or Inf first, then by largest magnitude. Or a value of
+            n: Maximum number of tensors.
+            by: ``"severity"``: tensors with NaN or Inf first, then by largest magnitude. Or a value of
                 `TensorStats`, largest first: ``l2_norm``, ``max_abs``, ``nan_count``, ``inf_count``, ``zero_count``,
-                ``mean``, ``std``, ``min``, ``max``, ``numel``. ValueError for any other.
+                ``mean``, ``std``, ``min``, ``max``, ``numel``. ValueError for anything else.
         """
         if by not in _ORDERINGS:
             raise ValueError(f"cannot order by {by!r}; known: {', '.join(_ORDERINGS)}")
@@ -199,15 +199,15 @@ class Report(RowValues):
         order = np.argsort(-np.nan_to_num(values, nan=-math.inf), kind="stable")
         return [self._at(int(i)) for i in order[:n]]
 
-    # Forms; in the text bad tensors come first, then the extremes ----------------------------------------------
+    # Output formats; the text lists bad tensors first, then the extremes ---------------------------------------
 
     @never_traced
     def to_numpy(self) -> npt.NDArray[np.void]:
         """A structured array, one record per tensor.
 
         Columns: ``name``, ``numel``, ``nan_count``, ``inf_count``, ``zero_count``, ``l2_norm``, ``min``, ``max``,
-        ``max_abs``, ``mean``, ``std``, ``sum``, and ``first_nonfinite`` as a flat index in memory order, in the shard
-        for a distributed tensor, -1 when all elements are finite.
+        ``max_abs``, ``mean``, ``std``, ``sum``, and ``first_nonfinite``, a flat index in memory order (for a
+        distributed tensor, in its shard), -1 when all elements are finite.
         """
         width = max((len(name) for name in self.names), default=1) or 1
         floats = [(f, np.float64) for f in (*FLOATS, "sum")]
@@ -239,7 +239,7 @@ class Report(RowValues):
 
     @never_traced
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-able values; numbers that are not finite become None."""
+        """Everything as JSON-serializable values; numbers that are not finite become None."""
         return {
             "ok": self.ok,
             "loss_scale": self.loss_scale,
@@ -254,9 +254,9 @@ class Report(RowValues):
         """Flat floats for any logger.
 
         Args:
-            prefix: Put before every key.
+            prefix: Prepended to every key.
             per_tensor: Columns of `to_numpy` to add for every tensor, as ``prefix + column + "/" + name``. ValueError
-                for one that is not known.
+                for an unknown one.
         """
         totals = {
             "total_norm": self.total_norm,
@@ -278,7 +278,7 @@ class Report(RowValues):
 
     @never_traced
     def raise_if_nonfinite(self) -> None:
-        """Raises `NonFiniteGradientError`, naming the worst tensors, if any element is NaN or Inf."""
+        """Raises `NonFiniteGradientError`, which names the worst tensors, if any element is NaN or Inf."""
         if self.ok:
             return
         shown = self.nonfinite[:5]
@@ -337,7 +337,7 @@ class Report(RowValues):
         )
 
     def _sections(self) -> list[tuple[str, list[TensorStats]]]:
-        """What the text and the HTML show: the bad ones, then the extremes of the healthy ones."""
+        """The sections of the text and the HTML: bad tensors, then the extremes of the healthy ones."""
         healthy = [stats for stats in self.worst(len(self), by="l2_norm") if stats.ok]
         sections = [("not finite, worst first", self.nonfinite[:_SHOWN])]
         if len(healthy) <= 2 * _EXTREMES:
@@ -376,7 +376,7 @@ def bad_words(stats: TensorStats) -> str:
 
 
 def _at_scale(loss_scale: float | None) -> str:
-    """The circumstance of a scaled step, in words to be appended; nothing for others."""
+    """The loss scale in words to be appended; empty if there was none."""
     return "" if loss_scale is None else f" at loss scale {loss_scale:g}"
 
 

@@ -1,4 +1,4 @@
-"""`guarded_step`: one read of the gradients, then the optimizer, clipped or skipped by what the device decides."""
+"""`guarded_step`: reads the gradients once, then clips, steps or skips as decided on the device."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from gradstat.guard import SpikeGuard, checked_value, remember_guard
 
 
 class StepResult:
-    """What `guarded_step` did. The tensors are on the device; reading them on the host waits for it.
+    """The result of `guarded_step`. Its tensors are on the device; reading them on the host waits for it.
 
-    On another stream than the step's they are used as those of `gradstat.stats`.
+    For use on another stream than the step's, the rules of `gradstat.stats` apply.
 
     Attributes:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
             gradient's device, of the gradients' promoted real dtype.
         counters: This optimizer's `StepCounters`.
-        loss: What was passed, or the closure returned, or else the optimizer's step; None if that was skipped.
+        loss: The ``loss`` argument, else the closure's result, else that of the optimizer's step, None if skipped.
     """
 
     def __init__(self, measured: Measured, counters: StepCounters, skips: bool, loss: Any) -> None:
@@ -57,16 +57,16 @@ class StepResult:
 
     @property
     def refused(self) -> Tensor:
-        """Whether a guard refused the step, skipped it or scaled it down, as out of the ordinary: 0-d bool likewise."""
+        """Whether a guard refused the step as an outlier, by skipping or scaling it down: 0-d bool on the device."""
         verdict = self._measured.verdict
         return verdict[3] > 1 if len(verdict) > 3 else torch.zeros_like(verdict[0], dtype=torch.bool)
 
     @property
     def report(self) -> PendingReport:
-        """The report about the gradients as they were, without their loss scale.
+        """The report on the gradients before clipping, without their loss scale.
 
-        The numbers start on their way to the host when this is first asked for, behind the step and what its stream
-        was given since, whatever stream is current then. ``.result()`` waits for them.
+        The first access starts the copy to the host, behind the step and all later work on the step's stream, whatever
+        stream is current then. ``.result()`` waits for it.
         """
         if self._report is None:
             self._report = self._measured.report()
@@ -76,7 +76,7 @@ class StepResult:
         return f"StepResult(total_norm={self.total_norm}, skipped={self.skipped})"
 
 
-@never_traced  # as torch's optimizers, which leave the graph by themselves
+@never_traced  # like the steps of torch's optimizers, which break the graph, too
 def guarded_step(
     optimizer: Optimizer,
     max_norm: float | AdaptiveClip | None = None,
@@ -91,47 +91,47 @@ def guarded_step(
     backend: str | None = None,
     extra_groups: ExtraGroups | None = None,
 ) -> StepResult:
-    """Steps ``optimizer`` with clipped gradients, and leaves everything as it is if one is not finite.
+    """Steps ``optimizer`` with clipped gradients, or leaves everything unchanged if a gradient is not finite.
 
-    In place of ``scaler.unscale_``, ``clip_grad_norm_`` and ``optimizer.step`` (or ``scaler.step``). The
-    gradients are read once. A fused Adam, AdamW, Adagrad or SGD then clips, unscales or skips by itself, by
-    numbers that never leave the device: no host sync, and no pass over the gradients besides the optimizer's own.
-    For every other optimizer gradients are clipped and unscaled in place, only if they have to be, and one host
-    sync decides whether ``step`` is called at all (none if ``skip_nonfinite`` is False). A skipped step changes no
-    parameter, no state and no step count; schedulers are the caller's.
+    Replaces ``scaler.unscale_``, ``clip_grad_norm_`` and ``optimizer.step`` (or ``scaler.step``). Gradients are read
+    once. A fused Adam, AdamW, Adagrad or SGD then clips, unscales or skips by itself, using numbers that never leave
+    the device: no host sync, and no pass over the gradients besides the optimizer's own. For any other optimizer,
+    gradients are clipped and unscaled in place, only if necessary, and one host sync decides whether ``step`` is called
+    at all (none if ``skip_nonfinite`` is False). A skipped step changes no parameter, no state and no step count;
+    stepping schedulers is left to the caller.
 
     Args:
         optimizer: Any optimizer with gradients from ``backward()``.
         max_norm: Upper limit of the L2 norm of all its gradients together, as for `clip_grad_norm_`; None or
-            infinity only measures. Or an adaptive clip: `gradstat.AutoClip`, `ZClip` and `FixedClip` go the same way
-            as a number, `AdaGC` and `AGC` write the gradients, whatever the optimizer.
-        skip_nonfinite: Skip the step if a gradient is not finite. If False it is taken as it comes.
-        scaler: A loss scaler whose scale the gradients carry, or have lost by ``scaler.unscale_(optimizer)``.
-            ``scaler.update()`` remains to be called.
-        loss: The loss of the step, of one number, for the guard: the mean if gradients were accumulated, without a
-            loss scale.
-        update: The size of an update, likewise, the same on every rank.
-        guard: Refuses the step if ``loss``, ``update`` or the norm before clipping is out of the ordinary. An
-            adaptive clip does not see the steps that it skips, a loss scaler takes them for good ones.
-        closure: Computes the gradients and returns the loss, or None. Called once, before anything else; by
-            LBFGS, and optimizers that are not torch's, as often as they like, each time with gradients checked and
-            clipped, and with parameters and state copied beforehand, should one of them not be finite.
-        model: Lends the names of its parameters to the report. An optimizer made from ``named_parameters()`` has
-            them already; any other knows groups and positions only.
+            infinity only measures. Or an adaptive clip: `gradstat.AutoClip`, `ZClip` and `FixedClip` are handled like
+            a number, `AdaGC` and `AGC` always write the gradients, whatever the optimizer.
+        skip_nonfinite: Skip the step if a gradient is not finite. If False, the step is taken regardless.
+        scaler: The loss scaler whose scale the gradients carry, or carried before ``scaler.unscale_(optimizer)``.
+            Calling ``scaler.update()`` is left to the caller.
+        loss: The loss of the step, a single number, for the guard: the mean if gradients were accumulated, without
+            the loss scale.
+        update: The size of the update, likewise a single number for the guard; the same on every rank.
+        guard: Refuses the step if ``loss``, ``update`` or the norm before clipping is an outlier. An adaptive clip does
+            not see the steps that it skips, and a loss scaler counts them as good ones.
+        closure: Computes the gradients and returns the loss, or None. Called once, before anything else. LBFGS, and
+            optimizers other than torch's, call it as often as they like; then gradients are checked and clipped each
+            time, and parameters and state are copied beforehand, to be restored if a gradient is not finite.
+        model: The module whose parameter names the report uses. An optimizer made from ``named_parameters()`` has names
+            already; any other knows only groups and positions.
         backend, extra_groups: As for `check`.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, ``loss`` or ``update`` no tensor, or a gradient has no norm.
+        TypeError: ``optimizer`` is not an optimizer, ``loss`` or ``update`` not a tensor, or a gradient has no norm.
         ValueError: ``max_norm`` is NaN; a gradient cannot be measured; ``skip_nonfinite`` is False with a loss
-            scaler or a guard, which cannot work without skipping; ``loss`` or ``update`` is not one number or without
-            a guard; a guard that scales with `AdaGC` or `AGC`, or one with LBFGS; a gradient that is to be unscaled in
-            place is float16.
+            scaler or a guard, which cannot work without skipping; ``loss`` or ``update`` is not one number, or there is
+            no guard; a guard that scales is combined with `AdaGC` or `AGC`, or a guard with LBFGS; a gradient that is
+            to be unscaled in place is float16.
         RuntimeError: Other code has set ``grad_scale`` or ``found_inf`` on the optimizer; it has stepped since the
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a gradient
-            came after ``scaler.unscale_`` or lost its scale with another optimizer's (by `gradstat.amp`'s scaler or
-            another guarded step); a closure together with a scaler; while a CUDA graph is captured, it is this
-            optimizer's first guarded step, or skipping on the host would be needed.
-        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` `AdaGC` or `AGC`.
+            was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp`'s scaler or
+            another guarded step); a closure is combined with a scaler; during CUDA graph capture, it is this
+            optimizer's first guarded step, or skipping would need the host.
+        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`.
     """
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
@@ -165,7 +165,7 @@ def guarded_step(
 
 
 def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> Tensor | None:
-    """What the gradients carry, 0-d float32; None if they have lost it already."""
+    """The scale that the gradients carry, 0-d float32; None if they are already unscaled."""
     if not skips:
         raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
     if closure is not None:
@@ -234,13 +234,13 @@ def _step(request: _Request, loss: Any) -> StepResult:
         measured.limit_(clip)
         rewrites = True
     elif isinstance(clip, TensorClip):
-        # Before it is known whether to skip, so that a clip sees the same steps with every optimizer.
+        # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         measured.limit_tensors_(clip, parameters, gradients)
         rewrites = False
     stepped, returned = measured.take(optimizer, optimizer.step, gradients, rewrites, request.skips)
     if not stepped:
-        # torch's schedulers warn if no step came before theirs, and this was one.
+        # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     return _result(request, measured, returned if loss is None else loss)
 
@@ -254,11 +254,11 @@ def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
 
 
 class _NotFiniteError(Exception):
-    """An evaluation of the closure in the middle of a step gave a gradient that is not finite."""
+    """A closure evaluation in the middle of a step produced a gradient that is not finite."""
 
 
 def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult:
-    """A step whose closure the optimizer itself evaluates, between changes to the parameters."""
+    """A step whose optimizer evaluates the closure itself, between changes to the parameters."""
     optimizer = request.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.detach().clone() for parameter in parameters]
@@ -293,7 +293,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
 
 
 def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
-    """The gradients as they are now, and what was measured of them; counts the step if ``counts``."""
+    """The current gradients and their measurement; counts the step if ``counts``."""
     source = source_of(request.optimizer)
     if request.model is not None:
         source = named_by(request.model, source)
@@ -311,13 +311,13 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     labels = labels_of(source, found)
     if isinstance(request.clip, TensorClip):
         refuse_distributed(found.tensors, labels.of)
-    before = None  # what unscaling found on each device, above 0 where something was not finite
+    before = None  # found_inf of `unscale_`, per device: above 0 if something was not finite
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
     elif request.scaler is not None:
         before = _scaling.found_by(request.scaler, request.optimizer)
         _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
-    # The kernel counts by itself what it alone decides.
+    # The kernel counts the step itself if it alone decides.
     counts_itself = counts and request.skips and before is None and request.guard is None
     home = found.tensors[0].device if found.tensors else torch.device("cpu")
     counters = counters_on(request.optimizer, home).tensor if counts_itself else None

@@ -1,4 +1,4 @@
-"""`TensorStats`: what is known about one tensor, derived from its row when read."""
+"""`TensorStats`: the statistics of one tensor, derived from its row when read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 
 
 class RowValues:
-    """What follows from a row alone, be it that of one tensor or of several together."""
+    """Values that derive from a row alone, whether of one tensor or of several together."""
 
     __slots__ = ()
     _row: Array
@@ -31,22 +31,22 @@ class RowValues:
 
     @property
     def nan_count(self) -> int:
-        """NaN elements."""
+        """Number of NaN elements."""
         return int(self._field("nan_count"))
 
     @property
     def inf_count(self) -> int:
-        """Elements that are +Inf or -Inf."""
+        """Number of elements that are +Inf or -Inf."""
         return int(self._field("inf_count"))
 
     @property
     def zero_count(self) -> int:
-        """Elements equal to zero, of either sign."""
+        """Number of elements equal to zero, of either sign."""
         return int(self._field("zero_count"))
 
     @property
     def zero_fraction(self) -> float:
-        """Share of elements that are zero; NaN when there are no elements."""
+        """Fraction of elements that are zero; NaN when there are no elements."""
         return self.zero_count / self.numel if self.numel else math.nan
 
     @property
@@ -56,21 +56,21 @@ class RowValues:
         return max(abs(low), abs(high)) if low <= high else math.nan
 
     def _json(self, *names: str) -> dict[str, float | None]:
-        """Some of the values, None for those that are not finite."""
+        """The named values; None for those that are not finite."""
         values = {name: getattr(self, name) for name in names}
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 class TensorStats(RowValues):
-    """What is known about one tensor. All values are Python numbers, computed when read.
+    """The statistics of one tensor. All values are Python numbers, computed when read.
 
-    Counts are of elements; an element of a complex tensor is NaN if either part is, else Inf if either part
-    is, and zero if both are. ``sum``, ``l2_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` run over
-    the finite elements, for complex ones over their real and imaginary parts. Norms are within 1e-7 of exact,
-    relatively; counts, extremes and indices are exact.
+    Counts are of elements; an element of a complex tensor is NaN if either part is, else Inf if either part is, and
+    zero if both are. ``sum``, ``l2_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` are over the finite
+    elements, for complex ones over their real and imaginary parts. Norms have a relative error of at most 1e-7;
+    counts, extremes and indices are exact.
 
     Attributes:
-        name: Of the parameter or tensor, as the report knows it.
+        name: The name of the parameter or tensor in the report.
     """
 
     __slots__ = ("_info", "_row", "name")
@@ -82,27 +82,27 @@ class TensorStats(RowValues):
 
     @property
     def shape(self) -> torch.Size:
-        """Sizes; of the whole of a distributed tensor, of the values of a sparse one."""
+        """The shape: of the whole tensor for a distributed one, of the values for a sparse one."""
         return self._info.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The gradient's, not that of the statistics, which are float64."""
+        """The gradient's dtype, not that of the statistics, which are float64."""
         return self._info.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor was measured."""
+        """The device on which the tensor was measured."""
         return self._info.device
 
     @property
     def numel(self) -> int:  # type: ignore[override]
-        """Elements."""
+        """Number of elements."""
         return self._info.shape.numel()
 
     @property
     def nonfinite_count(self) -> int:
-        """NaN and Inf elements together."""
+        """Number of NaN and Inf elements together."""
         return self.nan_count + self.inf_count
 
     @property
@@ -112,7 +112,7 @@ class TensorStats(RowValues):
 
     @property
     def sum(self) -> float:
-        """Sum of the finite elements; infinite or NaN if sums of some of them exceed float64."""
+        """Sum of the finite elements; infinite or NaN if a partial sum overflows float64."""
         return self._field("sum")
 
     @property
@@ -132,28 +132,28 @@ class TensorStats(RowValues):
 
     @property
     def finite_values(self) -> int:
-        """Finite elements; two for each complex one."""
+        """Number of finite values; a complex element has two."""
         return (self.numel - self.nonfinite_count) * (2 if self.dtype.is_complex else 1)
 
     @property
     def mean(self) -> float:
-        """Mean of the finite elements; NaN when there is none."""
+        """Mean of the finite values; NaN when there is none."""
         return self.sum / self.finite_values if self.finite_values else math.nan
 
     @property
     def std(self) -> float:
-        """Population standard deviation of the finite elements, to about 1e-4 of their root mean square; or NaN."""
+        """Population standard deviation of the finite values, to about 1e-4 of their root mean square; or NaN."""
         if not self.finite_values:
             return math.nan
-        with np.errstate(invalid="ignore"):  # sums may have left float64's range
+        with np.errstate(invalid="ignore"):  # sums may have overflowed float64
             return float(_fields.std(np, self.l2_norm / math.sqrt(self.finite_values), self.mean))
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
-        """Index of the first NaN or Inf, one number per dimension; None when all are finite.
+        """Index of the first NaN or Inf, one number per dimension; None when all elements are finite.
 
-        The first in memory order, which for a contiguous tensor is row-major order. Of a distributed tensor the
-        first on `rank`, as an index of the whole tensor; None if its shards are interleaved.
+        The first in memory order, which for a contiguous tensor is row-major order. For a distributed tensor the first
+        one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
         """
         flat = self._field("first_nonfinite")
         if math.isinf(flat):
@@ -170,17 +170,17 @@ class TensorStats(RowValues):
 
     @property
     def rank(self) -> int | None:
-        """The lowest rank whose shard of a distributed tensor holds NaN or Inf; None otherwise."""
+        """The lowest rank whose shard of a distributed tensor contains NaN or Inf; None otherwise."""
         flat, shards = self._field("first_nonfinite"), self._info.shards
         return None if shards is None or math.isinf(flat) else shards.split(flat)[0]
 
     @property
     def bad_ranks(self) -> int | None:
-        """On how many ranks shards hold NaN or Inf; None of a tensor that is not distributed."""
+        """Number of ranks whose shards contain NaN or Inf; None for a tensor that is not distributed."""
         return None if self._info.shards is None else int(self._row[len(_fields.FIELDS)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything above as JSON-able values: numbers, strings, lists, None for what is not defined."""
+        """All of the above as JSON-serializable values: numbers, strings, lists; None where undefined."""
         first = self.first_nonfinite
         return {
             "name": self.name,
@@ -201,14 +201,14 @@ class TensorStats(RowValues):
 
 
 def _unravelled(flat: int, shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The index of an element by its place in memory."""
+    """The multi-dimensional index of the element at the flat memory position ``flat``."""
     order = tuple(range(len(shape))) if order is None else order
     in_order = np.unravel_index(flat, [shape[d] for d in order])
     return tuple(int(i) for _, i in sorted(zip(order, in_order, strict=True)))
 
 
 def l2_norm_of(rows: Array) -> Array:
-    """L2 norms of rows, ``[..., len(FIELDS)]``, without numpy's warnings about float64's range."""
+    """L2 norms of rows ``[..., len(FIELDS)]``, without numpy's overflow and underflow warnings."""
     with np.errstate(over="ignore", under="ignore"):
         norm: Array = _fields.l2_norm(np, rows)
     return norm

@@ -1,4 +1,4 @@
-"""`update_stats`: how large the update is that an optimizer is about to make, and how it comes about."""
+"""`update_stats`: the size and composition of the update that an optimizer is about to make."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from gradstat._step import loss_scale as _scaling
 from gradstat._step.updates import kind_of, update_sums
 
 _SHOWN = 20
-# Sums that are finite exactly if the tensor read for them is, unless squares leave float64.
+# The sums that are finite if and only if the tensor they are computed from is, unless squares overflow float64.
 _OPERANDS = ("gradient", "weight", "momentum", "second_moment")
 
 
 class UpdateStats(NamedTuple):
-    """The update of one parameter to come. Numbers are NaN where there is nothing to divide by, or NaN or Inf is read.
+    """One parameter's upcoming update. A number is NaN if it is undefined (as 0 / 0) or an input is NaN or Inf.
 
     Attributes:
-        name: Of the parameter.
-        update_rms: Root mean square of what the next ``step()`` adds to it, learning rate included.
-        update_to_weight: Norm of that over the norm of the parameter as it is.
-        scaled_gradient_rms: Root mean square of the gradient over the root of its second moment, as the step divides:
-            with this gradient in it, corrected for its bias, ``eps`` added. About 1 while gradients stay as they
-            were; far more means a second moment that is out of date (M. Wortsman and others, arXiv 2304.13013; N.
-            Shazeer and M. Stern, arXiv 1804.04235). NaN of SGD, which has none.
-        cosine: Of the angle between the gradient and the momentum it meets, before it is added to it; NaN without one.
-        nonfinite: Which of ``"gradient"``, ``"weight"``, ``"momentum"`` and ``"second_moment"`` hold NaN or Inf, or
-            squares beyond float64; every number is NaN then.
+        name: Name of the parameter.
+        update_rms: Root mean square of what the next ``step()`` adds to the parameter, learning rate included.
+        update_to_weight: Norm of the update over the norm of the current parameter.
+        scaled_gradient_rms: Root mean square of the gradient over the root of its second moment, as in the step: with
+            this gradient included, bias-corrected, ``eps`` added. About 1 while gradients stay as they were; a far
+            larger value means an outdated second moment (M. Wortsman and others, arXiv 2304.13013; N. Shazeer and
+            M. Stern, arXiv 1804.04235). NaN for SGD, which has no second moment.
+        cosine: Cosine of the angle between the gradient and the momentum before this step; NaN without momentum.
+        nonfinite: Which of ``"gradient"``, ``"weight"``, ``"momentum"`` and ``"second_moment"`` contain NaN or Inf, or
+            have squares beyond float64; every number is then NaN.
     """
 
     name: str
@@ -54,9 +54,9 @@ UPDATE_FIELDS: tuple[str, ...] = UpdateStats._fields[1:-1]
 
 
 class UpdateReport:
-    """The updates to come, of every parameter with a gradient; iterates over `UpdateStats`, ``report[name]`` finds one.
+    """The upcoming updates of all parameters with a gradient; iterates over `UpdateStats`, ``report[name]`` gives one.
 
-    Made by `update_stats`. Nothing waits for the device before the first number is read. Holds no parameter.
+    Returned by `update_stats`. Waits for the device only when the first number is read. Holds no parameter.
     """
 
     def __init__(self, names: Any, sums: Tensor, sizes: Sequence[int]) -> None:
@@ -71,16 +71,16 @@ class UpdateReport:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """``[n, 4]`` float64 on the device, its columns named by `UPDATE_FIELDS`. No sync."""
+        """``[n, 4]`` float64 on the device, with the columns of `UPDATE_FIELDS`. No sync."""
         sizes = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")
         table: Tensor = _derived(torch, self._sums, moved(sizes, self._sums.device))
         return table
 
     @functools.cached_property
     def overall(self) -> Tensor:
-        """``[4]``: the same of all parameters as one, on the device. No sync.
+        """``[4]``: the same values for all parameters taken together, on the device. No sync.
 
-        One of these, or of ``report.table.amax(0)``, the largest, is a number that a guard can look at.
+        One of these, or of the largest, ``report.table.amax(0)``, can be given to a guard.
         """
         overall: Tensor = _derived(torch, self._sums.sum(0), float(sum(self._sizes)))
         return overall
@@ -122,9 +122,9 @@ class UpdateReport:
 
 
 def _derived(xp: Any, sums: Any, sizes: Any) -> Any:
-    """The columns of `UPDATE_FIELDS` from sums, by numpy or torch."""
+    """The columns of `UPDATE_FIELDS` from the sums; ``xp`` is numpy or torch."""
     by = {name: sums[..., column] for column, name in enumerate(_fields.UPDATE_SUMS)}
-    # Of what is not finite a step may make something that is: Inf in a second moment makes the update 0.
+    # A non-finite input may give a finite update, as Inf in a second moment makes it 0, so NaN is added explicitly.
     nothing = 0.0 * sum(by[name] for name in _OPERANDS)
     update = by["update"] + nothing
     cosine = xp.clip(by["product"] / xp.sqrt(by["gradient"]) / xp.sqrt(by["momentum"]), -1.0, 1.0)
@@ -143,17 +143,17 @@ def update_stats(
 ) -> UpdateReport:
     """Measures the update that the next ``optimizer.step()`` makes, before it is made. No host sync.
 
-    Call it where ``step`` would be called, behind clipping. Gradients, parameters and states are read once, and
-    nothing is written. Known are torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax, fused or not, and what inherits
-    their ``step``. Decoupled weight decay (AdamW) is left out: it is no matter of the gradient. The L2 penalty of the
-    others is, for it enters gradient, momentum and second moment; it is part of the gradient here.
+    Call it where ``step`` is called, after clipping. Gradients, parameters and states are read once, and nothing is
+    written. Supports torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax, fused or not, and classes that inherit their
+    ``step``. Decoupled weight decay (AdamW) is excluded, as it does not depend on the gradient. The L2 penalty of the
+    others is included as part of the gradient, as it enters gradient, momentum and second moment.
 
-    Distributed tensors are read where they lie; rows are added up over their groups of ranks, which all have to call
+    Distributed tensors are read shard by shard and their rows summed over the process groups; all ranks have to call
     this, with gradients for the same parameters.
 
     Args:
         optimizer: An optimizer with gradients from ``backward()``.
-        model: Lends the names of its parameters, as for `guarded_step`.
+        model: The module whose parameter names are used, as for `guarded_step`.
         scaler: The loss scaler, if gradients still carry its scale.
         backend: As for `check`.
 
@@ -161,9 +161,9 @@ def update_stats(
         An entry for each parameter with a gradient, to about 1e-6, in float64 for float64 parameters.
 
     Raises:
-        NotImplementedError: It is not known what ``optimizer`` does; a gradient is sparse, or spread over ranks in
-            another way than its parameter.
-        TypeError: ``optimizer`` is no optimizer of torch's, ``scaler`` no loss scaler.
+        NotImplementedError: The class of ``optimizer`` is not supported; a gradient is sparse, or is sharded in another
+            way than its parameter.
+        TypeError: ``optimizer`` is not a torch optimizer, or ``scaler`` not a loss scaler.
         ValueError: A state is missing or has another shape than its parameter; a tensor cannot be measured.
         BackendUnavailableError: ``backend`` cannot run here.
     """

@@ -1,1 +1,1 @@
-"""From tensors to rows: what everything that is public is made of. Nothing here is public."""
+"""From tensors to rows: the internals that the public functions are built from. Nothing here is public."""

@@ -1,4 +1,4 @@
-"""The backends there are, which of them run on this machine (found out on first use), and which one serves a call."""
+"""The backends, which of them run on this machine (determined on first use), and which one serves a call."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
 
 class Kernels:
-    """What a backend does on one type of device, with tensors as `gradstat._core.tensors.readable` returns them.
+    """The operations of a backend on one device type, on tensors as `gradstat._core.tensors.readable` returns them.
 
-    It is made of four functions: one fills a table, one scales by one number, one by one each, and one reads what an
-    optimizer is about to do. The rest is composed of them here, in more passes than kernels of their own take; units
-    are a view each, microseconds of the host.
+    A backend supplies four functions: fill a table, scale all tensors by one number, scale each tensor by its own
+    number, and compute the sums of an optimizer's update. This class composes the rest from them, in more passes than
+    dedicated kernels need; it makes one view per unit, which costs microseconds of host time each.
     """
 
-    direct: DeviceModule | None = None  # a shorter way for lists of ordinary tensors, which need no `readable`
-    decide_clip_: Callable[..., Tensor] | None = None  # csrc/decide.h; else adaptive clips decide in plain torch,
-    guard_: Callable[..., Tensor] | None = None  # and so do guards
+    direct: DeviceModule | None = None  # a faster path for lists of ordinary tensors, which do not need `readable`
+    decide_clip_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, adaptive clips use plain torch
+    guard_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, guards use plain torch
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class Kernels:
         scale_each_: Callable[[list[Tensor], Tensor], None],
         update_sums: Callable[[list[Tensor], list[int], Tensor], Tensor],
     ) -> None:
-        self.update_sums = update_sums  # as `gradstat._core.reference.update_sums`, which says of what
+        self.update_sums = update_sums  # same contract as `gradstat._core.reference.update_sums`
         self._stats = stats
         self._scale = scale_
         self._scale_each = scale_each_
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
-        """The table, and a number that is equal for equal sizes, strides, dtypes and devices, or None."""
+        """The table, and a signature that is equal for equal sizes, strides, dtypes and devices, or None."""
         return self._stats(tensors), None
 
     def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
@@ -54,26 +54,26 @@ class Kernels:
         self._scale(tensors, coefficient)
 
     def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device, or an error.
+        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device, else an error.
 
-        One listed twice is multiplied by both of its coefficients.
+        A tensor listed twice is multiplied by both of its coefficients.
         """
         _require_numbers(coefficients, torch.float64, len(tensors), tensors[0].device)
         self._scale_each(tensors, coefficients)
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        """`scale_` by the 0-d float32 ``factor``, then the table, with the same bits, where possible in one pass."""
+        """`scale_` by the 0-d float32 ``factor``, then the table: same bits, but a single pass where possible."""
         _require_numbers(factor, torch.float32, 1, tensors[0].device)
         self._scale(tensors, factor.to(torch.float64))
         return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
-        """The table of all units in order. What is not row-major is copied first."""
+        """The table of all units in order. Tensors that are not row-major are copied first."""
         units = [unit for tensor in tensors for unit in units_of(tensor.contiguous())]
         return self._stats(units) if units else tensors[0].new_empty((0, len(NAMES)), dtype=torch.float64)
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        """Multiplies the units, as `unit_stats` counts them, by one of ``coefficients`` each, as `scale_each_` does."""
+        """Multiplies each unit, in the order of `unit_stats`, by its element of ``coefficients``; see `scale_each_`."""
         with changeable(tensors, Tensor.is_contiguous) as targets:
             units = [unit for tensor in targets for unit in units_of(tensor)]
             if units:
@@ -81,7 +81,7 @@ class Kernels:
 
 
 class NativeKernels(Kernels):
-    """The compiled kernels, through torch's dispatcher and, for ordinary tensors, directly."""
+    """The compiled kernels: through torch's dispatcher, and for ordinary tensors past it."""
 
     def __init__(self, direct: DeviceModule) -> None:
         operators = torch.ops.gradstat
@@ -164,11 +164,11 @@ def _load_reference(device_type: str) -> Kernels:
 
 
 class Backend(NamedTuple):
-    """An entry of the registry. None instead of types of device means every type."""
+    """An entry of the registry. None instead of a set of device types means every type."""
 
-    automatic: frozenset[str] | None  # the first entry that loads serves these when nothing is asked for
-    forceable: frozenset[str] | None  # what it can be asked for
-    load: Callable[[str], Kernels]  # or `BackendUnavailableError` with the reason
+    automatic: frozenset[str] | None  # device types it may serve without being requested; the first that loads wins
+    forceable: frozenset[str] | None  # device types it can be requested for
+    load: Callable[[str], Kernels]  # raises `BackendUnavailableError` with the reason
 
 
 REGISTRY: dict[str, Backend] = {
@@ -176,18 +176,18 @@ REGISTRY: dict[str, Backend] = {
     "triton": Backend(frozenset({"cuda", "xpu"}), frozenset({"cpu", "cuda", "xpu"}), _load_triton),
     "reference": Backend(None, None, _load_reference),
 }
-"""What ``backend=`` and GRADSTAT_BACKEND call them, the fastest first."""
+"""Backends by the name used in ``backend=`` and GRADSTAT_BACKEND, fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """Whether a backend can serve a type of device here.
+    """Whether a backend can serve a device type here.
 
     Attributes:
         name: The backend's name.
-        device: The type of device, such as ``"cpu"`` or ``"cuda"``.
+        device: The device type, such as ``"cpu"`` or ``"cuda"``.
         available: Whether it loads.
-        chosen: Whether it serves this type of device when no ``backend=`` is given.
+        chosen: Whether it serves this device type when no ``backend=`` is given.
         detail: How it runs, or why it does not.
     """
 
@@ -218,7 +218,7 @@ def requested_by_environment() -> str | None:
 
 
 def known_name(requested: str | None) -> str | None:
-    """The backend that is asked for, by the caller or else by the environment. ValueError if there is none such."""
+    """The backend requested by the caller, or else by the environment. ValueError if the name is unknown."""
     name = requested if requested is not None else requested_by_environment()
     if name is not None and name not in REGISTRY:
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
@@ -227,10 +227,11 @@ def known_name(requested: str | None) -> str | None:
 
 @functools.cache
 def resolve(requested: str | None, device_type: str) -> Kernels:
-    """The kernels of the backend ``requested``; for None that of GRADSTAT_BACKEND, or else the first that loads.
+    """The kernels of the backend ``requested``; for None, of GRADSTAT_BACKEND if set, else of the first that loads.
 
-    What was asked for is never replaced. A stale extension raises even if nothing was: silently running the slow
-    reference instead would hide a broken installation. If the reference alone is left, a warning says why.
+    A requested backend is never replaced by another one. A stale extension raises even if no backend was requested:
+    silently running the slow reference would hide a broken installation. If only the reference is left, a warning
+    says why.
     """
     name = known_name(requested)
     reasons = []
@@ -253,9 +254,9 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
 
 
 def backends() -> list[BackendStatus]:
-    """Every backend and type of device: whether it runs on this machine, and if not, why.
+    """Every backend for every device type: whether it runs on this machine, and if not, why.
 
-    ``python -m gradstat info`` prints this. Nothing is launched; libraries are loaded.
+    ``python -m gradstat info`` prints this. It loads libraries but launches no kernel.
     """
     return [
         _status(name, device_type)

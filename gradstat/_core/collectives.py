@@ -1,4 +1,4 @@
-"""The collectives that gradstat causes, and the error that tells when a rank did not take part in one."""
+"""The collectives that gradstat issues, and the error raised when a rank does not take part in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 class UnreachableRankError(RuntimeError):
     """A collective failed: a rank died, hangs, or did not make the same call as the others.
 
-    Raised by backends that report it to the caller, as gloo does when the group's timeout is over. NCCL's watchdog
+    Raised with backends that report the failure to the caller, as gloo does after the group's timeout. NCCL's watchdog
     ends the process instead, and its log names the collective.
     """
 
@@ -30,7 +30,7 @@ def member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors have to lie for the group's collectives: the same on every rank, whatever tensors it has."""
+    """The device on which the group's collectives need their tensors; independent of the tensors a rank has."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and f"{accelerator.type}:" in dist.get_backend_config(group):
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
@@ -38,16 +38,16 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def reduce_(tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup], caller: str) -> Tensor:
-    """``tensor`` reduced in place by ``op`` over one group after the other: over all their ranks together. No sync."""
+    """Reduces ``tensor`` in place by ``op`` over each group in turn, so over all their ranks together. No sync."""
     for group in groups:
         reduce_together_({op: tensor}, group, caller)
     return tensor
 
 
 def reduce_together_(tensors: Mapping[Any, Tensor], group: dist.ProcessGroup, caller: str) -> None:
-    """Each tensor reduced in place by its operation over ``group``, all of them at once. No sync.
+    """Reduces each tensor in place by its operation over ``group``, all at once. No sync.
 
-    `UnreachableRankError`, which begins with ``caller``, if a rank did not take part.
+    Raises `UnreachableRankError`, with a message that begins with ``caller``, if a rank did not take part.
     """
     with _explained(caller, group):
         works = [dist.all_reduce(tensor, op, group, async_op=True) for op, tensor in tensors.items()]
@@ -56,9 +56,9 @@ def reduce_together_(tensors: Mapping[Any, Tensor], group: dist.ProcessGroup, ca
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
-    """``[ranks, *tensor.shape]``: the tensors of all ranks of ``group``, in its order. One collective. Errors as above.
+    """``[ranks, *tensor.shape]``: the tensors of all ranks of ``group``, in its order. One collective.
 
-    ``tensor`` has the same shape and dtype on all ranks.
+    ``tensor`` has the same shape and dtype on all ranks. Raises as `reduce_together_`.
     """
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with _explained(caller, group):
@@ -67,7 +67,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
 
 
 def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: str) -> dict[int, Any]:
-    """What every rank of the groups passed, by global rank: small Python objects, pickled; waits. Errors as above."""
+    """The pickled values of all ranks of the groups, by global rank. Waits. Raises as `reduce_together_`."""
     known = {dist.get_rank(): value}
     for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -84,7 +84,7 @@ def in_words(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def _explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Turns what a backend raises in a collective of ``group`` into an `UnreachableRankError`."""
+    """Turns errors that a backend raises in a collective of ``group`` into an `UnreachableRankError`."""
     try:
         yield
     except RuntimeError as error:

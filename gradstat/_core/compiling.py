@@ -1,4 +1,4 @@
-"""Calls that torch.compile leaves the graph for."""
+"""Calls for which torch.compile breaks the graph."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def never_traced(function: _Function) -> _Function:
-    """Decorator: torch.compile calls it as it is: one break of the graph, and no guards on what it does.
+    """Decorator: torch.compile runs the function eagerly, with one graph break and no guards on its internals.
 
-    For what reads numbers on the host, or computes with numpy, which torch would imitate. Under ``fullgraph=True``
-    torch refuses it, and shows where it was called. A call costs 0.2 us more.
+    For functions that read numbers on the host or compute with numpy, which torch would otherwise trace. Under
+    ``fullgraph=True`` torch raises an error that shows the call. Costs 0.2 us per call.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,7 @@
-"""Where a gradient lies that is not in ``.grad``: engines that cut parameters up keep it in buffers of their own.
+"""Gradients that are not in ``.grad``: engines that partition parameters keep gradients in buffers of their own.
 
-What is known of an engine's insides stands here. It is recognised by its methods and never imported.
+Everything that depends on an engine's internals is in this module. An engine is recognised by its methods and never
+imported.
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ if TYPE_CHECKING:
 
 
 class Piece:
-    """What this rank holds of a tensor that is cut, as a flat one, over the ranks of a group: its memory, from a start.
+    """This rank's part of a tensor that is flattened and split over the ranks of a group: its memory and its offset.
 
-    Every rank of the group has a piece of it, if an empty one. Like a DTensor it has a ``_local_tensor``.
+    Every rank of the group has a piece of each tensor, possibly an empty one. Like a DTensor, it has ``_local_tensor``.
     """
 
     __slots__ = ("_local_tensor", "group", "owner", "shape", "start")
     is_meta = False
 
     def __init__(self, owner: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup) -> None:
-        """``owner`` is the parameter, ``shape`` that of the whole."""
+        """``owner`` is the parameter, ``shape`` the shape of the whole tensor."""
         self.owner, self.shape, self.start, self.group = owner, shape, start, group
         self._local_tensor = local.detach().reshape(-1)
 
     @property
     def device(self) -> torch.device:
-        """Of the memory."""
+        """The device of the memory."""
         return self._local_tensor.device
 
 
 class _Wrapper:
-    """Something of another package around the user's module."""
+    """Another package's wrapper around the user's module."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     @property
     def module(self) -> torch.nn.Module:
-        """What was wrapped."""
+        """The wrapped module."""
         inner: torch.nn.Module = self.engine.module
         return inner
 
 
 class DeepSpeed(_Wrapper):
-    """DeepSpeed's engine, with ZeRO of any stage or none.
+    """DeepSpeed's engine, with any ZeRO stage or none.
 
     Between ``engine.backward`` and ``engine.step`` gradients are averaged over the ranks and carry the loss scale.
     """
@@ -58,33 +59,33 @@ class DeepSpeed(_Wrapper):
 
     @property
     def loss_scale(self) -> float | None:
-        """What the gradients carry; None if they carry none. A number on the host, as the engine has it."""
+        """The loss scale that gradients carry, a number on the host; None if they carry none."""
         optimizer = self.engine.optimizer
-        # An engine that scales losses by itself leaves out those of fp16 without ZeRO (0.19.8, whose step divides all
-        # the same); before, optimizers did it.
+        # An engine with a `scale` method scales losses itself, except for fp16 without ZeRO (0.19.8, whose step divides
+        # by the scale nevertheless); in earlier versions the optimizers scaled.
         scales = hasattr(optimizer, "scale_if_loss") or not hasattr(self.engine, "scale")
         return float(optimizer.loss_scale) if scales and self.engine.fp16_enabled() else None
 
     @property
     def optimizer(self) -> Any:
-        """Not one of torch's, but it has its ``param_groups``: learning rates and the like."""
+        """DeepSpeed's optimizer: not a torch optimizer, but it has ``param_groups`` with learning rates."""
         return self.engine.optimizer
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
-        """The parameters, or what ZeRO-3 has left of them on this rank, as pieces."""
+        """The parameters, or under ZeRO-3 this rank's partitions of them, as pieces."""
         return [
             _piece_of_stage_3(parameter, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else parameter
             for parameter in parameters
         ]
 
     def gradients(self) -> dict[int, Any] | None:
-        """The gradients there are now, or their pieces, by the ids of parameters; None if they are in ``.grad``.
+        """The current gradients, or their pieces, by ``id`` of the parameter; None if they are in ``.grad``.
 
-        What is there is the same on all ranks. With offloading waits for the copies that are on their way to the host.
+        All ranks return the same parameters. With offloading, waits for pending copies to the host.
         """
         optimizer = self.engine.optimizer
         found: Iterator[tuple[Tensor, Any]]
-        # By the attributes that are read: classes have moved and been renamed.
+        # Distinguished by the attributes that are read below, since the classes have been moved and renamed.
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             found = _of_stage_3(optimizer)
         elif hasattr(optimizer, "single_partition_of_fp32_groups"):
@@ -119,7 +120,7 @@ def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
 
 
 def _piece_of_stage_3(parameter: Any, local: Tensor) -> Piece:
-    """All pieces are as large as the first; behind the parameter's end there is padding."""
+    """All partitions are as large as the first; those past the parameter's end are padding."""
     start = parameter.partition_numel() * torch.distributed.get_rank(parameter.ds_process_group)
     start = min(start, parameter.ds_numel)
     local = local.reshape(-1)[: parameter.ds_numel - start]
@@ -128,7 +129,7 @@ def _piece_of_stage_3(parameter: Any, local: Tensor) -> Piece:
 
 def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
     if not optimizer.is_gradient_accumulation_boundary():
-        return  # some ranks have begun to fill their buffers, and others have not
+        return  # before that, only some ranks have begun to fill their buffers
     if optimizer.cpu_offload:
         if optimizer.micro_step_id < 0:
             return
@@ -139,7 +140,7 @@ def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
             continue
         flat = optimizer.single_partition_of_fp32_groups[number].grad if optimizer.cpu_offload else kept[0]
         for parameter in group:
-            mapping = parameter._hp_mapping  # between the parameter and what this rank's partition has of it
+            mapping = parameter._hp_mapping  # maps the parameter to its part in this rank's partition
             if mapping is None:
                 local, start = flat.reshape(-1)[:0], 0
             else:
@@ -149,7 +150,7 @@ def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
 
 
 def _of_bf16(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """ZeRO-1 in bfloat16 with float32 gradients: only the optimizer's state is cut up, and ``.grad`` is a leftover."""
+    """ZeRO-1 in bfloat16 with float32 gradients: only the optimizer state is partitioned, and ``.grad`` is stale."""
     for parameters, gradients, present in zip(
         optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
     ):
@@ -164,21 +165,21 @@ def _wait_for_copies() -> None:
 
 
 class Megatron(_Wrapper):
-    """Megatron-Core's DistributedDataParallel: gradients are views of its buffers, as ``main_grad``.
+    """Megatron-Core's DistributedDataParallel: gradients are views of its buffers, in ``main_grad``.
 
-    Between ``finish_grad_sync`` and the step they are averaged over the ranks; those of float16 carry the loss scale.
+    Between ``finish_grad_sync`` and the step they are averaged over the ranks; in float16 they carry the loss scale.
     """
 
     name = "Megatron-Core's DistributedDataParallel"
-    loss_scale: float | None = None  # which the optimizer has, on the device
+    loss_scale: float | None = None  # the optimizer has it, on the device
     optimizer = None
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
-        """The parameters, which are whole."""
+        """The parameters, which are not partitioned."""
         return parameters
 
     def gradients(self) -> dict[int, Any]:
-        """The gradients by the ids of parameters; with the distributed optimizer the pieces that this rank reduces."""
+        """The gradients by ``id`` of the parameter; with the distributed optimizer, the pieces this rank reduces."""
         is_cut = self.engine.ddp_config.use_distributed_optimizer
         return {
             id(parameter): _piece_of_bucket(buffer, parameter) if is_cut else parameter.main_grad
@@ -188,7 +189,7 @@ class Megatron(_Wrapper):
 
 
 def _piece_of_bucket(buffer: Any, parameter: Tensor) -> Piece:
-    """Each bucket of a buffer is cut into as many parts of one size as the group has ranks."""
+    """Each bucket of a buffer is split evenly over the ranks of the group."""
     start, end, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
     size = bucket.grad_data.numel() // group.size()
@@ -202,10 +203,10 @@ Engine: TypeAlias = DeepSpeed | Megatron
 
 
 def engine_of(target: object) -> Engine | None:
-    """The engine that ``target`` is, if it is one."""
+    """``target`` as an engine, or None if it is not one."""
     if hasattr(type(target), "zero_optimization_stage"):
         return DeepSpeed(target)
-    # Megatron's FSDP has the method as well.
+    # Megatron's FSDP has finish_grad_sync too.
     if hasattr(type(target), "finish_grad_sync") and "expert_parallel_buffers" in vars(target):
         return Megatron(target)
     return None
@@ -220,14 +221,14 @@ _OF_ITSELF = {
 
 
 def refuse_engine(target: object) -> None:
-    """Raises TypeError if ``target``, with which was to be clipped or stepped, is an engine or its optimizer."""
+    """Raises TypeError if ``target``, passed to a function that clips or steps, is an engine or its optimizer."""
     package = type(target).__module__.partition(".")[0]
     if package in _OF_ITSELF:
         raise TypeError(_OF_ITSELF[package])
 
 
 def refuse_in_engine(parameters: list[Tensor]) -> None:
-    """Raises TypeError if ``parameters``, of which none has a ``.grad``, are those of an engine that keeps them."""
+    """Raises TypeError if ``parameters``, none of which has a ``.grad``, belong to an engine that keeps gradients."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             raise TypeError(_OF_ITSELF["deepspeed"])

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file replacement: a file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that becomes ``path`` at the end, at once and on the disk; if anything fails, ``path`` stays as it is.
+    """A file that atomically replaces ``path`` at the end, synced to disk; on any error ``path`` stays as it is.
 
-    Missing folders are made. A process killed meanwhile leaves a hidden ``.tmp`` file beside ``path``. What is no file
-    but a device or a pipe (``/dev/null``) is written to, and not replaced.
+    Creates missing folders. A process killed meanwhile leaves a hidden ``.tmp`` file beside ``path``. Devices and pipes
+    (``/dev/null``) are written to instead of replaced.
     """
-    path = Path(os.path.realpath(path))  # through a link, not in its place
+    path = Path(os.path.realpath(path))  # replaces the target of a symbolic link, not the link
     if path.is_char_device() or path.is_block_device() or path.is_fifo():
-        content = io.BytesIO()  # not every device knows where in it one is
+        content = io.BytesIO()  # not every device supports tell and seek
         yield content
         path.write_bytes(content.getvalue())
         return
@@ -35,7 +35,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # that the new name is on the disk, too: where folders can be synchronized
+    with suppress(OSError):  # sync the directory entry, too, where the file system allows it
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

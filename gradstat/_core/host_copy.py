@@ -1,4 +1,4 @@
-"""Copies from a device to the host that need not be waited for, and the streams they are made on."""
+"""Asynchronous copies from a device to the host, and the streams they are made on."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # asked in every check: None outside of transforms
+_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in every check; None outside transforms
 
 
 Streams = tuple[torch.Stream, ...]
 
 
 def streams_of(tensors: Iterable[Tensor]) -> Streams:
-    """The streams that tensors are being filled on, to come back to when their numbers are asked for.
+    """The streams that ``tensors`` are being filled on, to be made current again when their numbers are read.
 
-    None for the CPU, and none while a CUDA graph is captured: its work runs on whatever stream replays it.
+    Empty for CPU tensors, and during CUDA graph capture, since captured work runs on whatever stream replays it.
     """
     devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
     if not devices or torch.cuda.is_current_stream_capturing():
@@ -28,15 +28,15 @@ def streams_of(tensors: Iterable[Tensor]) -> Streams:
 
 @contextmanager
 def behind(streams: Streams) -> Iterator[None]:
-    """Makes those streams current, so that what is enqueued comes behind what has been enqueued on them."""
+    """Makes ``streams`` current, so that new work is enqueued behind the work that is already on them."""
     with ExitStack() as stack:
         for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))  # type: ignore[arg-type]  # any stream of torch's does
+            stack.enter_context(torch.cuda.stream(stream))  # type: ignore[arg-type]  # accepts any torch.Stream
         yield
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Raises RuntimeError while a CUDA graph is captured, whose every replay would reset ``what`` as recorded."""
+    """Raises RuntimeError during CUDA graph capture, since every replay would reset ``what`` to its captured state."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside of a CUDA graph, and made anew by each of its replays; run one step before "
@@ -45,12 +45,12 @@ def refuse_capture(device: torch.device, what: str) -> None:
 
 
 class HostCopy:
-    """A tensor copied to the host, into pinned memory and behind the kernel that fills it, without waiting."""
+    """An asynchronous copy of a tensor to pinned host memory, enqueued behind the kernel that fills the tensor."""
 
     __slots__ = ("_event", "_host")
 
     def __init__(self, tensor: Tensor) -> None:
-        """Raises RuntimeError if ``tensor`` is one of a torch.func transform, which has no numbers."""
+        """Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values."""
         if _peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
                 "inside of a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be brought to the "
@@ -58,21 +58,21 @@ class HostCopy:
             )
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
-            # torch's allocator hands out pinned blocks it has used before, so this allocates nothing in
-            # steady state, and it keeps the block until the copy is done.
+            # torch's caching host allocator reuses pinned blocks, so this allocates nothing in steady state, and it
+            # keeps the block until the copy is done.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             with torch.cuda.device(tensor.device):
                 self._host.copy_(tensor, non_blocking=True)
                 self._event = torch.cuda.Event()
                 self._event.record()
         else:
-            # On the CPU nothing has to be copied. While a graph is captured there are no numbers yet: they are
-            # copied when asked for, after a replay.
+            # A CPU tensor needs no copy. During graph capture there are no values yet: they are copied on request,
+            # after a replay.
             self._host = tensor
 
     @property
     def travels(self) -> bool:
-        """Whether there is a copy to wait for: not on the CPU, nor in a graph's capture."""
+        """Whether there is a copy to wait for: False on the CPU and during graph capture."""
         return self._event is not None
 
     def done(self) -> bool:
@@ -80,15 +80,15 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def wait(self) -> Any:
-        """The numbers, as an array."""
+        """The values as a NumPy array; waits for the copy."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
-        # .cpu() waits on devices without pinned copies.
+        # Without a pinned copy, .cpu() waits for the device.
         return (self._host if self._host.device.type == "cpu" else self._host.cpu()).numpy()
 
 
 class Mirror:
-    """Numbers that the device keeps changing, as the host last saw them; ``numbers`` gives them as they are there."""
+    """Host view of device values that keep changing; ``numbers`` returns the current device tensor."""
 
     def __init__(self, numbers: Callable[[], Tensor]) -> None:
         self._numbers = numbers
@@ -96,9 +96,9 @@ class Mirror:
         self._copy: HostCopy | None = None
 
     def read(self, wait: bool) -> Any:
-        """The newest numbers that have arrived, as an array; sends for newer ones.
+        """The newest values that have arrived, as an array; then starts the next copy.
 
-        Without ``wait`` only the first call waits for a GPU; what comes back later is some calls old.
+        Without ``wait`` only the first call waits for a GPU; later results may be some calls old.
         """
         if wait or self._copy is None or not self._copy.travels:
             self._copy = HostCopy(self._numbers())

@@ -1,4 +1,4 @@
-"""Functions of a user's modules, given to a command as ``module:attribute``."""
+"""Import of user functions given on the command line as ``module:attribute``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ImportedError(ValueError):
 
 
 def attribute_of(where: str, expected: str) -> Callable[..., Any]:
-    """The function ``"module:attribute"``, of a module in the current folder or the environment.
+    """The function ``"module:attribute"`` from a module in the current folder or the environment.
 
-    Raises ``ImportedError``, which for anything of another form says what was ``expected``.
+    Raises ``ImportedError``; if ``where`` has another form, the message says what was ``expected``.
     """
     module_name, colon, attribute = where.partition(":")
     if not colon or not module_name or not attribute:
@@ -43,6 +43,6 @@ def attribute_of(where: str, expected: str) -> Callable[..., Any]:
 
 
 def trace_of(error: Exception, without: str) -> str:
-    """The traceback without the frames of one file, which tell a user nothing."""
+    """The traceback without the frames of the file ``without``, which are of no use to a user."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != without]
     return "".join(["".join(traceback.format_list(frames)), *traceback.format_exception_only(error)]).rstrip()

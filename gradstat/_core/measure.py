@@ -1,4 +1,4 @@
-"""`measure`: the one way from a list of tensors to their rows, whatever they are and wherever they lie."""
+"""`measure`: the single entry point from a list of tensors, of any kind and on any device, to their rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleEx
 from gradstat._core.norms import Decision, StepRequest
 from gradstat._core.tensors import ExtraGroups, NameOf, TensorInfo, by_device, is_distributed, moved, readable
 
-# The types of device for which there are compiled kernels.
+# Device types that have compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
 _INFO_CACHE_SIZE = 64
 _infos_by_signature: dict[tuple[int, int], tuple[TensorInfo, ...]] = {}
@@ -34,17 +34,17 @@ def measure(
     prepare: Callable[[], object] | None = None,
     wants: Literal["rows", "total", "sums"] = "rows",
 ) -> Measurement:
-    """The rows of ``tensors``, without waiting for a device: one launch for each.
+    """The rows of ``tensors``, without waiting for a device; one launch per device.
 
-    Ordinary tensors on one device go directly to the compiled kernels. Others, and other backends, are sorted out in
-    Python first, by `readable`. Distributed ones are measured where they lie and merged over their groups of ranks,
-    which all have to call this.
+    Ordinary tensors on one device go directly to the compiled kernels. Other tensors, and other backends, are prepared
+    in Python first, by `readable`. Distributed tensors are measured shard by shard and their rows merged over their
+    process groups, all of whose ranks have to call this.
 
-    With ``step`` it decides about a step of an optimizer, too. ``owners`` are the parameters, if ``tensors`` are their
-    gradients: ranks without some of these then take part as well. Unless ``over_ranks``, rows of distributed tensors
-    are those of this rank's shards. ``prepare`` is called before anything but ordinary tensors is measured, so that a
-    caller can refuse; on several ranks the others then learn of it. ``wants`` of distributed tensors the total alone,
-    or of that the summed fields, for smaller and fewer reductions.
+    With ``step`` it also decides about an optimizer's step. ``owners`` are the parameters, if ``tensors`` are their
+    gradients: ranks on which some gradients are missing then take part as well. With ``over_ranks=False``, rows of
+    distributed tensors are those of this rank's shards. ``prepare`` is called before anything but ordinary tensors is
+    measured, so that a caller can refuse; on several ranks the others are told. ``wants`` can limit the result for
+    distributed tensors to the total, or to the total's summed fields, for smaller and fewer reductions.
     """
     if extra_groups is None:
         measured = measure_directly(tensors, name_of, backend, step)
@@ -57,7 +57,7 @@ def measure(
             sharded = Sharded(tensors, owners, extra_groups)
 
             def measure_local(local: list[Tensor]) -> Measurement:
-                # What the kernels read as it is they can write as it is, if it is the tensors' own memory.
+                # Tensors that the kernels can read in place they can also write in place, if the memory is their own.
                 direct = measure_directly(local, name_of, backend)
                 if prepare is not None and (direct is None or sharded.has_partial):
                     prepare()
@@ -78,7 +78,7 @@ def measure(
 
 
 def is_fused(tensors: list[Tensor], norm_type: float) -> bool:
-    """Whether a table is all that a norm of that order needs."""
+    """Whether a norm of order ``norm_type`` can be derived from a table."""
     return norm_type == 2.0 or (norm_type == math.inf and not any(t.is_complex() or not t.numel() for t in tensors))
 
 
@@ -93,9 +93,9 @@ def norm_of(
     extra_groups: ExtraGroups | None = None,
     prepare: Callable[[], object] | None = None,
 ) -> Tensor:
-    """The norm of any tensors, 0-d float64 on the first one's device; arguments and errors as `measure`.
+    """The norm of all ``tensors``, 0-d float64 on the first one's device; arguments and errors as in `measure`.
 
-    NaN if another rank could not measure its part, which is all that can be said without a sync.
+    NaN if another rank could not measure its part: raising instead would need a sync.
     """
     is_over_ranks = extra_groups is not None or is_distributed(tensors)
     if is_over_ranks and norm_type not in (2.0, math.inf):
@@ -108,7 +108,7 @@ def norm_of(
             prepare()
         plain = readable(tensors, name_of)
         for device, at in by_device(plain).items():
-            resolve_for(backend, device.type, name_of, at[0])  # a backend that is not there is refused all the same
+            resolve_for(backend, device.type, name_of, at[0])  # unused, but an unavailable backend has to raise
         return _norm_of_norms(plain, norm_type)
     measured = measure(
         tensors,
@@ -136,7 +136,7 @@ def _norm_of_norms(tensors: list[Tensor], norm_type: float) -> Tensor:
 def measure_directly(
     tensors: list[Any], name_of: NameOf, backend: str | None, step: StepRequest | None = None
 ) -> Measurement | None:
-    """`measure` for ordinary tensors on one device, or none at all; None, and nothing done, if they are not."""
+    """`measure` for ordinary tensors on one device, or an empty list; None, with nothing done, for other tensors."""
     if not tensors:
         return Measurement([], None, ())
     direct = direct_for(tensors[0], name_of, backend)
@@ -153,7 +153,7 @@ def measure_directly(
 
 
 def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None) -> Measurement:
-    """The rows of whatever can be measured, on any devices; of distributed tensors those of the shards."""
+    """The rows of any measurable tensors, on any devices; for distributed tensors, the rows of their local shards."""
     plain = readable(tensors, name_of)
     groups = by_device(plain)
     tables, known = [], None
@@ -168,14 +168,14 @@ def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None) -> Me
 
 
 def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule | None:
-    """The functions of the compiled kernels for a list of ordinary tensors that begins with ``first``, if any."""
+    """The compiled functions for a list of ordinary tensors that begins with ``first``; None if there are none."""
     if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
         return None
     return resolve_for(backend, first.device.type, name_of, 0).direct
 
 
 def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:
-    """`backends.resolve`, with the name of the i-th tensor, on that type of device, in the error."""
+    """`backends.resolve`; an error names the i-th tensor, which is on that device type."""
     try:
         return backends.resolve(backend, device_type)
     except BackendUnavailableError as error:
@@ -185,8 +185,8 @@ def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) 
 
 
 def infos_of(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:
-    """What reports need to know about ``tensors``, remembered by the signature that `Kernels.check` gave."""
-    # Equal signatures mean equal sizes, strides, dtypes and devices, so nothing is asked of the tensors.
+    """The metadata that reports need about ``tensors``, cached by the signature that `Kernels.check` returned."""
+    # Equal signatures mean equal sizes, strides, dtypes and devices, so a cache hit does not inspect the tensors.
     if signature is None:
         return [TensorInfo.of(tensor) for tensor in tensors]
     key = (len(tensors), signature)

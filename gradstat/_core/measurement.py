@@ -1,4 +1,4 @@
-"""`Measurement`: the rows of a list of tensors, as kernels and reductions leave them, and on their way to the host."""
+"""`Measurement`: the rows of a list of tensors, as kernels and reductions leave them, and their copy to the host."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
 class Measurement(NamedTuple):
-    """The rows of a list of tensors. Keeps none of them alive."""
+    """The rows of a list of tensors. Holds no reference to the tensors."""
 
-    # One for each device, [n, len(FIELDS)] float64 there; those of distributed tensors have a column more (`Sharded`).
+    # One table per device, [n, len(FIELDS)] float64; with distributed tensors there is one more column (`Sharded`).
     tables: list[Tensor]
-    # To which tensor each row of the tables, one behind the other, belongs; None if they are in order.
+    # The tensor that each row of the concatenated tables belongs to; None if they are in order.
     order: list[int] | None
     infos: Sequence[TensorInfo]
-    # [1, len(FIELDS)] float64: all tensors of all ranks, if some are distributed. Every rank that could not measure its
-    # part counts as one NaN.
+    # [1, len(FIELDS)] float64: the total over all tensors and ranks, if some tensors are distributed. Every rank that
+    # could not measure its part counts as one NaN.
     total: Tensor | None = None
-    failed: Tensor | None = None  # 0-d float64: other ranks that could not measure their part, if some are distributed
-    decision: Decision | None = None  # what follows for a step, if that was asked for
+    failed: Tensor | None = None  # 0-d float64: other ranks that could not measure; None if no tensor is distributed
+    decision: Decision | None = None  # the decision about a step, if one was requested
 
     def table(self) -> Tensor:
         """One table in the order of the tensors, on the first one's device."""
@@ -41,7 +41,7 @@ class Measurement(NamedTuple):
         return joined[torch.tensor(self.order, device="cpu").argsort().to(joined.device, non_blocking=True)]
 
     def summands(self) -> Tensor:
-        """Rows that merge into the row of everything, on the first tensor's device."""
+        """Rows that merge into the total row, on the first tensor's device."""
         if self.total is not None:
             return self.total
         if not self.tables:
@@ -51,7 +51,7 @@ class Measurement(NamedTuple):
         return torch.cat([moved(table, self.tables[0].device) for table in self.tables])
 
     def nan_if_failed(self) -> Measurement:
-        """The same, with NaN in every column if another rank could not measure its part."""
+        """This measurement, with NaN in every column if another rank could not measure its part."""
         if self.failed is None or self.total is None:
             return self
         failed = self.failed > 0
@@ -60,7 +60,7 @@ class Measurement(NamedTuple):
 
 
 class HostRows:
-    """A `Measurement` on its way to the host: one copy for each device. Holds no memory of a device."""
+    """A `Measurement` being copied to the host, with one copy per device. Holds no device memory."""
 
     __slots__ = ("_copies", "_failed", "_order", "_total", "infos")
 
@@ -73,7 +73,7 @@ class HostRows:
 
     @property
     def travels(self) -> bool:
-        """Whether anything has to be copied: not from the CPU."""
+        """Whether anything has to be copied: False if everything is on the CPU."""
         return any(map(_TRAVELS, self._copies))
 
     def done(self) -> bool:
@@ -82,7 +82,7 @@ class HostRows:
         return all(copy.done() for copy in (*self._copies, *others))
 
     def table(self) -> Any:
-        """The rows in the order of the tensors; waits for them, once for each device."""
+        """The rows in the order of the tensors; waits for the copies, once per device."""
         if self._order is None and len(self._copies) == 1:
             return self._copies[0].wait()
         if not self._copies:
@@ -91,7 +91,7 @@ class HostRows:
         return joined if self._order is None else joined[np.argsort(self._order)]
 
     def total(self) -> Any:
-        """The row of all tensors of all ranks, if some are distributed, else None; waits for it."""
+        """The total row over all tensors and ranks, or None if no tensor is distributed; waits for it."""
         return None if self._total is None else self._total.wait()[0]
 
     def raise_if_others_failed(self) -> None:
@@ -105,7 +105,7 @@ class HostRows:
 
 
 def without_scale(rows: Any, loss_scale: float | None) -> Any:
-    """Rows divided by the loss scale, each field by its degree; further columns stay as they are."""
+    """Rows divided by the loss scale, each field by its degree; additional columns are unchanged."""
     if rows is None or loss_scale is None:
         return rows
     degrees = np.zeros(rows.shape[-1])

@@ -1,7 +1,7 @@
-"""Loads the compiled extension, refuses a stale build, and gives its operators fake implementations.
+"""Loads the compiled extension, rejects a stale build, and registers fake implementations of its operators.
 
-``_C`` has the schemas, the CPU kernels and the helpers of the host path; ``_C_cuda`` is loaded only when torch has a
-CUDA device. Both register operators, and are Python modules whose functions take lists of ordinary tensors directly.
+``_C`` has the schemas, the CPU kernels and the host-path helpers; ``_C_cuda`` is loaded only when torch has a CUDA
+device. Both register operators, and both are Python modules whose functions take lists of ordinary tensors directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REBUILD = "Rebuild it: `pip install --no-build-isolation -e .` in a checkout, o
 
 
 class BackendUnavailableError(RuntimeError):
-    """A backend was asked for that cannot run here; the message says why and what to do."""
+    """The requested backend cannot run here; the message says why and what to do."""
 
 
 class StaleExtensionError(BackendUnavailableError):
@@ -32,44 +32,44 @@ class StaleExtensionError(BackendUnavailableError):
 
 
 class DeviceModule(Protocol):
-    """What both libraries have in common (csrc/python_ops.h).
+    """The functions that both libraries have (csrc/python_ops.h).
 
-    Functions give None, and have done nothing, unless all tensors are ordinary and on one such device.
+    Unless all tensors are ordinary and on one device of the library's type, a function returns None and does nothing.
     """
 
     # Table and signature.
     def check(self, tensors: list[Tensor], /) -> tuple[Tensor, int] | None: ...
 
-    # The norm of what was clipped.
+    # The norm before clipping.
     def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None: ...
 
-    # The verdict; what is changed in place says `gradstat.guard`.
+    # The verdict; `gradstat.guard` documents what is changed in place.
     def guard_(
         self, options: tuple[float, ...], state: Tensor, window: int, numbers: Tensor, verdict: Tensor,
         loss: Tensor | None, update: Tensor | None, counters: Tensor | None, /,
     ) -> Tensor | None: ...  # fmt: skip
 
-    # The norm, and memory whose first element is the coefficient that `scale_` needs.
+    # The norm, and a tensor whose first element is the coefficient to pass to `scale_`.
     def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None: ...
 
-    # Table, signature, norm, coefficient and norm as two float64, verdict (csrc/entry.h).
+    # Table, signature, norm, [coefficient, norm] as float64, verdict (csrc/entry.h).
     def measure_step(
         self, tensors: list[Tensor], max_norm: float, norm_type: float, scale: Tensor | None, counters: Tensor | None, /
     ) -> tuple[Tensor, int, Tensor, Tensor, Tensor] | None: ...
 
-    # By the first number of the float64 coefficient; by one of the float64 coefficients each.
+    # By the first element of the float64 coefficient; each tensor by its own float64 coefficient.
     def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool | None: ...
     def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool | None: ...
 
-    # As `gradstat._core.reference.update_sums`.
+    # Same contract as `gradstat._core.reference.update_sums`.
     def update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor, /) -> Tensor | None: ...
 
-    # By the float32 factor: table and signature of the results. None also if an address occurs twice.
+    # Multiplies by the float32 factor; table and signature of the results. Also None if an address occurs twice.
     def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None: ...
 
 
 class CpuModule(DeviceModule, Protocol):
-    """``_C``: also the instruction set chosen for this machine, and the helpers of `gradstat._core.parameters`."""
+    """``_C``: also the instruction set chosen for this machine, and helpers for `gradstat._core.parameters`."""
 
     def instructions(self) -> str: ...
     def make_plan(self, modules: list[object], parameters: list[Tensor], /) -> object | None: ...
@@ -78,13 +78,13 @@ class CpuModule(DeviceModule, Protocol):
 
 
 class CudaModule(DeviceModule, Protocol):
-    """``_C_cuda``: also what it was compiled for."""
+    """``_C_cuda``: also the architectures it was compiled for."""
 
     def architectures(self) -> str: ...
 
 
 def library_path(name: str) -> Path | None:
-    """Where the compiled library ``name`` lies in this installation, None if it was not built."""
+    """The path of the compiled library ``name`` in this installation, None if it was not built."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = _PACKAGE / f"{name}{suffix}"
         if path.exists():
@@ -116,7 +116,7 @@ def load_cuda() -> CudaModule:
 
 
 def operators(device: torch.device) -> Any:
-    """``torch.ops.gradstat`` inside torch.compile, where a program's first call of gradstat may be traced."""
+    """``torch.ops.gradstat`` inside torch.compile; loads the library, as a program's first call may be traced."""
     _is_loaded(device.type)
     return torch.ops.gradstat
 
@@ -126,13 +126,13 @@ def _is_loaded(device_type: str) -> bool:
     return True
 
 
-# Called while it is traced. torch.compiler.assume_constant_result sets the same, and takes seconds to import.
+# Evaluated at trace time. torch.compiler.assume_constant_result sets the same attribute, but takes seconds to import.
 _is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def helpers() -> CpuModule | None:
-    """``_C`` for its helpers, which have slower equals in Python; None if it does not load."""
+    """``_C`` for its helpers, which have slower equivalents in Python; None if it does not load."""
     try:
         return load_cpu()
     except BackendUnavailableError:
@@ -140,7 +140,7 @@ def helpers() -> CpuModule | None:
 
 
 def check_fingerprint(built: str, path: Path) -> None:
-    """Raises `StaleExtensionError` unless ``built`` names exactly the fields of `gradstat._fields`."""
+    """Raises `StaleExtensionError` unless ``built`` equals the fingerprint of `gradstat._fields`."""
     if built != _fields.FINGERPRINT:
         raise StaleExtensionError(
             f"the compiled extension {path} is stale: it was built with the fields [{built}], "
@@ -161,7 +161,7 @@ def _load(name: str) -> Any:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
     check_fingerprint(module.fingerprint(), path)
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is not None:  # without it, in older torch, every call takes the long way
+    if exchange is not None:  # older torch lacks it, and every call then takes the slow path
         module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, _is_sparse)
     return module
 
@@ -171,7 +171,7 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 
 def _register_fakes() -> None:
-    # `check` and `unscale_` have none: a signature is known to the host only.
+    # `check` and `unscale_` have no fake implementation: their signature is a host number that depends on real tensors.
     @torch.library.register_fake("gradstat::stats")
     def table_like(tensors: list[Tensor]) -> Tensor:
         return tensors[0].new_empty((len(tensors), len(_fields.NAMES)), dtype=torch.float64)

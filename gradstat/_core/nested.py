@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def leaves_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What is no container itself, in order, each with the expression that reaches it if ``path`` is ``value``."""
+    """The non-container leaves of ``value`` in order, each with the expression that reaches it from ``path``."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What clipping derives from a table, with torch operations and no sync, where no compiled kernel has derived it."""
+"""Norms, clip coefficients and decisions from a table, in plain torch without a sync, where no kernel computed them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradstat import _fields
 def total_norm(table: Tensor, norm_type: float) -> Tensor:
     """The norm of all tensors together, 0-d float64: NaN if any element is NaN, else Inf if any is.
 
-    ``table`` has a row at least; ``norm_type`` is 2 or infinity (the largest magnitude; real tensors only).
+    ``table`` has at least one row; ``norm_type`` is 2 or infinity (the largest magnitude; real tensors only).
     """
     sums = table.sum(0)
     if norm_type == math.inf:
-        # The identities of empty rows are -inf on both sides, hence the clamp.
+        # Rows without finite elements give -inf on both sides, hence the clamp.
         largest = torch.maximum(_column(table, "max").amax(), -_column(table, "min").amin()).clamp(min=0.0)
         return _unless_nonfinite(largest, sums)
     return l2_norms(sums)
@@ -31,10 +31,10 @@ def l2_norms(rows: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by: ``min(1, max_norm / (norm + 1e-6))``, in ``norm``'s dtype.
+    """The coefficient that clips gradients: ``min(1, max_norm / (norm + 1e-6))``, in ``norm``'s dtype.
 
-    The formula and its constant are those of ``torch/nn/utils/clip_grad.py``. NaN propagates. An infinite
-    ``max_norm`` gives 1, whatever the norm: it asks for a measurement only.
+    Formula and constant are those of ``torch/nn/utils/clip_grad.py``. NaN propagates. An infinite ``max_norm`` gives 1
+    whatever the norm, as the caller then wants a measurement only.
     """
     if max_norm == math.inf:
         return torch.ones_like(norm)
@@ -42,24 +42,24 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class StepRequest(NamedTuple):
-    """What is asked about the step of an optimizer, besides the table of its gradients."""
+    """Inputs of the decision about an optimizer step, besides the table of its gradients."""
 
     max_norm: float  # without the loss scale
-    loss_scale: Tensor | None  # what the gradients were multiplied by, one float32 number; None for 1
-    counters: Tensor | None  # [3] int64: steps, those skipped, skipped ones in a row; changed in place
+    loss_scale: Tensor | None  # the factor that the gradients carry, one float32 number; None for 1
+    counters: Tensor | None  # [3] int64: steps, skipped steps, consecutive skipped steps; changed in place
 
 
 class Decision(NamedTuple):
-    """What follows from a table for the step of an optimizer, all on the table's device."""
+    """The decision about an optimizer step, derived from a table; all on the table's device."""
 
-    norm: Tensor  # without the loss scale, 0-d: float64, or of the gradients' promoted dtype
-    numbers: Tensor  # [2] float64: what gradients as they are have to be multiplied by, and the norm
-    # [3] float32: 1 if the step is to be skipped, else 0; what to divide the gradients by; the loss scale.
+    norm: Tensor  # without the loss scale, 0-d: float64, or the gradients' promoted dtype
+    numbers: Tensor  # [2] float64: the factor for the gradients, loss scale included, and the norm
+    # [3] float32: 1 to skip the step, else 0; the number to divide the gradients by; the loss scale.
     verdict: Tensor
 
 
 def decide(table: Tensor, step: StepRequest) -> Decision:
-    """As ``decide`` in csrc/entry.h, which says why. ``table``, of a row at least, carries the loss scale."""
+    """Same as ``decide`` in csrc/entry.h, which explains it. ``table`` (at least one row) carries the loss scale."""
     max_norm, loss_scale, counters = step
     scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table.device, torch.float64).reshape(())
     norm = total_norm(table, 2.0) / scale
@@ -80,7 +80,7 @@ def any_nonfinite(table: Tensor) -> Tensor:
 
 
 def count_step(counters: Tensor, skipped: Tensor) -> None:
-    """Counts one more step in ``counters``, ``[3]`` int64, skipped if the 0-d ``skipped`` is not zero."""
+    """Counts one step in ``counters``, ``[3]`` int64, as skipped if the 0-d ``skipped`` is not zero."""
     steps, every, in_a_row = counters.unbind()
     skip = skipped.to(torch.int64)
     steps.add_(1)
@@ -90,7 +90,7 @@ def count_step(counters: Tensor, skipped: Tensor) -> None:
 
 def norm_dtype(tensors: list[Tensor]) -> torch.dtype:
     """The dtype of a norm over ``tensors``: torch's promotion over their real dtypes."""
-    # torch promotes no two float8 types with each other, nor is either a useful type for a norm.
+    # torch does not promote two different float8 types, and neither would be a useful dtype for a norm.
     found = {tensor.dtype for tensor in tensors}
     return functools.reduce(
         torch.promote_types, {torch.float32 if dtype.itemsize == 1 else dtype.to_real() for dtype in found}

@@ -1,6 +1,6 @@
-"""From what a user passes to named parameters and their gradients, without walking a module on every step.
+"""Extracts named parameters and gradients from what a user passes, without walking a module on every step.
 
-A module is walked once, and again when a dictionary of its parameters or submodules has changed (csrc/module_plan.h).
+A module is walked once, and again after a dictionary of its parameters or submodules has changed (csrc/module_plan.h).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Names = Callable[[], Sequence[str]]
 
 
 class Source(NamedTuple):
-    """Parameters, in the order of the report, and a way to name them."""
+    """Parameters in report order, and a function that returns their names."""
 
     parameters: list[Tensor]
     names: Names
-    engine: Engine | None = None  # that keeps their gradients
+    engine: Engine | None = None  # the engine that keeps their gradients
 
 
 class _ModulePlan(NamedTuple):
-    """The names of a module's parameters, and the compiled helper's memory of where they lie, held weakly."""
+    """A module's parameter names, and the compiled helper's weak references to where the parameters are stored."""
 
     module: weakref.ref[Module]
     names: tuple[str, ...]
     places: object
 
 
-# By id, as modules may be equal and yet others; an entry goes with its module, and is not believed if its id is that
-# of another one by then.
+# Keyed by id, since distinct modules may compare equal. An entry is removed with its module; a lookup checks the weak
+# reference, since an id may have been reused.
 _plans: dict[int, _ModulePlan] = {}
 
 
@@ -67,13 +67,13 @@ def _module_source(module: Module) -> Source:
     names, parameters = tuple(name for name, _ in named), [parameter for _, parameter in named]
     if helpers is not None and _lists_what_it_holds(module):
         places = helpers.make_plan([weakref.ref(m) for m in module.modules()], parameters)
-        if places is not None:  # a module may list parameters that it does not hold
+        if places is not None:  # None if a parameter is not in a dictionary of one of the modules
             _remember(module, names, places)
     return Source(parameters, lambda: names)
 
 
 def _lists_what_it_holds(module: Module) -> bool:
-    """Whether the parameters of ``module`` follow from the dictionaries of its modules: no class says otherwise."""
+    """Whether the parameters of ``module`` follow from its modules' dictionaries: no class overrides the listing."""
     ways = ("named_parameters", "_named_members", "named_modules")
     own = all(getattr(getattr(module, way), "__func__", None) is getattr(Module, way) for way in ways)
     return own and all(type(m).named_modules is Module.named_modules for m in module.modules())
@@ -100,8 +100,8 @@ def source_of(target: object) -> Source:
 def _optimizer_source(optimizer: Optimizer) -> Source:
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
-    # The names that an optimizer made from named_parameters() has, and numbers of parameters, but not the parameters: a
-    # report keeps what makes names.
+    # Keeps the names, which an optimizer made from named_parameters() has, and the group sizes, but no parameter: a
+    # report holds on to this function.
     known = [(group.get("param_names"), len(group["params"])) for group in groups]
 
     def names() -> list[str]:
@@ -114,7 +114,7 @@ def _optimizer_source(optimizer: Optimizer) -> Source:
 
 
 def named_by(module: Module, source: Source) -> Source:
-    """The same parameters under the names they have in ``module``; those it does not have keep theirs."""
+    """The same parameters under their names in ``module``; parameters not in ``module`` keep their names."""
     known = _module_source(module)
     wanted, having = [id(p) for p in source.parameters], [id(p) for p in known.parameters]
     known_names, own_names = known.names, source.names
@@ -146,19 +146,19 @@ def _iterable_source(target: Iterable[Any]) -> Source:
 
 
 class Gradients(NamedTuple):
-    """The gradients there are of some parameters, and at which positions; None where every parameter has one."""
+    """The existing gradients of some parameters and their positions. None means that every parameter has a gradient."""
 
     tensors: list[Tensor]
     positions: list[int] | None
-    missing: list[int] | None  # of the parameters that require a gradient and have none
+    missing: list[int] | None  # positions of parameters that require a gradient and have none
 
     def name_of(self, i: int) -> str:
-        """What the errors of clips, which know no names, call the i-th of them."""
+        """The name of the i-th gradient in the errors of clips, which know no parameter names."""
         return f"the gradient of parameters[{i if self.positions is None else self.positions[i]}]"
 
 
 def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Gradients:
-    """The gradients of ``parameters``, or pieces that ``engine`` has. AttributeError if something has no ``.grad``."""
+    """The gradients of ``parameters``, or the pieces ``engine`` has. AttributeError if an item has no ``.grad``."""
     kept = None if engine is None else engine.gradients()
     if kept is not None:
         found = [kept.get(id(parameter)) for parameter in parameters]
@@ -176,25 +176,25 @@ def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Grad
 
 
 class Labels(NamedTuple):
-    """What the gradients there are and those missing are called, looked up when asked for. Keeps no gradient alive."""
+    """The names of existing and of missing gradients, looked up on demand. Holds no reference to a gradient."""
 
     present: Names
     missing: Names
 
     def of(self, i: int) -> str:
-        """What errors call the i-th of those there are."""
+        """The name of the i-th existing gradient, for errors."""
         return self.present()[i]
 
 
 def labels_of(source: Source, gradients: Gradients) -> Labels:
-    """What ``gradients``, which are those of ``source``, are called."""
-    # Which ones are missing is known now and could change.
+    """The names of ``gradients``, which belong to the parameters of ``source``."""
+    # Which gradients are missing is recorded now, since it may change.
     missing = tuple if gradients.missing is None else names_at(source, gradients.missing)
     return Labels(names_at(source, gradients.positions), missing)
 
 
 def names_at(source: Source, positions: list[int] | None) -> Names:
-    """What those at ``positions`` are called, looked up when asked for; None for all of them."""
+    """The names at ``positions``, looked up on demand; all names for None."""
     if positions is None:
         return source.names
 
@@ -205,7 +205,7 @@ def names_at(source: Source, positions: list[int] | None) -> Names:
     return names
 
 
-# The arguments of torch's clipping functions, taken as torch takes them -------------------------------------------
+# The arguments of torch's clipping functions, accepted as torch accepts them ---------------------------------------
 
 
 def listed(
@@ -213,7 +213,7 @@ def listed(
 ) -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular.
 
-    As torch does, warns about a generator that gives no parameters, often one that was used up before.
+    Like torch, warns about an empty generator of parameters, since it may have been exhausted before.
     """
     if isinstance(tensors, Tensor):
         return [tensors]
@@ -229,9 +229,9 @@ def listed(
 def gradients_to_clip(
     parameters: Tensor | Iterable[Tensor], foreach: bool | None = None
 ) -> tuple[list[Tensor], Gradients]:
-    """The parameters as a list, and their gradients: what a clip is given, refused as torch's refuses it.
+    """The parameters of a clip as a list, and their gradients; invalid arguments are rejected as torch rejects them.
 
-    AttributeError says which item is not a parameter, TypeError that an engine keeps the gradients and clips by itself.
+    Raises AttributeError, which names the item that is not a parameter, or TypeError if an engine keeps the gradients.
     """
     given = listed(parameters)
     try:
@@ -250,7 +250,7 @@ def gradients_to_clip(
 
 
 def require_foreach(tensors: Sequence[Tensor]) -> None:
-    """Raises RuntimeError, as torch does, if torch has no foreach kernels for some of ``tensors``."""
+    """Raises RuntimeError, as torch does, if torch has no foreach kernels for a device of ``tensors``."""
     for tensor in tensors:
         if not has_foreach(tensor.device):
             raise RuntimeError(

@@ -1,6 +1,6 @@
-"""The statistic in plain torch, float64, on any device, without a sync: the specification, held against every backend.
+"""The statistics in plain torch, float64, on any device, without a sync: the specification that backends are tested by.
 
-Written to be read, not to be fast: it makes several passes and float64 copies.
+Written for readability, not speed: it makes several passes and float64 copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def stats(tensors: list[Tensor]) -> Tensor:
 
 
 def row(tensor: Tensor) -> Tensor:
-    """The row of one tensor: ``[len(FIELDS)]`` float64 on its device, complex ones as in docs/architecture.md."""
+    """The row of one tensor: ``[len(FIELDS)]`` float64 on its device; docs/architecture.md defines complex elements."""
     elements = tensor.permute(memory_order(tensor)).reshape(-1)
     parts = torch.view_as_real(elements) if tensor.is_complex() else elements.unsqueeze(-1)
     parts = parts.to(torch.float64)  # [elements, parts]
@@ -53,7 +53,7 @@ def row(tensor: Tensor) -> Tensor:
 def scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
     """Multiplies every tensor in place by ``coefficient``, a 0-d float64 tensor on their device.
 
-    Types narrower than float64 are multiplied in float32, by the coefficient rounded to float32; complex ones like
+    Dtypes narrower than float64 are multiplied in float32, by the coefficient rounded to float32; complex tensors as
     pairs of reals.
     """
     for tensor in tensors:
@@ -69,10 +69,10 @@ def scale_each_(tensors: list[Tensor], coefficients: Tensor) -> None:
 
 
 def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
-    """``[len(rules), len(UPDATE_SUMS)]`` float64: what csrc/update.h says, in the same words.
+    """``[len(rules), len(UPDATE_SUMS)]`` float64: the sums that csrc/update.h defines, with the same names.
 
-    ``operands`` are those of one tensor behind those of another, as many as its rule has, all real and of one shape;
-    ``coefficients`` ``[len(rules), len(UPDATE_COEFFICIENTS)]`` float64. Of the update without the learning rate.
+    ``operands`` lists the operands of each tensor in turn, as many as its rule has, all real and of one shape;
+    ``coefficients`` is ``[len(rules), len(UPDATE_COEFFICIENTS)]`` float64. The update excludes the learning rate.
     """
     rows, rest = [], iter(operands)
     for number, numbers in zip(rules, coefficients.unbind(), strict=True):

@@ -1,8 +1,8 @@
-"""Statistics of tensors that lie on several ranks: each rank measures its shards, then rows are merged over ranks.
+"""Statistics of distributed tensors: each rank measures its shards, then rows are merged over the process groups.
 
-What a mesh dimension does to a tensor is told by its placement: replicated, nothing has to be merged; sharded, rows
-are merged over that dimension's group; partial, the pending sum is done first, since parts of a sum have no
-statistics. A rank that cannot measure its shards takes part all the same, so that it leaves no other waiting.
+The placement on each mesh dimension decides: for a replicated tensor nothing is merged; rows of a sharded tensor are
+merged over that dimension's group; the pending sum of a partial tensor is reduced first, since addends have no
+statistics of their own. A rank that cannot measure its shards still joins the collectives, so that no other rank hangs.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
 
 _FIELDS = len(_fields.FIELDS)
 _SUMMED = _fields.SUMMED
-# The others, by number. What the lowest of is taken travels negated, so that one MAX serves all.
+# The remaining columns. Fields merged by "min" are negated before the all-reduce, so that a single MAX serves both.
 _EXTREMES = tuple(enumerate(_fields.FIELDS))[_SUMMED.stop :]
 _INDICES = [column for column, field in _EXTREMES if field.is_index]
 _NAN_COUNT = _fields.INDEX["nan_count"]
-# Groups of shards, and a bit for each extra group.
+# The groups over which a tensor's rows are merged, and a bit for each extra group.
 _Kind: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
-# Of a float64, which counts exactly up to 2**53.
+# A float64 represents integers exactly up to 2**53.
 _EXACT_BITS = 53
 _layouts: dict[int, tuple[weakref.ref[DeviceMesh], ProcessGroup | None, dict[tuple[Any, ...], Layout]]] = {}
 MeasureLocal = Callable[[list[Tensor]], Measurement]
 
 
 class Layout(NamedTuple):
-    """What a mesh and placements mean: over which groups shards lie, and where."""
+    """What a mesh and placements mean: the groups that a tensor is sharded over, and where its shards lie."""
 
     groups: tuple[ProcessGroup, ...]
-    resolved: tuple[Any, ...] | None  # the placements without pending sums; None if there are none
-    shards: Shards | None  # None of pieces of a flat tensor, whose indices are made those of the whole
+    resolved: tuple[Any, ...] | None  # the placements with Replicate for each Partial; None if there is no Partial
+    shards: Shards | None  # None for a `Piece`, whose indices are converted to indices in the whole tensor
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
-        # By the mesh itself, as equal ones may have other groups, and by the world: if torch.distributed was started
-        # anew, torch's caches bring back meshes of before, whose names of groups now stand for others.
+        # Keyed by the mesh's identity, since meshes that compare equal may have different groups, and by WORLD: after
+        # torch.distributed is restarted, torch's caches return old meshes whose group names now mean other groups.
         known, world = _layouts.get(id(mesh)), dist.group.WORLD
         if known is None or known[0]() is not mesh or known[1] is not world:
             known = _layouts[id(mesh)] = (weakref.ref(mesh), world, {})
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def _made(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
-        # There are shards of more than one kind; what is neither replicated nor partial is one.
+        # There are several kinds of shard placements: every placement neither replicated nor partial is one.
         sharded = [d for d, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
         resolved = tuple(Replicate() if p.is_partial() else p for p in placements)
         plain = all(type(placements[d]).__name__ == "Shard" for d in sharded)
@@ -75,12 +75,12 @@ class Layout(NamedTuple):
 
 
 def index_bits() -> int:
-    """How many bits of a float64 are left for an index when a rank stands above them."""
+    """How many low bits of an exact float64 integer hold an index when the bits above them hold a rank."""
     return _EXACT_BITS - max(dist.get_world_size() - 1, 1).bit_length()
 
 
 def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
-    """The extra groups, and for each owner a bit for each of them it is spread over; no masks if there are none."""
+    """For each owner a bit mask of the extra groups it is spread over, and these groups; no masks without groups."""
     listed = _listed(extra)
     masks = [0] * len(owners) if listed else []
     for bit, (_, members) in enumerate(listed):
@@ -119,11 +119,11 @@ def _group_of(group: object) -> ProcessGroup:
 
 
 class Sharded:
-    """A list of tensors, some of which are shards of larger ones, and the groups over which their rows are merged.
+    """A list of tensors, some of which are distributed, and the groups over which their rows are merged.
 
-    Every rank of a mesh has a row for every owner, so that all ranks reduce the same number of them, whether there
-    is a gradient on each or not. Owners are the parameters if they are gradients, of which those that take part in
-    training have a row, or else the tensors themselves. ``extra`` is as in `gradstat.check`.
+    Every rank of a mesh has a row for every owner, with or without a gradient, so that all ranks reduce the same number
+    of rows. For gradients, the owners are the parameters that require or have a gradient; otherwise they are the
+    tensors themselves. ``extra`` is as in `gradstat.check`.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Sharded:
         self._tensors = list(tensors)
         self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, Piece))
         if self._starts:
-            owners = None  # every rank has a piece of each
-        # The rows of `tensors` among those of all owners.
+            owners = None  # every rank has a piece of every tensor
+        # Positions of the tensors' rows among the rows of all owners.
         self._here: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
         stand_ins: Sequence[Tensor] = self._tensors
@@ -143,9 +143,9 @@ class Sharded:
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
         masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
         self._layouts: list[Layout | None] = []
-        # Rows that belong to the same groups.
+        # Rows by kind, that is by the groups they are merged over.
         self._kinds: dict[_Kind, list[int]] = {}
-        # Neighbours mostly are alike, and to compare is cheaper than to hash.
+        # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
         mesh: DeviceMesh | None = None
         placements: tuple[Any, ...] = ()
         layout: Layout | None = None
@@ -170,15 +170,15 @@ class Sharded:
 
     @property
     def has_partial(self) -> bool:
-        """Whether a tensor is a pending sum, so that what is measured is not its own memory."""
+        """Whether a tensor has a Partial placement, so that a reduced copy is measured instead of its own memory."""
         return any(layout is not None and layout.resolved is not None for layout in self._layouts)
 
     def rows(self, measure_local: MeasureLocal) -> Measurement:
         """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks. No sync with NCCL.
 
-        The tables have a column more than there are fields: on how many ranks there is a NaN or Inf.
-        ``first_nonfinite`` of a sharded tensor holds the lowest such rank, above the bits of the index in its shard.
-        What ``measure_local`` raises is raised after the reductions: other ranks find it in ``failed``.
+        The tables have an additional last column: the number of ranks with a NaN or Inf. ``first_nonfinite`` of a
+        sharded tensor holds the lowest such rank, in the bits above the index in that rank's shard. An exception from
+        ``measure_local`` is raised after the reductions; the other ranks see it in ``failed``.
         """
         table, infos, error = self._measured(measure_local)
         packed = _pack(
@@ -199,7 +199,7 @@ class Sharded:
         return Measurement([whole], None, self._infos(infos), _counting(total, failed), failed)
 
     def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
-        """`rows` without the rows: a row for each kind of tensor travels, and of it only sums unless ``extremes``."""
+        """`rows` without the rows: reduces one row per kind of tensor, and only its sums unless ``extremes``."""
         table, _, error = self._measured(measure_local)
         if not extremes and not self._extra and len(self._kinds) == 1 and len(table):
             total, failed = self._total_of_sums(table, error is not None)
@@ -216,7 +216,7 @@ class Sharded:
         return Measurement([], None, (), _counting(total, failed), failed)
 
     def _total_of_sums(self, table: Tensor, failed: bool) -> tuple[Tensor, Tensor]:
-        """The usual case, all tensors spread alike, in as few operations as it takes."""
+        """The common case, all tensors of one kind, in as few operations as possible."""
         sums = table.new_full((_SUMMED.stop + 1,), float(failed))
         torch.sum(table[:, _SUMMED], 0, out=sums[_SUMMED])
         reduce_(sums, dist.ReduceOp.SUM, self._groups, "gradstat")
@@ -227,10 +227,10 @@ class Sharded:
     def _over_extra_groups(
         self, kinds: _Packed, table: Tensor, failed: bool, extremes: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """All kinds together, over the extra groups too, and how many ranks failed."""
+        """The total over all kinds and over the extra groups, and the number of ranks that failed."""
         nothing = _pack(identity_rows(1, table), failed)
         if self._extra:
-            # A place for every set of extra groups, on every rank, whatever rows it has.
+            # One row for every set of extra groups, on every rank, whatever tensors it has.
             places: list[list[int]] = [[] for _ in range(1 << len(self._extra))]
             for row, (_, mask) in enumerate(self._kinds):
                 places[mask].append(row)
@@ -241,7 +241,7 @@ class Sharded:
         return _unpack(everything)[:, :_FIELDS], everything.sums[0, -1]
 
     def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo], Exception | None]:
-        """A row for every owner, those of tensors that are not here the identity."""
+        """A row for every owner: the identity for owners that have no tensor here."""
         if not self._tensors:
             return self._identities(), [], None
         try:
@@ -258,7 +258,7 @@ class Sharded:
         return table, local.infos, None
 
     def _local(self) -> list[Tensor]:
-        """What this rank holds of the tensors. Partial ones are summed up first, a collective for each."""
+        """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
         found = []
         for tensor, row in zip(self._tensors, self._here, strict=True):
             layout = self._layouts[row]
@@ -272,7 +272,7 @@ class Sharded:
         return found
 
     def _infos(self, local: Sequence[TensorInfo]) -> list[TensorInfo]:
-        """What reports need to know about the whole tensors, given the same about their shards."""
+        """The metadata of the whole tensors for reports, from the metadata of their shards."""
         found = []
         for tensor, row, info in zip(self._tensors, self._here, local, strict=True):
             layout = self._layouts[row]
@@ -289,14 +289,14 @@ class Sharded:
 
 
 class _Packed(NamedTuple):
-    """Rows as they travel: what is added up, and what the highest of is taken."""
+    """Rows packed for reduction: columns to sum, and columns to take the maximum of."""
 
-    sums: Tensor  # [n, summed fields + 2]: these, on how many ranks there is NaN or Inf, how many ranks failed
-    highs: Tensor  # [n, other fields], those with merge "min" negated
+    sums: Tensor  # [n, summed fields + 2]; the last two columns count ranks with a NaN or Inf, and ranks that failed
+    highs: Tensor  # [n, other fields]; fields with merge "min" are negated
 
 
 def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Packed:
-    """A table's rows, as they travel; above the indices in those of ``sharded`` tensors stands the rank."""
+    """A table's rows packed for reduction; indices of ``sharded`` tensors get the rank in the bits above them."""
     bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
     sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
     columns = {column: table[:, column] for column, _ in _EXTREMES}
@@ -309,7 +309,7 @@ def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Pa
 
 
 def _unpack(packed: _Packed) -> Tensor:
-    """The columns in the order of the fields, and on how many ranks there is NaN or Inf."""
+    """Rows with their columns in field order, and a last column: the number of ranks with a NaN or Inf."""
     rows = packed.sums.new_empty(len(packed.sums), _FIELDS + 1)
     rows[:, _SUMMED] = packed.sums[:, :-2]
     for place, (column, field) in enumerate(_EXTREMES):
@@ -319,14 +319,14 @@ def _unpack(packed: _Packed) -> Tensor:
 
 
 def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
-    """Some rows, at least one, as one; all for None."""
+    """Merges the given rows, at least one, into one; None merges all."""
     sums, highs = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
     return _Packed(sums.sum(0, keepdim=True), highs.amax(0, keepdim=True))
 
 
 @functools.lru_cache(maxsize=16)
 def _as_column(starts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Remembered, as a copy to the device may wait for it."""
+    """Cached, since a copy to the device may synchronize."""
     return torch.tensor(starts, dtype=torch.float64, device=device)
 
 
@@ -337,7 +337,7 @@ def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
 
 
 def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Packed:
-    """The rows merged over the ranks of a group; the others as they were."""
+    """The given rows merged over the ranks of ``group``; the other rows unchanged."""
     sums, highs = (part.contiguous() if rows is None else part[rows] for part in packed)
     reduced = {dist.ReduceOp.SUM: sums}
     if extremes:
@@ -358,13 +358,13 @@ def identity_rows(count: int, like: Tensor) -> Tensor:
 
 
 def _counting(total: Tensor, failed: Tensor) -> Tensor:
-    """The row of everything, in which each rank that failed counts as a NaN: no norm is known then."""
+    """The total row with each failed rank counted as a NaN, since no norm is known then."""
     total[:, _NAN_COUNT] += failed
     return total
 
 
 def without_ranks(table: Tensor) -> Tensor:
-    """The fields of `Sharded.rows`, indices without the rank that stands above them."""
+    """The field columns of `Sharded.rows`' table, with the rank removed from the indices."""
     table = table[:, :_FIELDS].clone()
     for column in _INDICES:
         index = table[:, column]
@@ -373,7 +373,7 @@ def without_ranks(table: Tensor) -> Tensor:
 
 
 def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Adds up rows of sums, ``[len(tensors), ...]``, in place over the groups of ranks that hold shards of a tensor."""
+    """Sums ``rows``, ``[len(tensors), ...]``, in place over the process groups that each tensor is sharded over."""
     groups: dict[ProcessGroup, list[int]] = {}
     for row, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):

@@ -1,6 +1,6 @@
-"""Which tensors can be measured, and how anything else becomes one that can, or a clear error.
+"""Which tensors can be measured, and how other tensors are converted to measurable ones or rejected with a clear error.
 
-The kernels read dense strided memory. None of this runs for ordinary gradients, which they recognise by themselves.
+The kernels read dense strided memory and recognise ordinary gradients by themselves, without any of this code.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch
 
 
 class Shards(NamedTuple):
-    """Where the shards of a distributed tensor lie: enough to find an element again, without process groups."""
+    """The shards of a distributed tensor: enough to map an index back to an element, without process groups."""
 
-    ranks: list[Any]  # of its mesh, nested by the mesh's dimensions
+    ranks: list[Any]  # the ranks of its mesh, nested by mesh dimension
     # ``(mesh dimension, tensor dimension)`` of each sharding, in order; None if shards are interleaved.
     dims: tuple[tuple[int, int], ...] | None
-    index_bits: int  # of a ``first_nonfinite``, those that are an index in a shard; the rank stands above them
+    index_bits: int  # low bits of a ``first_nonfinite`` that hold the index in a shard; the rank is in the bits above
 
     def split(self, first_nonfinite: float) -> tuple[int, int]:
-        """Rank, and index in that rank's shard."""
+        """The rank, and the index in that rank's shard."""
         return divmod(int(first_nonfinite), 1 << self.index_bits)
 
     def shard_of(self, rank: int, shape: Sequence[int]) -> tuple[list[int], list[int]] | None:
-        """Sizes of a rank's shard of a tensor of that shape, and where it begins; None if shards are interleaved."""
+        """Sizes and offsets of a rank's shard of a tensor of shape ``shape``; None if shards are interleaved."""
         if self.dims is None:
             return None
         ranks = np.array(self.ranks)
         at = np.argwhere(ranks == rank)[0].tolist()
         sizes, start = list(shape), [0] * len(shape)
         for mesh_dim, dim in self.dims:
-            # As torch.chunk does: all as large as the first, as far as it goes.
+            # As in torch.chunk: all chunks are as large as the first, until the elements run out.
             piece = -(-sizes[dim] // ranks.shape[mesh_dim])
             begin = min(piece * at[mesh_dim], sizes[dim])
             start[dim] += begin
@@ -59,13 +59,13 @@ class Shards(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """What a report remembers about a tensor besides its row, so that it keeps no tensor alive."""
+    """The metadata that a report keeps of a tensor besides its row, so that it keeps no tensor alive."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    order: tuple[int, ...] | None  # the dimensions from the slowest to the fastest in memory; None for row-major
-    shards: Shards | None = None  # of a distributed tensor: ``shape`` is of the whole then, ``order`` of a shard
+    order: tuple[int, ...] | None  # dimensions from slowest to fastest varying in memory; None for row-major
+    shards: Shards | None = None  # for a distributed tensor; ``shape`` is then the whole's and ``order`` a shard's
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
@@ -74,19 +74,19 @@ class TensorInfo(NamedTuple):
 
 
 def name_by_position(position: int) -> str:
-    """What errors call a tensor of a list that has no other name."""
+    """The name in errors of a tensor from a list without names."""
     return f"tensors[{position}]"
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a dense tensor from the slowest to the fastest in memory."""
+    """The dimensions of a dense tensor from the slowest to the fastest varying in memory."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
-    """Dense strided tensors with the elements to be measured, each the original where that is possible.
+    """Dense strided tensors with the elements to be measured; the original tensors where possible.
 
-    What cannot be measured raises, by name: see `_refusal`.
+    A tensor that cannot be measured raises an error with its name: see `_refusal`.
     """
     _refuse_pretence()
     found = []
@@ -110,7 +110,7 @@ def _refuse_pretence() -> None:
 
 
 def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
-    """The tensor without wrappers, checked: what kernels may read, but for density and sparsity."""
+    """The tensor without wrappers, checked for everything that kernels need except density and sparsity."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor for {name_of(i)!r}, got {_type_name(tensor)}")
     local = shard_of(tensor)
@@ -122,18 +122,18 @@ def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
 
 
 def why_not_measured(name: str, tensor: Tensor) -> str | None:
-    """What keeps a tensor from being measured, in words; None if nothing does."""
+    """The reason why a tensor cannot be measured, in words; None if it can."""
     local = shard_of(tensor)
     if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"{name!r} is of {type(local).__module__}.{type(local).__qualname__}, which keeps its memory elsewhere"
     refusal = _refusal(local)
     if refusal is None or (local is not tensor and local.dtype in _DTYPES):
-        return None  # where shards have no data is no matter of this rank alone
+        return None  # whether a shard has data may differ between ranks, which have to select the same tensors
     return f"{_describe(name, local)} {refusal[1].partition(';')[0]}"
 
 
 def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
-    """Why kernels may not read ``tensor``, if so."""
+    """The error type and words for a tensor that kernels may not read; None if they may."""
     if tensor.is_quantized:
         return TypeError, "is quantized; call .dequantize() first"
     if tensor.dtype not in _DTYPES:
@@ -163,7 +163,7 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
                 "vmap returns"
             )
         inner = functorch.get_unwrapped(inner)
-    # Subclasses that dispatch by themselves may have their memory elsewhere; torch's lazy zeros have and need none.
+    # Dispatching subclasses may keep their memory elsewhere; torch's lazy zero tensors have no memory and need none.
     dispatches = type(inner).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if inner.layout is not torch.strided or dispatches or inner._is_zerotensor():
         return None
@@ -181,15 +181,15 @@ def unit_count(tensor: Tensor) -> int:
 
 
 def units_of(tensor: Tensor) -> Sequence[Tensor]:
-    """The units as views."""
+    """The units of a tensor, as views."""
     return tensor.unbind(0) if tensor.dim() > 1 else (tensor,)
 
 
 @contextmanager
 def changeable(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
-    """The tensors, to be changed in place; those that do not fit as contiguous copies, copied back in the end."""
-    # A tensor that is listed twice has one copy, so that a second change finds what the first one left; another view
-    # that begins at the same address has one of its own.
+    """The tensors, to be changed in place; those that do not fit as contiguous copies, copied back at the end."""
+    # A tensor that is listed twice gets a single copy, so that the second change sees the first one; a different view
+    # that begins at the same address gets its own copy.
     copies = {_place(t): (t, t.contiguous()) for t in tensors if not fits(t)}
     yield [t if fits(t) else copies[_place(t)][1] for t in tensors]
     for tensor, copy in copies.values():
@@ -201,17 +201,17 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def is_distributed(tensors: Sequence[Any]) -> bool:
-    """Whether any of them is a shard of something larger: a DTensor, recognised without importing torch.distributed."""
+    """Whether any of ``tensors`` is a DTensor or a `Piece`, recognised without importing torch.distributed."""
     return any(hasattr(tensor, "_local_tensor") for tensor in tensors)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, of which to_local() costs far more; any other tensor itself."""
+    """This rank's shard of a DTensor, far cheaper than to_local(); any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    """Positions of the tensors on each device, devices in order of appearance."""
+    """Positions of the tensors on each device, devices in order of first appearance."""
     groups: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(i)
@@ -219,7 +219,7 @@ def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor fill one stretch of memory, in any order."""
+    """Whether the elements of a strided tensor fill one contiguous range of memory, in any order."""
     if tensor.is_contiguous() or tensor.numel() <= 1:
         return True
     expected = 1
@@ -231,25 +231,25 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """Strides, from the smallest, and sizes of the dimensions that have more than one index."""
+    """``(stride, size)`` of the dimensions with more than one index, smallest stride first."""
     return sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Waits only if it comes to the host, as nothing would tell when it has arrived."""
+    """``tensor`` on ``device``. Waits only for a copy to the host, since nothing would signal its completion."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
-    """The strided tensors that hold the elements of ``tensors``, to be scaled in place by a real number."""
+    """The strided tensors that hold the elements of ``tensors``, to be multiplied in place by a real number."""
     _refuse_pretence()
     targets = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
         if local.layout is torch.sparse_coo:
-            local = local._values()  # scaling uncoalesced values scales the sum they stand for
+            local = local._values()  # scaling uncoalesced values scales their sum
         if local.is_conj():
-            local = local.conj()  # takes the mark off; scaling by a real number is the same on both sides of it
+            local = local.conj()  # clears the conjugate bit; multiplying by a real number commutes with conjugation
         if local.is_neg():
             raise NotImplementedError(f"{_describe(name_of(i), local)} is a lazy negation; assign .resolve_neg() of it")
         if not is_dense(local) and _overlaps(local):
@@ -279,7 +279,7 @@ def _type_name(value: object) -> str:
 
 
 def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf) -> None:
-    """Raises NotImplementedError if one of ``tensors`` is a DTensor, which an adaptive clip does not clip by itself."""
+    """Raises NotImplementedError if one of ``tensors`` is a DTensor, which adaptive clips do not handle."""
     for i, tensor in enumerate(tensors):
         if hasattr(tensor, "_local_tensor"):
             raise NotImplementedError(

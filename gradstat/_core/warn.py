@@ -1,11 +1,11 @@
-"""Warnings that point at the line of the user's program that led to them."""
+"""Warnings attributed to the line of the user's program that caused them."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 
-# What calls gradstat for the user: hooks, patched functions, callbacks.
+# Packages whose hooks, patched functions and callbacks may call gradstat on the user's behalf.
 _BETWEEN = {
     *("gradstat", "torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "trl", "ignite"),
     *("composer", "deepspeed", "timm", "torchtune", "contextlib"),
@@ -13,12 +13,12 @@ _BETWEEN = {
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns of ``text`` at the innermost line that is neither gradstat's, nor torch's, nor a framework's."""
+    """Warns at the innermost stack frame that belongs to neither gradstat nor torch nor a training framework."""
     warnings.warn(text, category, stacklevel=_stack_level())
 
 
 def _stack_level() -> int:
-    """Where that line is, as ``warnings.warn`` counts from the caller; without one, the first outside of gradstat."""
+    """The ``stacklevel`` of that frame, counted from the caller; without one, of the first frame outside gradstat."""
     frame, level, outside = sys._getframe(1), 1, 0
     while True:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,4 +1,4 @@
-"""What is wrapped around a model: torch.compile's module and DDP's."""
+"""Unwraps models: from torch.compile's module and from DDP."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def uncompiled(model: Module) -> Module:
-    """The module in what ``torch.compile(model)`` gave; any other module itself."""
+    """The original module of ``torch.compile(model)``'s result; any other module itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, Module) else model
 
 
 def without_ddp(model: Module) -> Module:
-    """The module inside of DDP, under the names that its user knows."""
+    """The module inside DDP, with the parameter names that the user knows."""
     inner: Module = model.module if isinstance(model, DistributedDataParallel) else model
     return inner

@@ -1,1 +1,1 @@
-"""A step of an optimizer: what was measured, torch's optimizers and its loss scaler. Nothing here is public."""
+"""Optimizer steps: measurements for a step, torch's optimizers and its loss scaler. Nothing here is public."""

@@ -1,4 +1,4 @@
-"""What torch's loss scaler (torch/amp/grad_scaler.py) keeps of each optimizer: the only way to take part in a step."""
+"""The state that torch's loss scaler (torch/amp/grad_scaler.py) keeps per optimizer: the only way to join its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradstat._core.parameters import Gradients, Source
 
 
 def state_of(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
-    """``{"stage", "found_inf_per_device"}``; made new if there is none."""
+    """``{"stage", "found_inf_per_device"}``, created if missing."""
     state: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
     return state
 
@@ -24,7 +24,7 @@ def require_scale(scaler: GradScaler, caller: str) -> Tensor:
 
 
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Whether the gradients have lost their scale. RuntimeError if the optimizer has stepped since ``update()``."""
+    """Whether the gradients were unscaled. RuntimeError if the optimizer has stepped since ``update()``."""
     stage = state_of(scaler, optimizer)["stage"]
     if stage is OptState.STEPPED:
         raise RuntimeError("step() has already been called since the last update().")
@@ -32,14 +32,14 @@ def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
 
 
 def is_still_scaled(scaler: object, optimizer: Optimizer | None) -> bool:
-    """Whether gradients carry the loss scale, as far as one can know; for those who only watch."""
+    """Whether gradients carry the loss scale, as far as can be known; for read-only observers."""
     if optimizer is None or not isinstance(scaler, GradScaler):
         return True
     return state_of(scaler, optimizer)["stage"] is OptState.READY
 
 
 def inner_scaler(scaler: Any) -> Any:
-    """The loss scaler that ``scaler`` is or holds, as timm's ``NativeScaler`` holds torch's. TypeError if none."""
+    """The loss scaler that ``scaler`` is or wraps, as timm's ``NativeScaler`` wraps torch's. TypeError if neither."""
     held = getattr(scaler, "_scaler", None)
     scaler = held if isinstance(held, GradScaler) else scaler
     if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
@@ -49,20 +49,20 @@ def inner_scaler(scaler: Any) -> Any:
 
 
 def found_by(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """What ``unscale_`` found, one 0-d float32 for each device: above 0 where something is not finite."""
+    """The results of ``unscale_``, one 0-d float32 per device: above 0 if something is not finite."""
     return list(state_of(scaler, optimizer)["found_inf_per_device"].values())
 
 
 def record_unscaling(scaler: GradScaler, optimizer: Optimizer, positions: list[int] | None, unscaled: object) -> None:
-    """Remembers until ``update`` what ``unscale_`` measured, and which parameters had a gradient (None: all)."""
+    """Stores until ``update`` what ``unscale_`` measured, and which parameters had a gradient (None: all)."""
     state = state_of(scaler, optimizer)
     state["optimizer"], state["positions"], state["unscaled"] = optimizer, positions, unscaled
 
 
 def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, source: Source, found: Gradients) -> None:
-    """Raises RuntimeError, by name, for a gradient that came after ``unscale_`` and so carries the scale still."""
+    """Raises RuntimeError, by name, for a gradient that was added after ``unscale_`` and so still carries the scale."""
     state = state_of(scaler, optimizer)
-    if state.get("positions") is None:  # there was one everywhere, or nobody took note
+    if state.get("positions") is None:  # every parameter had a gradient, or nothing was recorded
         return
     known = set(state["positions"])
     present = found.positions if found.positions is not None else range(len(source.parameters))
@@ -75,7 +75,7 @@ def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, source: Sou
 
 
 def refuse_shared_gradients(scaler: GradScaler, optimizer: Optimizer, source: Source) -> None:
-    """Raises RuntimeError, by name, for a parameter whose gradient lost its scale with another optimizer's."""
+    """Raises RuntimeError, by name, for a parameter whose gradient was unscaled with another optimizer's."""
     states = scaler._per_optimizer_states
     others = [s["optimizer"] for key, s in states.items() if key != id(optimizer) and s.get("optimizer") is not None]
     taken = {id(parameter) for other in others for group in other.param_groups for parameter in group["params"]}
@@ -91,7 +91,7 @@ def refuse_shared_gradients(scaler: GradScaler, optimizer: Optimizer, source: So
 
 
 def record_step(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor | None) -> None:
-    """Leaves behind what ``scaler.step`` leaves, so that ``update`` works and a second step is refused."""
+    """Leaves the same state as ``scaler.step``, so that ``update`` works and a second step is rejected."""
     state = state_of(scaler, optimizer)
     state["found_inf_per_device"] = {} if found_inf is None else {found_inf.device: found_inf}
     state["stage"] = OptState.STEPPED

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer, measured for its step: norm, verdict and report, and clipping them in place."""
+"""The gradients of an optimizer, measured for its step: norm, verdict and report, and in-place clipping."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from gradstat.report import Report
 
 
 class Measured(NamedTuple):
-    """What was measured of some gradients, on the first one's device. Keeps no gradient alive."""
+    """The measurement of some gradients, on the first one's device. Keeps no gradient alive."""
 
     rows: Measurement  # with the loss scale, if ``is_scaled``
     labels: Labels
-    norm: Tensor  # this and the next two are those of `gradstat._core.norms.Decision`
+    norm: Tensor  # this and the next two are as in `gradstat._core.norms.Decision`
     numbers: Tensor
     verdict: Tensor
     is_scaled: bool
     backend: str | None
     streams: Streams = ()
-    before_guard: Tensor | None = None  # the verdict without what a guard made of it, if there is one
+    before_guard: Tensor | None = None  # the verdict before a guard changed it, if there is a guard
 
     @classmethod
     def nothing(cls) -> Measured:
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
         backend: str | None,
         extra_groups: ExtraGroups | None,
     ) -> Measured:
-        """Reads the gradients of ``parameters`` once, and counts the step. No host sync; all ranks decide alike."""
+        """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike."""
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=moved(step.loss_scale, home))
@@ -66,30 +66,30 @@ class Measured(NamedTuple):
 
     @property
     def found_inf(self) -> Tensor:
-        """Whether something is not finite, 0-d float32: what a loss scaler has to know."""
+        """Whether something is not finite, 0-d float32, for a loss scaler."""
         return (self.verdict if self.before_guard is None else self.before_guard)[0]
 
     def guarded(
         self, guard: SpikeGuard, loss: Tensor | None, update: Tensor | None, counters: Tensor | None
     ) -> Measured:
-        """With the verdict of a guard, which counts the step. Refusing by scaling down changes ``numbers``."""
+        """The measurement with the verdict of a guard, which counts the step. Scaling down changes ``numbers``."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
         verdict = guard._decide(kernels, self.numbers, self.verdict, loss, update, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
     def limit_(self, clip: NormClip) -> None:
-        """Takes up what a clip decides about all gradients together."""
+        """Applies the decision of a clip about all gradients together."""
         norm = self.numbers[1]
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
         self.scale_by_(clip._decide(kernels, norm, skip=self.verdict[0])[0])
 
     def scale_by_(self, coefficient: Tensor) -> None:
-        """Multiplies what gradients are to be multiplied by, by 0-d float64."""
+        """Multiplies the factor for the gradients, in ``numbers`` and the verdict, by a 0-d float64."""
         self.numbers[0].mul_(coefficient)
         self.verdict[1].div_(coefficient)
 
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Lets a clip that decides tensor by tensor clip the gradients, and unscales them, in place."""
+        """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
         name_of = self.labels.of
         if self.is_scaled:
             refuse_half(gradients, name_of)
@@ -102,10 +102,10 @@ class Measured(NamedTuple):
     def take(
         self, optimizer: Optimizer, step: Callable[[], Any], gradients: list[Tensor], rewrites: bool, skips: bool
     ) -> tuple[bool, Any]:
-        """Calls ``step``, that of ``optimizer``, unless the host finds that it is to be skipped; and what it returned.
+        """Calls ``step`` of ``optimizer`` unless the host skips it; returns whether it was called, and its result.
 
         ``rewrites`` says whether the gradients may have to be clipped or unscaled, ``skips`` whether a step may be
-        skipped at all. Optimizers that do not obey a verdict cost one host sync then.
+        skipped at all. In the latter case, optimizers that do not obey a verdict cost one host sync.
         """
         obeys = optimizers.obeys_verdict(optimizer)
         if skips and (not obeys or optimizers.first_momentum_is_at_risk(optimizer)):
@@ -115,7 +115,7 @@ class Measured(NamedTuple):
             rewrites = rewrites and divisor != 1.0
         if obeys:
             found_inf, grad_scale, *_ = self.verdict.unbind()
-            # Given a divisor, an optimizer writes the gradients back even if it is 1.
+            # Given a divisor, an optimizer writes the gradients back even if the divisor is 1.
             rewrites = rewrites and not self.is_known_to_leave_gradients
             with optimizers.told(optimizer, found_inf if skips else None, grad_scale if rewrites else None):
                 return True, step()
@@ -124,7 +124,7 @@ class Measured(NamedTuple):
         return True, step()
 
     def report(self) -> PendingReport:
-        """The report about the gradients without their loss scale, on its way from now on."""
+        """The pending report on the gradients, without their loss scale; starts the copy to the host."""
         labels, is_scaled = self.labels, self.is_scaled
 
         def make(rows: HostRows, verdict: Any) -> Report:
@@ -139,7 +139,7 @@ class Measured(NamedTuple):
             return PendingReport(self.rows, make, self.verdict)
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
-        """Clips and unscales the gradients that were measured, in place, unless the coefficient is 1."""
+        """Clips and unscales the measured gradients in place, unless the coefficient is 1."""
         name_of = self.labels.of
         if self.is_scaled:
             refuse_half(gradients, name_of)
@@ -148,11 +148,11 @@ class Measured(NamedTuple):
 
     @property
     def is_known_to_leave_gradients(self) -> bool:
-        """Whether clipping and unscaling change nothing, where that is known without waiting for a device."""
+        """Whether clipping and unscaling change nothing; False where finding out would wait for a device."""
         return self.verdict.device.type == "cpu" and self.verdict.tolist()[1] == 1.0
 
     def on_host(self) -> tuple[bool, float]:
-        """Whether to skip the step, and what to divide the gradients by: one host sync, refused in a capture."""
+        """Whether to skip the step, and the divisor of the gradients: one host sync, refused during graph capture."""
         if self.verdict.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "this optimizer is told on the host whether to step, which cannot be captured into a CUDA graph; use "
@@ -163,11 +163,11 @@ class Measured(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """What was measured of gradients in the pass that took their loss scale away. Keeps no gradient alive."""
+    """The measurement of gradients from the pass that unscaled them. Keeps no gradient alive."""
 
     rows: Measurement  # without the scale
     labels: Labels
-    inverse_scale: Tensor  # what the gradients were multiplied by, 0-d float32
+    inverse_scale: Tensor  # the factor that the gradients were multiplied by, 0-d float32
     streams: Streams = ()
 
     @classmethod
@@ -179,7 +179,7 @@ class Unscaled(NamedTuple):
         parameters: list[Tensor],
         extra_groups: ExtraGroups | None,
     ) -> Unscaled:
-        """Multiplies the gradients, one at least, in place. No host sync. Raises as `clip_grad_norm_`, beforehand."""
+        """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
         name_of, first = labels.of, gradients[0]
         inverse_scale = moved(inverse_scale, first.device)
         direct = direct_for(first, name_of, None) if extra_groups is None else None
@@ -196,12 +196,12 @@ class Unscaled(NamedTuple):
         return cls(rows, labels, inverse_scale, streams_of([inverse_scale, *rows.tables]))
 
     def found_inf(self) -> dict[torch.device, Tensor]:
-        """Whether something is not finite, for each device: 0-d float32, 1 or 0."""
+        """Whether something is not finite, per device: 0-d float32, 1 or 0."""
         tables = self.rows.tables if self.rows.total is None else [self.rows.total]
         return {table.device: norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
-        """Clips the gradients, unless one is not finite. Their norm before, 0-d, of their promoted dtype."""
+        """Clips the gradients, unless one is not finite. Returns their norm before, 0-d, in their promoted dtype."""
         name_of = self.labels.of
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
@@ -220,7 +220,7 @@ class Unscaled(NamedTuple):
             return total.to(norms.norm_dtype(gradients))
 
     def report(self) -> PendingReport:
-        """The report, on its way from now on."""
+        """The pending report; starts the copy to the host."""
         labels = self.labels
 
         def make(rows: HostRows, inverse_scale: Any) -> Report:
@@ -234,7 +234,7 @@ class Unscaled(NamedTuple):
 
 
 def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:
-    """Raises ValueError for a float16 gradient, by name, as torch's ``unscale_`` does."""
+    """Raises ValueError, by name, for a float16 gradient, as torch's ``unscale_`` does."""
     for i, gradient in enumerate(gradients):
         if gradient.dtype is torch.float16:
             raise ValueError(

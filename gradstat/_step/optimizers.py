@@ -1,7 +1,7 @@
-"""What torch's optimizers do with a verdict from the device, and the traps in it.
+"""How torch's optimizers act on a verdict from the device, and the pitfalls.
 
-The fused ones divide gradients by ``optimizer.grad_scale`` and do nothing at all if ``optimizer.found_inf`` is
-1, both of them 0-d float32 tensors on the device: the interface that torch's own loss scaling uses.
+The fused ones divide gradients by ``optimizer.grad_scale``, and do nothing at all if ``optimizer.found_inf`` is 1. Both
+are 0-d float32 tensors on the device. torch's own loss scaling uses the same interface.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 def original_step(kind: Any) -> Any:
-    # torch wraps `step` of every class to call its hooks. A subclass with a step of its own has another one.
+    # torch wraps each class's `step` to call hooks. A subclass with a step of its own has a different original.
     return inspect.unwrap(kind.step)
 
 
 def require_optimizer(optimizer: object, expected: str) -> None:
-    """Raises TypeError, which begins with what was ``expected``, unless it is an optimizer of torch's."""
+    """Raises TypeError, with a message that begins with ``expected``, unless it is a torch optimizer."""
     if not isinstance(optimizer, Optimizer):
         refuse_engine(optimizer)
         inner = getattr(optimizer, "optimizer", None)
@@ -41,13 +41,13 @@ _SGD_STEP = original_step(SGD)
 
 
 class Traits(NamedTuple):
-    """What is known about the ``step`` of a class of optimizers."""
+    """Properties of the ``step`` of a class of optimizers."""
 
     has_fused_step: bool
-    accepts_scaler: bool  # itself, the older of torch's two interfaces
+    accepts_scaler: bool  # as an argument of step, the older of torch's two interfaces
     needs_closure: bool
-    # May evaluate its closure more than once, or not before all else. True for LBFGS, and for optimizers that
-    # are not torch's, about which nothing is known.
+    # May evaluate its closure more than once, or not first of all. True for LBFGS, and for optimizers from
+    # outside torch, about which nothing is known.
     repeats_closure: bool
 
 
@@ -61,7 +61,7 @@ def traits_of_kind(kind: Any) -> Traits:
 
 
 def traits_of(optimizer: Optimizer) -> Traits:
-    """What is known about its class, asked of each once."""
+    """The traits of the optimizer's class, determined once per class."""
     kind: Any = type(optimizer)
     return traits_of_kind(kind)
 
@@ -70,20 +70,20 @@ def obeys_verdict(optimizer: Optimizer) -> bool:
     """Whether ``step`` honours ``grad_scale`` and ``found_inf``. Others raise, or silently ignore them."""
     traits = traits_of(optimizer)
     if traits.has_fused_step:
-        # Not the flag below: it is set for the defaults, while any group may say otherwise, and is lost by pickling.
+        # Not the flag below, which reflects the defaults, while a group may differ, and which pickling loses.
         return all(group.get("fused") for group in optimizer.param_groups)
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not traits.accepts_scaler
 
 
 @contextlib.contextmanager
 def told(optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> Iterator[None]:
-    """The optimizer with its attributes set, which are gone afterwards whatever happens."""
+    """Sets the optimizer's two attributes, and removes them afterwards whatever happens."""
     try:
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         yield
     finally:
-        # An interrupt (Ctrl-C) may come behind any call.
+        # An interrupt (Ctrl-C) may arrive after any call.
         try:
             optimizer.__dict__.pop("found_inf", None)
         finally:
@@ -91,7 +91,7 @@ def told(optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | No
 
 
 def refuse_foreign_verdict(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if the attributes are in use: somebody else's scale would be lost, or applied twice."""
+    """Raises RuntimeError if the attributes are in use: another scale would be lost, or applied twice."""
     for name in _ATTRIBUTES:
         if getattr(optimizer, name, None) is not None:
             raise RuntimeError(
@@ -103,8 +103,8 @@ def refuse_foreign_verdict(optimizer: Optimizer) -> None:
 def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
     """Whether skipping the coming step of a fused SGD would leave uninitialised memory in its momentum.
 
-    It allocates its buffers without filling them, as its first step will (``torch/optim/sgd.py``, ``_fused_sgd``). If
-    the device skips that step nobody does. Without dampening zeros serve as well, and are put there.
+    Its first step allocates the buffers without filling them (``torch/optim/sgd.py``, ``_fused_sgd``); if the device
+    skips that step, they stay unfilled. Without dampening, zeros are equivalent, and are stored here beforehand.
     """
     if original_step(type(optimizer)) is not _SGD_STEP:
         return False
@@ -112,7 +112,7 @@ def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         having = (parameter for parameter in group["params"] if parameter.grad is not None)
         first = next(having, None)
-        # torch has buffers for all of a group or for none, so a group is asked by its first.
+        # torch has buffers for all parameters of a group or for none, so checking the first one is enough.
         if not group["momentum"] or first is None or _momentum_of(optimizer, first) is not None:
             continue
         if group["dampening"]:
@@ -125,6 +125,6 @@ def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
 
 
 def _momentum_of(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
-    # A defaultdict: [] would add an entry.
+    # Not [], since the state is a defaultdict, to which that would add an entry.
     buffer: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
     return buffer

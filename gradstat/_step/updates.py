@@ -1,7 +1,7 @@
-"""The update that one of torch's optimizers is about to make: its operands, its coefficients, and sums over both.
+"""The update that a torch optimizer is about to make: its operands, its coefficients, and the sums over both.
 
-The specification are the ``_single_tensor_*`` functions of ``torch/optim`` (2.13). What a step does to one element says
-csrc/update.h; what it depends on besides, the number of steps above all, becomes coefficients here.
+The specification is the ``_single_tensor_*`` functions of ``torch/optim`` (2.13). csrc/update.h defines a step's effect
+on one element; everything else that it depends on, above all the step count, becomes coefficients here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _GRADIENT, _MOMENTUM, _ADAM, _AMSGRAD, _ADAMAX = range(len(_fields.UPDATE_RULES)
 _LR = _fields.UPDATE_COEFFICIENTS.index("lr")
 _UPDATE, _SCALED = map(_fields.UPDATE_SUMS.index, ("update", "scaled_gradient"))
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# What states count, and how that begins.
+# Counts kept in the state, with their initial values.
 _COUNTED = {"step": 0.0, "mu_product": 1.0}
-# Coefficients that a rule does not mention; 0 otherwise.
+# Defaults for coefficients that a rule does not set; all others default to 0.
 _ELSE = {"root_scale": 1.0, "is_adaptive": 1.0}
 
 
 def _corrected(by: Numbers, step: Tensor) -> dict[str, Tensor]:
-    """Adam's corrections of both moments' bias."""
+    """Adam's bias corrections of both moments."""
     return {"from_momentum": 1 / (1 - by["beta1"] ** step), "root_scale": (1 - by["beta2"] ** step).rsqrt()}
 
 
@@ -53,7 +53,7 @@ def _radam(by: Numbers, step: Tensor) -> dict[str, Tensor]:
     rectified = ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)).sqrt()
     is_adaptive = length > 5.0
     corrected["from_momentum"] = corrected["from_momentum"] * torch.where(is_adaptive, rectified, 1.0)
-    # Here the second moment is corrected together with eps.
+    # RAdam adds eps before the bias correction of the second moment, so eps is scaled as well.
     return corrected | {"eps": by["eps"] * corrected["root_scale"], "is_adaptive": is_adaptive}
 
 
@@ -62,7 +62,7 @@ def _adamax(by: Numbers, step: Tensor) -> dict[str, Tensor]:
 
 
 def _sgd(by: Numbers, _: Tensor) -> dict[str, Tensor]:
-    # Without momentum, or a buffer yet, what it moves to is the gradient.
+    # Without momentum, or without a buffer yet, the new momentum is the gradient.
     return {
         "momentum_decay": by["momentum"],
         "momentum_gain": 1 - by["has_momentum"] * by["dampening"],
@@ -72,12 +72,12 @@ def _sgd(by: Numbers, _: Tensor) -> dict[str, Tensor]:
 
 
 class _Kind(NamedTuple):
-    """What is known about a class of optimizers."""
+    """Properties of a class of optimizers."""
 
     name: str
-    states: tuple[str, ...]  # its operands besides gradient and weight
-    settings: tuple[str, ...]  # of a group, as far as they are numbers
-    coefficients: Callable[[Numbers, Tensor], dict[str, Tensor]]  # by settings and the number of the coming step
+    states: tuple[str, ...]  # names of its operands besides gradient and weight
+    settings: tuple[str, ...]  # names of a group's numeric options
+    coefficients: Callable[[Numbers, Tensor], dict[str, Tensor]]  # from the options and the number of the coming step
     rule: int = _ADAM
 
 
@@ -92,7 +92,7 @@ assert original_step(AdamW) is original_step(Adam)
 
 
 def is_known(optimizer: object) -> bool:
-    """Whether `update_sums` knows what the optimizer does."""
+    """Whether `update_sums` supports the optimizer."""
     return isinstance(optimizer, Optimizer) and original_step(type(optimizer)) in _KINDS
 
 
@@ -117,16 +117,16 @@ class _Batch(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """Sums over what an optimizer is about to do. Keeps none of its tensors alive."""
+    """Sums over an optimizer's upcoming update. Keeps none of its tensors alive."""
 
     positions: list[int]  # of the parameters with a gradient, among all of the optimizer's
-    sizes: list[int]  # how many values each of them has; a complex element is two
-    sums: Tensor  # [len(positions), len(UPDATE_SUMS)] float64 on the first one's device, the learning rate included
+    sizes: list[int]  # the number of values of each; a complex element counts as two
+    sums: Tensor  # [len(positions), len(UPDATE_SUMS)] float64 on the first one's device, learning rate included
 
 
 @torch.no_grad()
 def update_sums(optimizer: Optimizer, name_of: NameOf, backend: str | None, loss_scale: Tensor | None) -> Updates:
-    """Reads gradients, weights and states once, one launch for each device. No host sync. Errors as `update_stats`."""
+    """Reads gradients, weights and states once, one launch per device. No host sync. Errors as in `update_stats`."""
     kind = kind_of(optimizer)
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     positions = [position for position, parameter in enumerate(every) if parameter.grad is not None]
@@ -134,14 +134,14 @@ def update_sums(optimizer: Optimizer, name_of: NameOf, backend: str | None, loss
     try:
         sums = _local_sums(kind, optimizer, name_of, backend, loss_scale)
     except Exception:
-        _over_shards(parameters, None)  # the other ranks wait for this one, and learn that nothing is known
+        _over_shards(parameters, None)  # the other ranks wait for this one, and get NaN
         raise
     sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
     return Updates(positions, sizes, _over_shards(parameters, sums))
 
 
 def _over_shards(parameters: list[Tensor], sums: Tensor | None) -> Tensor:
-    """Rows of the whole parameters, from those of this rank's shards; NaN on all ranks if one of them has none."""
+    """Rows of the whole parameters, from the rows of this rank's shards; NaN on all ranks if one rank failed."""
     if sums is None:
         home = shard_of(parameters[0]).device if parameters else "cpu"
         sums = torch.full((len(parameters), len(_fields.UPDATE_SUMS)), torch.nan, dtype=torch.float64, device=home)
@@ -189,14 +189,14 @@ def _batches_of(kind: _Kind, optimizer: Optimizer, name_of: NameOf) -> list[_Bat
             if gradient is None:
                 continue
             _refuse_gradient(parameter, gradient, name_of, position)
-            state = optimizer.state.get(parameter) or {}  # a defaultdict: [] would add an entry
+            state = optimizer.state.get(parameter) or {}  # not [], which would add an entry to the defaultdict
             rule = _AMSGRAD if is_amsgrad else kind.rule
             keys = (*kind.states, "max_exp_avg_sq") if is_amsgrad else kind.states
             if rule == _MOMENTUM and not (group["momentum"] and state.get("momentum_buffer") is not None):
                 rule, keys = _GRADIENT, ()
             states = [_state_of(parameter, state, key, name_of, position) for key in keys] if state else []
             operands = _alike([gradient, parameter, *states], name_of, position)
-            if not state:  # a step would make it of zeros
+            if not state:  # the step would create zeros
                 operands += [_zeros_like(operands[0], zeros, optimizer)] * len(keys)
             batch = batches.setdefault((number, rule, operands[0].device), _Batch(group, rule, [], [], []))
             batch.positions.append(position)
@@ -229,7 +229,7 @@ def _state_of(parameter: Tensor, state: Mapping[str, Any], key: str, name_of: Na
 
 
 def _alike(tensors: list[Tensor], name_of: NameOf, i: int) -> list[Tensor]:
-    """The same elements as plain real tensors with one order of them in memory."""
+    """The tensors as plain real tensors that all have the same memory order."""
     if all(type(tensor) in PLAIN_TYPES and tensor.is_contiguous() and not tensor.is_complex() for tensor in tensors):
         return tensors
     plain = readable(tensors, lambda _: name_of(i))
@@ -238,7 +238,7 @@ def _alike(tensors: list[Tensor], name_of: NameOf, i: int) -> list[Tensor]:
 
 
 def _zeros_like(tensor: Tensor, zeros: dict[tuple[Any, ...], Tensor], optimizer: Optimizer) -> Tensor:
-    """Zeros in the order of ``tensor``, in memory that all of them share."""
+    """Zeros with the shape and strides of ``tensor``, in memory that all such tensors share."""
     key = (tensor.device, tensor.dtype)
     if key not in zeros:
         most = max(
@@ -249,7 +249,7 @@ def _zeros_like(tensor: Tensor, zeros: dict[tuple[Any, ...], Tensor], optimizer:
 
 
 def _coefficients_of(kind: _Kind, batch: _Batch) -> Tensor:
-    """``[n, len(UPDATE_COEFFICIENTS)]`` float64, on the CPU unless something they are made of is not."""
+    """``[n, len(UPDATE_COEFFICIENTS)]`` float64, on the CPU unless one of the inputs is on a device."""
     group = batch.group
     settings = {name: group[name] for name in ("lr", "weight_decay", *kind.settings)}
     settings["beta1"], settings["beta2"] = group.get("betas", (0.0, 0.0))
@@ -277,7 +277,7 @@ def _coefficients_of(kind: _Kind, batch: _Batch) -> Tensor:
 
 
 def _vector(numbers: list[Any]) -> Tensor:
-    """Numbers and tensors of one number as one float64 tensor: on a device if some are there, without waiting."""
+    """Numbers and one-element tensors as one float64 tensor: on a device if any of them is there, without waiting."""
     there = [number for number in numbers if isinstance(number, Tensor) and number.device.type != "cpu"]
     if not there:
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64, device="cpu")

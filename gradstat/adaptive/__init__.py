@@ -1,4 +1,4 @@
-"""Clips that choose their limit themselves, on the device: by the norms seen so far, or by the weights."""
+"""Clips that choose their own limit, on the device, from previous norms or from the weights."""
 
 from gradstat.adaptive._base import AdaptiveClip, NormClip, TensorClip
 from gradstat.adaptive.norm_clips import AutoClip, FixedClip, LastNormClip, ZClip

@@ -1,4 +1,4 @@
-"""What adaptive clips have in common: stand-alone use, state that stays on the device, and the summary."""
+"""Base classes of adaptive clips: stand-alone use, state that stays on the device, and the summary."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ DEFAULT_WINDOW = 1000
 
 
 class Step(NamedTuple):
-    """What a rule in plain torch decides by."""
+    """The inputs of a rule in plain torch."""
 
-    state: State  # with the norm in it
+    state: State  # already includes this step's norm
     norm: Tensor  # of all gradients, 0-d float64
-    norms: Tensor  # of what gets a coefficient each, float64
-    weights: Tensor | None  # of units, their norms
+    norms: Tensor  # float64, one for each coefficient to decide
+    weights: Tensor | None  # for units, the norms of their weights
     kept: Tensor  # 0-d bool: whether the norm was recorded
-    counts: Tensor  # bool, as ``norms``: finite ones of a step that is one
+    counts: Tensor  # bool, as ``norms``: whether each is finite, and the step is not skipped
 
 
 class AdaptiveClip(ABC):
-    """A clip that decides by what it has seen of earlier steps, or of the weights, on the device.
+    """A clip that decides on the device, from earlier steps or from the weights.
 
-    In place of ``clip_grad_norm_``::
+    Used in place of ``clip_grad_norm_``::
 
         clip = gradstat.ZClip()
         ...
         norm = clip.clip_(model.parameters())
 
-    Its state is one float64 tensor, made on the gradients' device at first use and from then on only changed
-    in place there: no step waits for the device, and a step can be captured into a CUDA graph once one has run
-    outside of it. A norm that is NaN or Inf changes nothing, neither gradients nor what is remembered. Use one
-    clip for one list of parameters. An option that is out of range raises ValueError.
+    Its state is one float64 tensor, made on the gradients' device at first use and then changed in place: no step waits
+    for the device, and a step can be captured into a CUDA graph once one has run outside of it. A norm that is NaN or
+    Inf changes neither gradients nor state, apart from being counted. Use one clip for one list of parameters. An
+    option that is out of range raises ValueError.
     """
 
     _decides_on: str
-    # For the summary: what to do about a clip that clips more than half of the time, or never.
+    # For the summary: advice about a clip that clips more than half of the time, or never.
     _if_often: str
     _if_never: str
-    _rule: int  # of ClipRule in csrc/decide.h
-    _numbers: tuple[float, ...]  # the options that the rule takes there
+    _rule: int  # value of ClipRule in csrc/decide.h
+    _numbers: tuple[float, ...]  # the options of that rule
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
@@ -73,11 +73,11 @@ class AdaptiveClip(ABC):
     def clip_(self, parameters: Tensor | Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         """Clips the gradients of ``parameters`` in place by this clip's rule. No host sync.
 
-        ``parameters``, ``backend``, what is returned, and errors, before anything is changed, are as of
-        `clip_grad_norm_`. Besides:
+        ``parameters``, ``backend``, the returned value, and the errors, raised before anything is changed, are as in
+        `clip_grad_norm_`. Additionally:
 
         Raises:
-            ValueError: The list is not the one this clip has a state for.
+            ValueError: The clip has a state for another list.
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
         """
         listed, found = gradients_to_clip(parameters)
@@ -88,32 +88,32 @@ class AdaptiveClip(ABC):
             listed = [listed[i] for i in positions]
         with torch.no_grad():
             norm = self._clip_(listed, gradients, found.name_of, backend)
-        # As torch's in-place operation would: graphs that saved a gradient notice that it was changed.
+        # As an in-place operation does: graphs that saved a gradient detect that it was changed.
         torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
 
     @abstractmethod
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        """Clips ``gradients``, which are those of ``parameters``; their total norm before, 0-d float64."""
+        """Clips ``gradients``, which belong to ``parameters``; returns their total norm before, 0-d float64."""
 
     @abstractmethod
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The rule in plain torch: a coefficient for each of ``step.norms``, and which of them it decided about.
+        """The rule in plain torch: a coefficient for each of ``step.norms``, and which of them count as decided.
 
-        Remembers in place what `_own_named` names. The rule is written in csrc/decide.h as well.
+        Updates the tensors of `_own_named` in place. csrc/decide.h implements the same rule.
         """
 
     def _own_start(self, count: int) -> tuple[int, float]:
-        """How many numbers the rule itself remembers of ``count`` tensors, and what each is before the first step."""
+        """How many numbers the rule itself keeps for ``count`` tensors, and their initial value."""
         return 0, 0.0
 
     def _own_named(self, own: Tensor) -> State:
-        """Views of them by name."""
+        """Views of the rule's own numbers, by name."""
         return {}
 
     @property
     def _state(self) -> State:
-        """Views of what is remembered, by name."""
+        """Views of the whole state, by name."""
         memory = self._memory
         if memory is None:
             memory = _history.extended(None, self._window, self._own_start(0), torch.device("cpu"))
@@ -125,11 +125,11 @@ class AdaptiveClip(ABC):
         return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in self._state.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, of `state_dict`, with own options; ValueError if of another rule or window.
+        """Continues from ``state``, made by `state_dict`, keeping its options; ValueError for another rule or window.
 
-        The tensors may be on any device; at the next step they are moved to the gradients'. A state of that size which
-        this clip has already is copied into, so that captured graphs see the values. No host sync, unless values have
-        to move from a GPU to the CPU.
+        The tensors may be on any device; at the next step they are moved to the gradients'. An existing state of that
+        size is overwritten in place, so that captured graphs see the values. No host sync, unless values have to move
+        from a GPU to the CPU.
         """
         own = type(self).__name__
         if state["rule"] != own:
@@ -147,7 +147,7 @@ class AdaptiveClip(ABC):
             self._memory = memory
 
     def summary(self) -> ClipSummary:
-        """What this clip has done so far, in numbers and in words. One host sync."""
+        """A summary of this clip so far, in numbers and in words. One host sync."""
         return summarize(repr(self), self._decides_on, self._state, self._if_often, self._if_never)
 
     def __repr__(self) -> str:
@@ -161,11 +161,11 @@ class AdaptiveClip(ABC):
         factor: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Decides about a step and remembers it: coefficients and then the norm, 1-d float64. No host sync.
+        """Decides about a step and updates the state: coefficients, then the norm, 1-d float64. No host sync.
 
-        ``measured`` is the norm, 0-d float64, or a table of the gradients, for units with ``weights``, that of theirs.
-        Norms, and coefficients, are multiplied by ``factor``, 0-d float32. If ``skip``, 0-d float32, is not zero, the
-        coefficients are 1 and nothing is remembered but a norm that is not finite.
+        ``measured`` is the norm, 0-d float64, or the table of the gradients; for units, with ``weights``, the table of
+        their weights. Norms and coefficients are multiplied by ``factor``, 0-d float32. If ``skip``, 0-d float32, is
+        not zero, the coefficients are 1 and the state does not change, except to count a norm that is not finite.
         """
         memory, device = self._memory, measured.device
         own = self._own_start(len(measured) if measured.dim() else 0)
@@ -191,19 +191,19 @@ class AdaptiveClip(ABC):
 
 
 class NormClip(AdaptiveClip):
-    """A clip that decides one coefficient for all gradients, from their total norm."""
+    """A clip that decides a single coefficient for all gradients, from their total norm."""
 
     _decides_on = "step"
 
     @torch.no_grad()
     def coefficient(self, norm: Tensor, *, keep: Tensor | None = None) -> Tensor:
-        """What to multiply the gradients of a step by, 0-d float64 from 0 to 1; remembers the step. No host sync.
+        """The coefficient for the gradients of a step, 0-d float64 from 0 to 1; updates the state. No host sync.
 
         Args:
-            norm: Total L2 norm of the gradients as the optimizer is to see them, without a loss scale: 0-d float64,
-                on the device where the state is to be. For NaN or Inf the coefficient is 1, and nothing but the
-                number of such norms is remembered: such a step is for the caller to leave out.
-            keep: 0-d bool on that device. Where False the step is treated likewise. None keeps every step.
+            norm: Total L2 norm of the gradients that the optimizer will see, without a loss scale: 0-d float64, on the
+                device where the state is to be. For NaN or Inf the coefficient is 1, and the state only counts such
+                norms: skipping the step is up to the caller.
+            keep: 0-d bool on that device. Where False the step is handled in the same way. None keeps every step.
         """
         skip = None if keep is None else (~keep).to(torch.float32)
         return self._decide(resolve(None, norm.device.type), norm, skip=skip)[0]
@@ -218,7 +218,7 @@ class NormClip(AdaptiveClip):
 
 
 class TensorClip(AdaptiveClip):
-    """A clip that decides a coefficient for each tensor, or for each unit of it."""
+    """A clip that decides one coefficient for each tensor, or for each unit."""
 
     @abstractmethod
     def scale_(
@@ -231,23 +231,23 @@ class TensorClip(AdaptiveClip):
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Decides the coefficients of a step, scales ``gradients`` in place, and remembers the step. No host sync.
+        """Decides the coefficients of a step, scales ``gradients`` in place, and updates the state. No host sync.
 
-        None of them is distributed. ``parameters`` are theirs in the same order, ``rows`` gives their table, on the
-        first one's device, ``kernels`` are those for their type of device, and ``name_of`` is what errors, those of
-        `AdaptiveClip.clip_`, call the i-th. ``inverse_scale`` is the reciprocal, 0-d float32, of the loss scale that
-        they still carry, by which they are multiplied, too. If ``skip``, 0-d float32, is not zero nothing is clipped or
-        remembered. Returned is the norm before, without the loss scale: 0-d float64.
+        No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
+        on the first one's device. ``kernels`` are for their device type. ``name_of`` names the i-th gradient in errors,
+        which are as in `AdaptiveClip.clip_`. ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that
+        they still carry; they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped
+        and the state does not change. Returns the norm before, without the loss scale: 0-d float64.
         """
 
     def _alone(self) -> Self:
-        """A copy for one tensor, with a row of ``_spread`` as memory. ValueError if the rule looks at others."""
+        """A copy for a single tensor, with a row of ``_spread`` as state. ValueError if the rule needs the others."""
         clip = copy.copy(self)
         clip._window = 1
         return clip
 
     def _spread(self, count: int, device: torch.device) -> Tensor:
-        """What clips that are ``_alone`` with one of ``count`` tensors each begin a step with, a row for each."""
+        """The initial states, a row each, of ``_alone`` clips for each of ``count`` tensors."""
         rows = _history.extended(None, 1, self._own_start(1), device).repeat(count, 1)
         if self._memory is not None and self._own_start(1)[0]:
             own = _history.views(self._memory, self._window)[1]
@@ -261,7 +261,7 @@ class TensorClip(AdaptiveClip):
         return rows
 
     def _gather_(self, rows: Tensor, norm: Tensor) -> None:
-        """Remembers a step that clips which are ``_alone`` have decided; ``norm`` is that of all, 0-d float64."""
+        """Records a step that ``_alone`` clips decided, with states ``rows``; ``norm`` is the total, 0-d float64."""
         own = self._own_start(len(rows))
         memory, device = self._memory, rows.device
         if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
@@ -283,7 +283,7 @@ class TensorClip(AdaptiveClip):
 def _measured(
     gradients: list[Tensor], name_of: NameOf, backend: str | None, step: norms.StepRequest | None = None
 ) -> Measurement:
-    """What `measure` gives for gradients that are to be clipped; what cannot be raises, before anything changes."""
+    """`measure` for gradients that are to be clipped; raises before anything changes if one cannot be."""
 
     def prepare() -> None:
         refuse_distributed(gradients, name_of)
@@ -293,12 +293,12 @@ def _measured(
 
 
 def limited(norm: Tensor, limit: Tensor | float) -> Tensor:
-    """What brings ``norm`` down to ``limit``: their ratio, or 1 if it is not above; NaN limits nothing."""
+    """The coefficient that reduces ``norm`` to ``limit``, or 1 if it is not above or either is NaN."""
     return torch.where(norm > limit, limit / norm, 1.0)
 
 
 def number(name: str, value: float, low: float, high: float = math.inf) -> float:
-    """The option ``name`` as a float from ``low`` to ``high``, both included, or a ValueError."""
+    """The option ``name`` as a float; ValueError unless it is from ``low`` to ``high``, both included."""
     value = float(value)
     if not low <= value <= high:
         raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
@@ -306,7 +306,7 @@ def number(name: str, value: float, low: float, high: float = math.inf) -> float
 
 
 def whole_number(name: str, value: int, low: int) -> int:
-    """The option ``name`` as an int of at least ``low``, or a ValueError; TypeError if it is not an integer."""
+    """The option ``name`` as an int; ValueError if it is below ``low``, TypeError if it is not an integer."""
     value = operator.index(value)
     if value < low:
         raise ValueError(f"{name} is {value}; expected a whole number from {low}")

@@ -1,4 +1,4 @@
-"""What a clip remembers of its steps: numbers in one float64 tensor, on the gradients' device, that are never read."""
+"""The state of a clip: numbers in one float64 tensor, on the gradients' device, that the host does not read."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
-# Of "totals": norms recorded, norms not finite, coefficients decided, those below 1, and their sum.
+# Indices into "totals": norms recorded, non-finite norms, coefficients decided, those below 1, and the sum of these.
 RECORDED, NONFINITE, DECIDED, CLIPPED, REMAINING = range(5)
 
 _TOTALS = 5
 
 
 def size(window: int, own: tuple[int, float]) -> int:
-    """How many numbers are remembered."""
+    """The length of the state tensor."""
     return _TOTALS + 1 + window + own[0]
 
 
 def extended(memory: Tensor | None, window: int, own: tuple[int, float], device: torch.device) -> Tensor:
-    """``memory``, or that of no steps, on ``device``, laid out as csrc/decide.h has it.
+    """``memory`` on ``device``, or an initial state, with the layout of csrc/decide.h.
 
-    Behind the history are numbers of the rule itself, ``own``: how many, and what they begin with.
+    The history is followed by ``own[0]`` numbers of the rule itself, with initial value ``own[1]``.
     """
     if memory is None:
         start = [*[0.0] * _TOTALS, 1.0, *[math.nan] * window]
@@ -33,20 +33,20 @@ def extended(memory: Tensor | None, window: int, own: tuple[int, float], device:
 
 
 def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
-    """The tensors of the history, and the rule's own numbers."""
+    """Views of the history's tensors by name, and of the rule's own numbers."""
     totals, smallest, norms, own = memory.split((_TOTALS, 1, window, len(memory) - window - _TOTALS - 1))
-    # The last norms in a ring, NaN where there is none yet; the smallest coefficient.
+    # "norms" is a ring of the last norms, NaN where there is none yet; "smallest" is the smallest coefficient.
     return {"norms": norms, "totals": totals, "smallest": smallest[0]}, own
 
 
 def joined(state: State) -> Tensor:
-    """New memory of such tensors by name, those of the rule last."""
+    """A new state tensor from such views by name, with the rule's own last."""
     first = ("totals", "smallest", "norms")
     return torch.cat([state[name].view(-1) for name in (*first, *(name for name in state if name not in first))])
 
 
 def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:
-    """Records the 0-d float64 ``norm`` where the 0-d bool ``kept`` is True; one that is not finite is counted."""
+    """Records the 0-d float64 ``norm`` where the 0-d bool ``kept`` is True; counts one that is not finite."""
     norms, totals = state["norms"], state["totals"]
     position = (totals[RECORDED] % len(norms)).long().view(1)
     norms.scatter_(0, position, torch.where(kept, norm, norms.gather(0, position)))
@@ -54,7 +54,7 @@ def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:
 
 
 def add_coefficients_(state: State, coefficients: Tensor, kept: Tensor) -> None:
-    """Counts the coefficients, 0-d or 1-d float64, of those decisions that ``kept`` keeps; the others are 1."""
+    """Counts the coefficients, 0-d or 1-d float64, of the decisions where ``kept`` is True; the others must be 1."""
     clipped = coefficients < 1
     counted = torch.stack((kept, clipped, torch.where(clipped, coefficients, 0.0)))
     state["totals"][DECIDED:] += counted.view(3, -1).sum(1)
@@ -62,6 +62,6 @@ def add_coefficients_(state: State, coefficients: Tensor, kept: Tensor) -> None:
 
 
 def add_totals_(state: State, memories: Tensor) -> None:
-    """Adds what other memories, a row each, have counted of coefficients."""
+    """Adds the coefficient counts of other states, one per row."""
     state["totals"][DECIDED:] += memories[:, DECIDED:_TOTALS].sum(0)
     state["smallest"].copy_(torch.minimum(state["smallest"], memories[:, _TOTALS].amin()))

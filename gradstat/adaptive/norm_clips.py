@@ -1,4 +1,4 @@
-"""Clips by the total norm: a fixed limit, a percentile of the norms seen, a z-score among them."""
+"""Clips by the total norm: a fixed limit, a percentile of previous norms, a z-score among them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Target = Literal["reciprocal", "threshold", "mean"]
 
 
 class FixedClip(NormClip):
-    """torch's clip to a norm of at most ``max_norm``, which remembers what it did.
+    """torch's clip to a norm of at most ``max_norm``, with a summary of what it clipped.
 
     The coefficient is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch/nn/utils/clip_grad.py``. Unlike
-    `clip_grad_norm_` it leaves gradients alone if their norm is NaN or Inf.
+    `clip_grad_norm_` it leaves gradients unchanged if their norm is NaN or Inf.
 
     Args:
-        max_norm: Upper limit of the total norm, from 0 to infinity, which only remembers.
-        window: How many norms are kept for the summary.
+        max_norm: Upper limit of the total norm, at least 0; infinity only records norms.
+        window: Number of norms kept for the summary.
     """
 
     _rule = 0
@@ -44,17 +44,17 @@ class FixedClip(NormClip):
 
 
 class AutoClip(NormClip):
-    """Clips the total norm to a percentile of the norms seen, that of the present step included.
+    """Clips the total norm to a percentile of the norms seen, including the current step's.
 
     P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, AutoClip: Adaptive Gradient Clipping for Source Separation
     Networks, MLSP 2020, arXiv 2007.14469: the limit is the p-th percentile of the history of norms, interpolated
-    linearly as by ``numpy.percentile``, and the coefficient ``min(1, limit / norm)``. The paper keeps all norms;
-    here the last ``window`` are kept, which is the same until so many steps were seen.
+    linearly as by ``numpy.percentile``, and the coefficient ``min(1, limit / norm)``. The paper keeps all norms; here
+    the last ``window`` are kept, which is equivalent for that many steps.
 
     Args:
-        percentile: From 0 to 100. The paper's 10 clips about nine steps in ten, and so fixes the length of most
-            steps; to remove only what stands out, use 90 or more.
-        window: How many norms are kept.
+        percentile: From 0 to 100. The paper's 10 clips about nine steps in ten, and so fixes the length of most steps;
+            to clip only outliers, use 90 or more.
+        window: Number of norms kept.
     """
 
     _rule = 1
@@ -70,16 +70,16 @@ class AutoClip(NormClip):
         super().__init__(window, percentile=percentile)
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
-        limit = torch.nanquantile(step.state["norms"], self._percentile / 100)  # NaN is a place without a norm
+        limit = torch.nanquantile(step.state["norms"], self._percentile / 100)  # unused places are NaN
         return limited(step.norm, limit), step.kept
 
 
 class ZClip(NormClip):
-    """Clips a total norm that stands out from the running mean by its z-score.
+    """Clips a total norm that is an outlier by its z-score, relative to running mean and deviation.
 
     A. Kumar, L. Owen, N. Roy Chowdhury, F. Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,
     arXiv 2504.02507, and the authors' code (github.com/bluorion-com/ZClip) where the paper leaves something open.
-    With mean m and standard deviation s of the norms so far, a norm g stands out if ``z = (g - m) / s`` exceeds
+    With mean m and standard deviation s of the norms so far, a norm g is an outlier if ``z = (g - m) / s`` exceeds
     ``z_threshold``. It is then clipped to
 
     ================  ====================================
@@ -90,18 +90,18 @@ class ZClip(NormClip):
     ``"mean"``        ``m``
     ================  ====================================
 
-    and the norm after clipping g' goes into the statistics: ``m' = alpha m + (1 - alpha) g'``, then
-    ``s'**2 = alpha s**2 + (1 - alpha) (g' - m')**2``. They begin as mean and (population) variance of the first
-    ``warmup`` norms, during which nothing stands out. The authors' code adds 1e-6 to s in z; this does not, so the
+    and the clipped norm g' updates the statistics: ``m' = alpha m + (1 - alpha) g'``, then
+    ``s'**2 = alpha s**2 + (1 - alpha) (g' - m')**2``. They start as mean and (population) variance of the first
+    ``warmup`` norms, none of which is an outlier. The authors' code adds 1e-6 to s in z; this does not, so that the
     rule does not depend on the scale of the gradients.
 
     Args:
-        z_threshold: The z-score above which a norm stands out, at least 0.
-        alpha: Share of the old statistics in the new ones, from 0 to 1.
-        warmup: How many norms the statistics begin with, at least 1.
-        to: What a norm that stands out is clipped to.
-        max_norm: Upper limit of the norm on every step, the first ones included; it does not enter the statistics.
-        window: How many norms are kept for the summary.
+        z_threshold: The z-score above which a norm is an outlier, at least 0.
+        alpha: Weight of the old statistics in the update, from 0 to 1.
+        warmup: Number of norms that the statistics start with, at least 1.
+        to: What an outlier is clipped to.
+        max_norm: Upper limit of the norm on every step, including warm-up; it does not affect the statistics.
+        window: Number of norms kept for the summary.
     """
 
     _rule = 2
@@ -147,9 +147,9 @@ class ZClip(NormClip):
             allowed = mean + ordinary if self._to == "threshold" else mean
         after = torch.where(stands_out, allowed, norm)
 
-        # One update for both phases: over the first norms the weight of each is its share of them, which gives
-        # their mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no
-        # finite norm makes them infinite.
+        # One update for both phases: during warm-up the weight of each norm is one over their number, which gives their
+        # mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no finite norm
+        # makes them overflow.
         weight = torch.where(warming_up, 1 / recorded, 1 - self._alpha)
         move = after - mean
         distance = move.abs() * torch.where(warming_up, (1 - weight).sqrt(), 1 - weight)
@@ -160,16 +160,16 @@ class ZClip(NormClip):
 
 
 class LastNormClip:
-    """Clips by the total norm of the step *before*, for `step_in_backward`: an approximation, and named as one.
+    """Clips by the total norm of the *previous* step, for `step_in_backward`: an approximation.
 
-    When the first gradients are stepped the norm of all of them is not known yet. What ``clip`` decides about the norm
-    of one backward pass therefore scales the gradients of the next. Norms that change slowly are clipped nearly as they
-    would be after backward. A spike is not: its own step passes, and the one behind it is clipped instead; against
-    spikes take `AdaGC`, `AGC`, or a limit for each tensor. The first step is not clipped. A norm that is not finite
-    leaves the coefficient as it was.
+    When the first gradients are stepped, the norm of all of them is not known yet. So the coefficient that ``clip``
+    decides from the norm of one backward pass scales the gradients of the next one. If norms change slowly, the result
+    is nearly the same as clipping after backward. A spike is different: its own step is not clipped, but the next one
+    is; against spikes use `AdaGC`, `AGC`, or a limit for each tensor. The first step is not clipped. A norm that is not
+    finite leaves the coefficient unchanged.
 
     Args:
-        clip: What decides, `FixedClip`, `AutoClip` or `ZClip`; or a number, which is ``FixedClip(number)``.
+        clip: The clip that decides: `FixedClip`, `AutoClip` or `ZClip`; or a number, which means ``FixedClip(number)``.
     """
 
     def __init__(self, clip: NormClip | float) -> None:
@@ -180,21 +180,21 @@ class LastNormClip:
 
     @property
     def coefficient(self) -> Tensor | None:
-        """What the next step's gradients are multiplied by, 0-d float64 on their device; None before the first."""
+        """The factor for the next step's gradients, 0-d float64 on their device; None before the first step."""
         return self._coefficient
 
     def _remember(self, norm: Tensor) -> None:
-        """Decides about the next step by the 0-d float64 ``norm`` of this one. No host sync."""
+        """Decides the next step's coefficient from the 0-d float64 ``norm`` of this one. No host sync."""
         decided, before = self.clip.coefficient(norm), self._coefficient
         before = torch.ones_like(decided) if before is None else before.to(decided.device)
         self._coefficient = torch.where(norm.isfinite(), decided, before)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``clip``, and ``"coefficient"``."""
+        """The state of ``clip``, and ``"coefficient"``."""
         return {"clip": self.clip.state_dict(), "coefficient": self._coefficient}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``; ValueError as of `gradstat.adaptive.AdaptiveClip`."""
+        """Continues from ``state``; ValueError as in `gradstat.adaptive.AdaptiveClip`."""
         self.clip.load_state_dict(state["clip"])
         self._coefficient = state["coefficient"]
 

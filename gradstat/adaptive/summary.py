@@ -1,4 +1,4 @@
-"""`ClipSummary`: what a clip did to a run, in numbers and in words."""
+"""`ClipSummary`: what a clip did during a run, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from gradstat.adaptive._history import State
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 
-# The suggested limit leaves nine recent steps in ten alone. That share is a convention of gradstat, not a result:
-# AutoClip (arXiv 2007.14469) is where choosing the limit as a percentile of the norms seen comes from, and its
-# authors' own choice, the 10th, clips nine steps in ten instead.
+# The suggested limit leaves nine recent steps in ten unclipped. That share is a convention of gradstat, not a result:
+# choosing the limit as a percentile of the norms seen comes from AutoClip (arXiv 2007.14469), whose authors choose the
+# 10th, which clips nine steps in ten instead.
 SUGGESTED_PERCENTILE = 90
 
-# With fewer finite steps there is nothing to advise on. A convention of gradstat.
+# Below this number of finite steps no advice is given. A convention of gradstat.
 ENOUGH_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ClipSummary:
-    """What a clip has done so far. Made by the ``summary`` of a clip; ``print`` it.
+    """What a clip has done so far. Returned by a clip's ``summary``; can be printed.
 
     Attributes:
-        clip: The clip, as it was made.
-        steps: Steps seen, less those that the caller kept out.
-        nonfinite: Steps among them whose total norm was NaN or Inf; it is not among the percentiles.
-        decides_on: What one coefficient is decided for: ``"step"``, ``"tensor"`` or ``"unit"``.
-        decided: How many coefficients were decided on all steps together.
-        clipped: How many of them were below 1.
+        clip: The clip's ``repr``.
+        steps: Steps seen, except those that the caller excluded.
+        nonfinite: Steps among them whose total norm was NaN or Inf; these norms are not in the percentiles.
+        decides_on: What a coefficient is decided for: ``"step"``, ``"tensor"`` or ``"unit"``.
+        decided: Number of coefficients decided, over all steps.
+        clipped: Number of these that were below 1.
         mean_coefficient: Mean of those below 1; NaN when there is none.
         smallest_coefficient: Smallest of them; NaN when there is none.
-        recent: How many norms the percentiles are of.
-        norm_percentiles: Total norms before clipping of recent steps, by percentile (5, 25, 50, 75, 95 and 99),
+        recent: Number of norms that the percentiles are computed from.
+        norm_percentiles: Total norms of recent steps before clipping, by percentile (5, 25, 50, 75, 95 and 99),
             with linear interpolation; NaN when there is none.
         suggested_max_norm: A limit for `FixedClip` or `clip_grad_norm_`: the 90th percentile of those norms.
-        suggestion: Why that one.
-        advice: What to change about this clip, in words; empty when there is nothing to say.
+        suggestion: The reason for that limit.
+        advice: What to change about this clip, in words; empty if nothing.
     """
 
     clip: str
@@ -59,7 +59,7 @@ class ClipSummary:
 
     @property
     def clipped_fraction(self) -> float:
-        """Share of the decided coefficients that were below 1; NaN before the first one."""
+        """Fraction of the decided coefficients that were below 1; NaN before the first one."""
         return self.clipped / self.decided if self.decided else math.nan
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class ClipSummary:
 
 
 def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never: str) -> ClipSummary:
-    """The summary of what ``state`` holds; one host sync."""
+    """The summary of ``state``; one host sync."""
     held = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
     norms, totals, smallest = np.split(held, [len(state["norms"]), len(held) - 1])
     recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.REMAINING])

@@ -1,4 +1,4 @@
-"""Clips tensor by tensor: by the running norm of each, or unit by unit by the norm of the weights."""
+"""Clips tensor by tensor, by the running norm of each, or unit by unit, by the norm of the weights."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class AdaGC(TensorClip):
     """Clips each tensor by the running mean of its own norm.
 
     G. Wang et al., AdaGC: Improving Training Stability for Large Language Model Pretraining, 2025, arXiv 2502.11034.
-    With norm n_i of tensor i and the running mean of its norms after clipping, c_i, the coefficient is
+    With n_i the norm of tensor i and c_i the running mean of its norms after clipping, the coefficient is
     ``h_i = min(1, relative * c_i / n_i)``, and then ``c_i' = beta c_i + (1 - beta) h_i n_i``. In the first ``warmup``
     steps all tensors are clipped together, by ``h = min(1, absolute / norm)`` of the total norm, and c_i becomes the
     smallest ``h n_i``.
 
-    Two things are added. The first norm of a tensor that had none during warm-up is not clipped and begins its mean.
-    A norm of exactly zero is no observation: the paper's minimum would keep such a tensor at zero for good, as in a
-    model with parameters that are idle or begin behind a zero.
+    Two details are added. If a tensor had no norm during warm-up, its first norm is not clipped and starts its mean. A
+    norm of exactly zero is ignored: with the paper's minimum it would hold such a tensor at zero forever, for example
+    parameters that are idle, or that start behind a zero-initialised weight.
 
-    The means are kept by position among the parameters that have a gradient. These must be the same ones on every
-    step; ``zero_grad(set_to_none=False)`` gives idle parameters a gradient of zeros.
+    The means are kept by position among the parameters that have a gradient. These must be the same on every step;
+    ``zero_grad(set_to_none=False)`` gives idle parameters a gradient of zeros.
 
     Args:
-        relative: Limit of a tensor's norm, in units of its running mean; at least 0.
-        beta: Share of the old mean in the new one, from 0 to 1.
-        warmup: Steps with a finite norm in which all tensors are clipped together.
+        relative: Limit of a tensor's norm, relative to its running mean; at least 0.
+        beta: Weight of the old mean in the update, from 0 to 1.
+        warmup: Number of steps with a finite norm in which all tensors are clipped together.
         absolute: Limit of the total norm in these steps.
-        window: How many total norms are kept for the summary.
+        window: Number of total norms kept for the summary.
     """
 
     _decides_on = "tensor"
@@ -84,7 +84,7 @@ class AdaGC(TensorClip):
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]
         warming_up = recorded - step.kept.to(torch.float64) < self._warmup
-        # While all are clipped together a norm says nothing unless all of them are finite.
+        # While all tensors are clipped together, a norm counts only if all of them are finite.
         counts = step.counts & (step.norms > 0) & (step.kept | ~warming_up)
         decided = torch.where(
             warming_up, limited(step.norm, self._absolute), limited(step.norms, self._relative * means)
@@ -124,26 +124,26 @@ class AdaGC(TensorClip):
         self._known = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is for copies of the parameters, which are other objects.
+        # A copy is used with copies of the parameters, which are different objects.
         return {**self.__dict__, "_known": None}
 
 
 class AGC(TensorClip):
-    """Clips each unit of a gradient by the norm of its weights; keeps no state but what the summary needs.
+    """Clips each unit of a gradient by the norm of its weights; keeps no state except for the summary.
 
     A. Brock, S. De, S. L. Smith, K. Simonyan, High-Performance Large-Scale Image Recognition Without Normalization,
     2021, arXiv 2102.06171: with gradient norm g_i and weight norm w_i of unit i the coefficient is
     ``min(1, clipping * max(w_i, eps) / g_i)``. A unit is a slice along dimension 0, the weights of one output of a
-    linear layer or a convolution; tensors of fewer than two dimensions are one unit. The paper clips all parameters
-    but those of the final linear layer: leave these out of what is passed.
+    linear layer or a convolution; a tensor of fewer than two dimensions is one unit. The paper clips all parameters
+    except those of the final linear layer: do not pass these.
 
-    Gradients that are not row-major (channels-last, strided views) are copied; sparse ones are refused.
+    Gradients that are not row-major (channels-last, strided views) are copied; sparse ones are rejected.
 
     Args:
-        clipping: Limit of the gradient norm of a unit, in units of its weight norm; at least 0. 0.01 is for large
-            batches; smaller ones take larger values.
-        eps: Least weight norm that counts, so that weights of zero can move.
-        window: How many total norms are kept for the summary.
+        clipping: Limit of a unit's gradient norm, relative to its weight norm; at least 0. 0.01 is for large batches;
+            smaller batches take larger values.
+        eps: Lower bound of the weight norm in the formula, so that zero weights can change.
+        window: Number of total norms kept for the summary.
     """
 
     _decides_on = "unit"
@@ -193,7 +193,7 @@ def _together(tables: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, name_of: NameOf) -> None:
-    """Multiplies each gradient by its coefficient, on whatever devices they are."""
+    """Multiplies each gradient by its coefficient, on any devices."""
     if kernels.direct is not None and kernels.direct.scale_each_(gradients, coefficients):
         return
     targets = check_writable(gradients, name_of)

@@ -1,6 +1,6 @@
-"""What only several ranks together can tell: who brought a NaN, and whether replicas still agree.
+"""Checks across ranks: which rank caused a NaN, whether replicas still agree, whether batches and clips are right.
 
-Not imported by ``import gradstat``, for it needs ``torch.distributed``; ``gradstat.distributed`` imports it when used.
+Not imported by ``import gradstat``, as it needs ``torch.distributed``; accessing ``gradstat.distributed`` imports it.
 """
 
 from gradstat._core.collectives import UnreachableRankError

@@ -1,15 +1,15 @@
-"""Checksums of the bits of tensors, on their devices: equal bits give equal checksums, others almost never.
+"""Checksums of the bits of tensors, on their devices: equal bits give equal checksums, different bits almost never.
 
-The bits are taken as words of 32 bits or fewer, each is multiplied by a 64-bit number that belongs to its place, and
-the products are added modulo 2**64. Two tensors whose words differ by d collide if ``sum(d[i] * weight[i])`` is zero
-there. No d is a multiple of 2**32, so for random weights the chance is at most 2**-33 whatever was changed: one bit,
-every sign, the order. That is why the words are not wider: two flipped sign bits of 64-bit words would cancel in every
-second case. (Multiply-shift, M. Dietzfelbinger et al., A Reliable Randomized Algorithm for the Closest-Pair Problem,
-J. Algorithms 25(1), 1997.) Rows of words give a sum each, whose halves are the words of the next level, with other
-weights, until one sum is left; each level adds a chance of the same size.
+The bits are read as words of at most 32 bits. Each word is multiplied by a 64-bit weight that belongs to its position,
+and the products are added modulo 2**64. Two tensors whose words differ by d collide if ``sum(d[i] * weight[i])`` is
+zero modulo 2**64. No d is a multiple of 2**32, so for random weights the probability is at most 2**-33 whatever was
+changed: one bit, every sign, the order. This is why the words are not wider: with 64-bit words, two flipped sign bits
+would cancel in half of the cases. (Multiply-shift, M. Dietzfelbinger et al., A Reliable Randomized Algorithm for the
+Closest-Pair Problem, J. Algorithms 25(1), 1997.) Each row of words gives a sum, whose halves are the words of the next
+level, with other weights, until one sum is left; each level adds a probability of the same size.
 
-``torch.hash_tensor`` would not do: it is the same for every order of the elements, converts to float64, which changes
-the payload of a NaN, and knows neither complex nor float8 numbers.
+``torch.hash_tensor`` is not suitable: it ignores the order of the elements, converts to float64, which changes the
+payload of a NaN, and does not support complex and float8 dtypes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch import Tensor
 from gradstat._core.tensors import by_device, moved
 
 _ROW = 4096
-# Products are 8 bytes for each word, so they go to scratch memory that stays in cache, a block of rows at a time.
+# Products take 8 bytes per word, so they are computed for a block of rows at a time, in scratch that stays in cache.
 _ROWS_AT_ONCE = {"cpu": 16}
 _ROWS_AT_ONCE_ELSEWHERE = 1024
-# Every level divides the number of words by 2048, so four of them are enough for 2**44.
+# Every level divides the number of words by 2048, so four levels are enough for 2**44 words.
 _LEVELS = 4
-_OF_TENSORS, _OF_LISTS = 0, _LEVELS  # where the weights of each begin
+_OF_TENSORS, _OF_LISTS = 0, _LEVELS  # index of the first weights for tensors and for lists of checksums
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The checksum of each tensor's bits in row-major order, whatever its strides: ``[n]`` int64 on ``device``.
 
-    No sync, but for sparse tensors on a GPU, and for numbers that have to move from a GPU to the CPU.
+    No sync, except for sparse tensors on a GPU, and for checksums that have to move from a GPU to the CPU.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device=device)
@@ -50,12 +50,12 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def combined(numbers: Tensor) -> Tensor:
-    """One checksum, 0-d int64, of ``[n]`` int64 ones, in their order."""
+    """One checksum, 0-d int64, of the checksums ``numbers``, ``[n]`` int64, and their order."""
     return _folded(numbers.view(torch.int32), _OF_LISTS)
 
 
 def of_text(text: str) -> int:
-    """A 64-bit checksum, signed, of a text: the same in every process, which Python's own hash is not."""
+    """A signed 64-bit checksum of a text, which unlike Python's own hash is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -67,11 +67,11 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits, in row-major order, as the widest integers of at most 32 bits that they can be divided into."""
+    """The bits, in row-major order, as the widest integers, at most 32 bits, that divide their size."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     size = flat.numel() * flat.element_size()
     word = torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.int8
-    # Words must not depend on where in memory a tensor begins, which may differ between ranks.
+    # The word size must not depend on the tensor's offset in its storage, which may differ between ranks.
     aligned = flat if flat.storage_offset() * flat.element_size() % word.itemsize == 0 else flat.clone()
     return aligned.view(word)
 
@@ -85,7 +85,7 @@ def _folded(words: Tensor, level: int) -> Tensor:
 
 
 def _sums_of_rows(words: Tensor, weights: Tensor) -> Tensor:
-    """``[max(1, ceil(n / row))]`` int64 from ``[n]`` words; the last row may be shorter, and is empty for none."""
+    """``[max(1, ceil(n / row))]`` int64 from ``[n]`` words; the last row may be shorter, or empty if there are none."""
     count = len(words) // _ROW
     at_once = _ROWS_AT_ONCE.get(words.device.type, _ROWS_AT_ONCE_ELSEWHERE)
     blocks = words[: count * _ROW].view(count, _ROW).split(at_once) if count else ()
@@ -99,6 +99,6 @@ def _sums_of_rows(words: Tensor, weights: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    # PCG64's raw numbers are the same in every version of numpy and on every machine.
+    # PCG64's raw output is the same in every version of numpy and on every machine.
     numbers = np.random.PCG64(0).random_raw(2 * _LEVELS * _ROW).astype(np.int64)
     return torch.from_numpy(numbers).view(2 * _LEVELS, _ROW).to(device)

@@ -1,7 +1,7 @@
-"""Several processes that run functions as the ranks of a process group, over gloo on the CPU: started once, used often.
+"""A pool of processes that run functions as the ranks of a gloo process group on the CPU: started once, used often.
 
-Importing torch takes seconds, so the processes are forked from one that has, and stay. Every call gets a process group
-of its own, with as many ranks as it asks for.
+Importing torch takes seconds, so the processes are forked from one that has imported it, and kept. Every call gets its
+own process group, with as many ranks as it asks for.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _START, _END = 120.0, 10.0
-# What the ranks would import each for themselves; torch imports _dynamo late, and it is large.
+# Imports shared by all ranks; torch imports _dynamo lazily, and it is large.
 _PRELOADED = ["torch._dynamo", "gradstat.distributed"]
 
 
 class RankError(RuntimeError):
-    """A function raised on a rank, or a rank did not answer or died; the message says which and how."""
+    """A function raised on a rank, or a rank did not answer or died; the message says which rank and how."""
 
 
 class LostRankError(RankError):
-    """Some ranks, ``ranks``, did not go on, or died; ``answers`` are those of others. All have been started again."""
+    """The ranks in ``ranks`` hung or died; ``answers`` are those of the other ranks. All have been restarted."""
 
     def __init__(self, how: str, ranks: Sequence[int], answers: dict[int, Any]) -> None:
         super().__init__(f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))} {how}")
@@ -39,7 +39,7 @@ class LostRankError(RankError):
 
 
 class Ranks:
-    """A pool of ``most`` processes; a context manager. ``preload`` is imported before they are forked."""
+    """A pool of ``most`` processes; a context manager. ``preload`` lists modules to import before forking them."""
 
     def __init__(self, most: int, preload: Sequence[str] = ()) -> None:
         self._most = most
@@ -64,10 +64,10 @@ class Ranks:
             pipe.recv()
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float, limit: float) -> list[Any]:
-        """Calls an importable function on ranks 0 to ``world - 1`` and returns what each of them does.
+        """Calls an importable function on ranks 0 to ``world - 1`` and returns the result of each.
 
-        ``timeout`` in seconds is the process group's; ``limit`` is how long nothing may come from any rank. Raises
-        `RankError` with the tracebacks of the ranks on which the function raised, or `LostRankError`.
+        ``timeout`` is the process group's, in seconds; ``limit`` is the longest time without an answer from any rank.
+        Raises `RankError` with the tracebacks of the ranks on which the function raised, or `LostRankError`.
         """
         self._groups += 1
         store = Path(self._folder.name) / str(self._groups)
@@ -110,7 +110,7 @@ class Ranks:
 
     def _kill(self) -> None:
         for process in self._processes:
-            process.terminate()  # kindly first: what measures coverage writes its data then
+            process.terminate()  # before SIGKILL, so that coverage tools can write their data
         for process in self._processes:
             process.join(_END)
             process.kill()
@@ -136,10 +136,10 @@ def _serve(pipe: connection.Connection) -> None:
             dist.init_process_group("gloo", f"file://{store}", timeout, world_size=world, rank=rank)
             torch.manual_seed(0)
             answer = (False, function(*arguments))
-        except BaseException:  # whatever it is, it is for the caller to show
+        except BaseException:  # of any kind: the caller reports it
             answer = (True, traceback.format_exc())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-        with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone
             pipe.send(answer)

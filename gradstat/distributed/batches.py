@@ -1,4 +1,4 @@
-"""Do ranks see different batches? With a sampler that does not shard they all train on the same data."""
+"""Checks that ranks get different batches: with a sampler that does not shard, all of them train on the same data."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RepeatedBatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What `verify_batches` found, the same on every rank that took part.
+    """The result of `verify_batches`, the same on every rank that took part.
 
     Attributes:
-        repeated: The ranks, global numbers, that have the same batch; one tuple for each batch seen more than once.
-        ranks: Those that took part.
+        repeated: The global ranks that have the same batch; one tuple for each batch that occurs more than once.
+        ranks: The ranks that took part.
     """
 
     repeated: tuple[tuple[int, ...], ...]
@@ -35,11 +35,11 @@ class BatchReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every rank has a batch of its own."""
+        """Whether every rank has a different batch."""
         return not self.repeated
 
     def raise_if_repeated(self) -> None:
-        """Raises `RepeatedBatchError`, naming the ranks, on every rank, unless `ok`."""
+        """Raises `RepeatedBatchError`, which names the ranks, on every rank, unless `ok`."""
         if not self.ok:
             raise RepeatedBatchError(self._account())
 
@@ -54,19 +54,19 @@ class BatchReport:
 
 
 def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchReport:
-    """Tells ranks that were given the same batch, bit by bit, as from a sampler that does not shard.
+    """Finds ranks that were given bit-identical batches, as by a sampler that does not shard.
 
-    A collective: all ranks of the group have to call it, and get the same report. One gathering of 8 bytes from each
+    A collective: all ranks of the group have to call it, and get the same report. One all-gather of 8 bytes from each
     rank and one host sync.
 
     Args:
-        batch: A tensor, or tensors in mappings, lists, tuples and dataclasses, nested. Strings, bytes, numbers and None
-            count, too.
-        group: The ranks that should have different batches; None for all. With tensor or pipeline parallelism, the
-            data-parallel group, for the other ranks of a model share their batch.
+        batch: A tensor, or tensors in nested mappings, lists, tuples and dataclasses. Strings, bytes, numbers and None
+            are compared, too.
+        group: The ranks that should have different batches; None for all. With tensor or pipeline parallelism, pass the
+            data-parallel group, since the other ranks of a model share their batch.
 
     Raises:
-        TypeError: Something in ``batch`` is none of these; the message says where.
+        TypeError: ``batch`` contains something else; the message says where.
         ValueError: This rank is not in ``group``.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """

@@ -1,4 +1,4 @@
-"""Layouts: a small model spread over the ranks of a process group in the ways that trainers know, with gradients."""
+"""Layouts: a small model, with gradients, distributed over a process group in the ways that trainers use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradstat._core.tensors import ExtraGroups
 
 
 class Experts(nn.Module):
-    """All of them see every token, so that what each has to learn does not depend on a router."""
+    """Experts without a router: each processes every token, so that its gradient does not depend on routing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,19 +44,19 @@ def _block() -> nn.Sequential:
 
 
 def model() -> Any:
-    """The same on every rank. The last layer has three rows: some of four ranks hold none."""
+    """A model, the same on every rank. The last layer has three rows, so with four ranks some shards are empty."""
     torch.manual_seed(7)
     blocks = nn.Sequential(_block(), _block())
     return _named(first=nn.Linear(5, 8), blocks=blocks, experts=Experts(), last=nn.Linear(8, 3))
 
 
 def batch(number: int = 0) -> Tensor:
-    """Inputs, ``[4, 6, 5]``, of that number."""
+    """The inputs of batch ``number``, ``[4, 6, 5]``."""
     return torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(number))
 
 
 def backward(single: nn.Module, numbers: Collection[int], shift: float = 0.0) -> None:
-    """Gives a model in one piece the gradients that ranks with these batches have on average."""
+    """Gives an undistributed model the mean gradients of ranks that process the batches ``numbers``."""
     dtype = next(single.parameters()).dtype
     for number in numbers:
         (single(batch(number).to(dtype) + shift).square().mean() / len(numbers)).backward()
@@ -64,14 +64,14 @@ def backward(single: nn.Module, numbers: Collection[int], shift: float = 0.0) ->
 
 @dataclass(eq=False)
 class Layout:
-    """This rank's part of a small model with gradients: what a clip function may ask for while `verify_clip` tries it.
+    """This rank's part of a small model with gradients, which `verify_clip` can pass to a clip function.
 
     Attributes:
-        name: Of the layout.
-        model: The module, wrapped by DDP or FSDP2 or parallelised; one whose parameters are this rank's shards where
-            trainers shard by themselves (ZeRO, experts); this rank's stage of a pipeline. Its gradients are there.
-        mesh: All ranks. Its dimensions are called ``dp_replicate``, ``dp_shard``, ``tp``, ``pp``, ``efsdp`` and ``ep``.
-        extra_groups: The groups over which plain tensors are spread, as for `gradstat.check`; None if no tensor is.
+        name: Name of the layout.
+        model: The module, with gradients: wrapped by DDP or FSDP2, or parallelised; where trainers shard by themselves
+            (ZeRO, experts), a module whose parameters are this rank's shards; or this rank's stage of a pipeline.
+        mesh: All ranks. Its dimensions are named ``dp_replicate``, ``dp_shard``, ``tp``, ``pp``, ``efsdp`` and ``ep``.
+        extra_groups: The groups that plain tensors are spread over, as for `gradstat.check`; None if no tensor is.
         pp_mesh: The mesh dimension of a pipeline's stages; None if there are none.
         ep_enabled: Whether experts are spread over ranks.
     """
@@ -101,11 +101,11 @@ class Layout:
         return "ep" in LAYOUTS[self.name].mesh
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters under the names of the model in one piece."""
+        """Parameters under the names of the undistributed model."""
         return {name.removeprefix("module."): parameter for name, parameter in self.model.named_parameters()}
 
     def begins_here(self, parameter: nn.Parameter) -> bool:
-        """Whether the shard of a parameter that this rank has is the first one."""
+        """Whether this rank holds the first shard of a parameter."""
         if isinstance(parameter, DTensor):
             coordinate = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
             return all(place == 0 or placement.is_replicate() for place, placement in coordinate)
@@ -113,20 +113,20 @@ class Layout:
 
 
 def mesh_of(world: int, *names: str) -> DeviceMesh:
-    """All ranks: in a row, or two rows of a half."""
+    """A mesh of all ranks: one-dimensional, or with two rows."""
     return init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
 
 
-# Spread by torch ----------------------------------------------------------------------------------------------
+# Distributed by torch -----------------------------------------------------------------------------------------
 
 
 def _ddp(mesh: DeviceMesh) -> nn.Module:
-    # Gradients that are views into one buffer are the harder case.
+    # Gradients that are views of one buffer are the harder case.
     return nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True, static_graph=True)
 
 
 def fsdp(spread: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """The model with FSDP2 around every block and everything."""
+    """The model with FSDP2 around each block and around the whole."""
     for block in spread.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(spread, mesh=mesh, **options)
@@ -134,7 +134,7 @@ def fsdp(spread: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def _tensor_parallel(mesh: DeviceMesh) -> Any:
-    """The rest of the model are plain tensors beside the distributed ones."""
+    """Blocks with distributed tensors; the rest of the model has plain tensors."""
     spread = model()
     for block in spread.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -142,7 +142,7 @@ def _tensor_parallel(mesh: DeviceMesh) -> Any:
 
 
 def _sequence_parallel(mesh: DeviceMesh) -> Any:
-    """The norms' gradients are pending sums."""
+    """As `_tensor_parallel`; the gradients of the norm layers are pending sums."""
     spread = model()
     split = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
     plan = {
@@ -156,7 +156,7 @@ def _sequence_parallel(mesh: DeviceMesh) -> Any:
     return spread
 
 
-# Handed out, as trainers do: pieces of a model in one piece, and of its gradients -----------------------------
+# Distributed by hand, as some trainers do: pieces of an undistributed model and of its gradients ----------------
 
 _Cut: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -171,12 +171,12 @@ def _sharded(mesh: DeviceMesh, *dimensions: int) -> _Cut:
 
 
 def _slice(mesh: DeviceMesh, end: int = 0) -> _Cut:
-    """Plain tensors of this rank's part, that of a small tensor maybe empty; ``end=-1`` of flat ones."""
+    """Cuts out this rank's part, possibly empty, as a plain tensor, by rows; with ``end=-1``, of the flat tensor."""
     return lambda whole: whole.flatten(0, end).tensor_split(mesh.size())[mesh.get_local_rank()].clone()
 
 
 def _handed_out(cut_of: Callable[[str, int], _Cut | None], gradients_only: bool = False) -> nn.Module:
-    """A model of which this rank has what is cut of each parameter, by its name and number; None: not here."""
+    """A model with this rank's piece of each parameter. ``cut_of`` gets name and number; None drops the parameter."""
     spread: nn.Module = model()
     backward(spread, range(dist.get_world_size()))
     for number, (name, parameter) in enumerate(list(spread.named_parameters())):
@@ -208,7 +208,7 @@ def _owned(mesh: DeviceMesh, gradients_only: bool) -> nn.Module:
 
 
 class Recipe(NamedTuple):
-    """A mesh of all ranks, what to make on it, and the dimension over which plain tensors are spread, if any is."""
+    """A mesh of all ranks, a function that makes the model on it, and the dimension plain tensors are spread over."""
 
     mesh: tuple[str, ...]
     make: Callable[[DeviceMesh], nn.Module]
@@ -222,19 +222,19 @@ LAYOUTS = {
     "hsdp": Recipe(("dp_replicate", "dp_shard"), lambda mesh: fsdp(model(), mesh)),
     "tp": Recipe(("tp",), _tensor_parallel),
     "sp": Recipe(("tp",), _sequence_parallel),
-    # Parameters on two meshes, some of them sharded twice along the same dimension.
+    # Parameters on two meshes, some of which are sharded twice along the same dimension.
     "fsdp2+tp": Recipe(("dp_shard", "tp"), lambda mesh: fsdp(_tensor_parallel(mesh["tp"]), mesh["dp_shard"])),
     "pp": Recipe(("pp", "dp_replicate"), lambda mesh: _stage(mesh, _whole), "pp", True),
     "pp+fsdp2": Recipe(("pp", "dp_shard"), lambda mesh: _stage(mesh, _sharded(mesh["dp_shard"], 0)), "pp", True),
-    # Each rank has some experts, as plain tensors, and everything else.
+    # Each rank has some of the experts, as plain tensors, and everything else.
     "ep": Recipe(("dp_replicate", "ep"), lambda mesh: _experts(_slice(mesh["ep"]), _whole), "ep", True),
-    # Experts are on a mesh of their own, which is two-dimensional.
+    # Experts are on a two-dimensional mesh of their own.
     "ep+fsdp2": Recipe(
         ("efsdp", "ep"),
         lambda mesh: _experts(_sharded(mesh, 1, 0), _sharded(mesh_of(mesh.size(), "dp_shard"), 0)),
         has_gradients=True,
     ),
-    # Each rank has some parameters, whole; all of them, but gradients of some; a slice of each.
+    # Each rank has: some whole parameters; all parameters, but only some gradients; a slice of each parameter.
     "zero-1": Recipe(("dp_shard",), lambda mesh: _owned(mesh, gradients_only=False), "dp_shard", True),
     "zero-2": Recipe(("dp_shard",), lambda mesh: _owned(mesh, gradients_only=True), "dp_shard", True),
     "zero-3": Recipe(("dp_shard",), lambda mesh: _handed_out(lambda *_: _slice(mesh, -1)), "dp_shard", True),
@@ -242,7 +242,7 @@ LAYOUTS = {
 
 
 def made(name: str) -> tuple[Layout, list[int]]:
-    """A layout over all ranks, and the number of the batch that each rank sees."""
+    """A layout over all ranks, and the number of the batch that each rank processes."""
     recipe, world = LAYOUTS[name], dist.get_world_size()
     mesh = mesh_of(world, *recipe.mesh)
     together = mesh["tp"].size() if "tp" in recipe.mesh else 1
@@ -250,7 +250,7 @@ def made(name: str) -> tuple[Layout, list[int]]:
 
 
 def laid_out(name: str) -> tuple[Layout, nn.Module]:
-    """A layout over all ranks, and the model in one piece, in float64, both with the gradients of the same data."""
+    """A layout over all ranks, and the undistributed model in float64, both with the gradients of the same data."""
     (layout, batches), single = made(name), model().double()
     if not LAYOUTS[name].has_gradients:
         layout.model(batch(batches[dist.get_rank()])).square().mean().backward()

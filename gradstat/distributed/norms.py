@@ -1,4 +1,4 @@
-"""`verify_clip`: does a clip make of gradients on several ranks what one process makes of them?"""
+"""`verify_clip`: checks that a clip has the same effect on distributed gradients as in a single process."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _OK = "ok"
 
 @dataclass(frozen=True)
 class ClipVerdict:
-    """What a clip did in one layout.
+    """The effect of a clip in one layout.
 
     Attributes:
-        layout: Its name.
+        layout: Name of the layout.
         norm: ``"ok"``, or what is wrong with the returned norms: ``"x0.41 to 0.55"`` are ratios to the right one.
-        scaling: The same of the factor by which each rank's gradients were multiplied.
-        gradients: The same of each gradient, element by element.
-        problems: Sentences: what is wrong, its usual cause where one fits, and in which cases.
+        scaling: The same for the factor by which each rank's gradients were multiplied.
+        gradients: The same for each gradient, element by element.
+        problems: Sentences: what is wrong, the usual cause if one fits, and in which cases.
     """
 
     layout: str
@@ -54,13 +54,13 @@ class ClipVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether all is as in one process."""
+        """Whether everything is as in one process."""
         return self.norm == self.scaling == self.gradients == _OK
 
 
 @dataclass(frozen=True)
 class ClipReport:
-    """What `verify_clip` found.
+    """The result of `verify_clip`.
 
     Attributes:
         clip: The function's name.
@@ -72,17 +72,17 @@ class ClipReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout is."""
+        """Whether every layout is ok."""
         return all(verdict.ok for verdict in self.verdicts)
 
     def raise_if_wrong(self) -> None:
-        """Raises an ``AssertionError`` whose message is the report, unless `ok`."""
+        """Raises an ``AssertionError`` with the report as its message, unless `ok`."""
         if not self.ok:
             raise AssertionError(str(self))
 
     @property
     def account(self) -> str:
-        """What is wrong, in sentences, and in how many layouts nothing is."""
+        """The problems, in sentences, and the number of layouts without any."""
         right = sum(verdict.ok for verdict in self.verdicts)
         problems: dict[str, list[str]] = {}
         for verdict in self.verdicts:
@@ -108,34 +108,34 @@ def verify_clip(
     limit: float = 30.0,
     told: Callable[[ClipVerdict], object] | None = None,
 ) -> ClipReport:
-    """Tries a clip function on a small model spread over four gloo ranks, and compares it with one process in float64.
+    """Runs a clip function on a small model distributed over four gloo ranks, and compares with one float64 process.
 
-    For the tests of a trainer; call it in one process, which starts the ranks::
+    For the tests of a trainer. Call it in one process, which starts the ranks::
 
         def test_clip():
             verify_clip(trainer.clip, layouts=["fsdp2", "hsdp"], orders=[2.0]).raise_if_wrong()
 
-    The layouts: ``ddp``, ``fsdp2``, ``hsdp``, ``tp``, ``sp`` (sequence parallel: gradients of norms are partial sums),
-    ``pp``, ``ep`` (experts are plain tensors), ``zero-1`` to ``zero-3`` (plain tensors: some of them whole, gradients
-    of some of them, flat slices), ``fsdp2+tp``, ``pp+fsdp2`` and ``ep+fsdp2``. Some shards are empty. In each,
-    gradients are clipped and not clipped in each order; one element is NaN; and one gradient is missing, of a DTensor
-    on all ranks, of plain tensors on one.
+    The layouts: ``ddp``, ``fsdp2``, ``hsdp``, ``tp``, ``sp`` (sequence parallel: gradients of norm layers are partial
+    sums), ``pp``, ``ep`` (experts are plain tensors), ``zero-1`` to ``zero-3`` (plain tensors: some whole parameters,
+    some gradients, flat slices), ``fsdp2+tp``, ``pp+fsdp2`` and ``ep+fsdp2``. Some shards are empty. The cases in each
+    layout: gradients above and below the limit, in each order; one NaN element; and one missing gradient, of a DTensor
+    on all ranks, of a plain tensor on one.
 
     Args:
-        clip: Called as ``clip(parameters, max_norm, norm_type)`` on every rank, with a list of parameters whose
-            gradients are there. Has to scale them in place by ``min(1, max_norm / (norm + 1e-6))`` and to return the
-            norm, of which ``float()`` is taken. If it has parameters named ``layout``, ``model``, ``mesh``,
-            ``extra_groups``, ``pp_mesh`` or ``ep_enabled``, they are passed by keyword: the `Layout` and what it has.
-        layouts, orders: Those to try.
-        limit: Seconds for a layout, after which ranks that wait for each other are stopped.
-        told: Called with each verdict as soon as it is there.
+        clip: Called as ``clip(parameters, max_norm, norm_type)`` on every rank, with a list of parameters that have
+            gradients. Has to scale these in place by ``min(1, max_norm / (norm + 1e-6))`` and return the norm, which is
+            converted by ``float()``. If it has parameters named ``layout``, ``model``, ``mesh``, ``extra_groups``,
+            ``pp_mesh`` or ``ep_enabled``, they are passed by keyword: the `Layout` and its attributes.
+        layouts, orders: The layouts and orders of the norm to try.
+        limit: Seconds per layout, after which ranks that wait for each other are stopped.
+        told: Called with each verdict as soon as it is available.
 
     Raises:
-        TypeError: ``clip`` cannot be imported by other processes, as a lambda.
-        ValueError: There is no layout of that name, or an order is not above zero.
-        RuntimeError: The ranks could not be started, or a layout not be made.
+        TypeError: ``clip`` cannot be imported by other processes, for example a lambda.
+        ValueError: A layout is unknown, or an order is not above zero.
+        RuntimeError: The ranks could not be started, or a layout could not be made.
     """
-    clip = as_named(clip)  # the ranks import it
+    clip = as_named(clip)  # the ranks import it by name
     wanted, cases = list(layouts), list(_cases(orders))
     for name in wanted:
         if name not in LAYOUTS:
@@ -145,7 +145,7 @@ def verify_clip(
     where = f"{getattr(clip, '__module__', '?')}:{getattr(clip, '__qualname__', type(clip).__name__)}"
     try:
         ForkingPickler.dumps(clip)
-    except Exception as error:  # whatever the function's class raises
+    except Exception as error:  # of any kind: pickling runs the function's own class
         raise TypeError(f"the ranks cannot import clip, which is {where}; pass a function of a module") from error
     verdicts = []
     with Ranks(WORLD) as ranks:
@@ -159,7 +159,7 @@ def verify_clip(
 class _Case(NamedTuple):
     name: str
     order: float = 2.0
-    share: float = 0.5  # of the norm, that it is clipped to
+    share: float = 0.5  # max_norm as a fraction of the norm
 
 
 _NAN, _MISSING = _Case("a NaN"), _Case("a gradient missing")
@@ -174,26 +174,26 @@ def _cases(orders: Iterable[float]) -> Iterator[_Case]:
 
 @dataclass
 class _Outcome:
-    """What a clip did on one rank."""
+    """The effect of a clip on one rank."""
 
     raised: str = ""
     expected: float = math.nan  # the norm in one process
-    local: float = math.nan  # that of what this rank holds
+    local: float = math.nan  # the norm of this rank's part
     limit: float = math.nan
     norm: float = math.nan
     factors: dict[str, float] = field(default_factory=dict)  # by which each gradient was multiplied
-    odd: list[str] = field(default_factory=list)  # those that were not multiplied by one number, or came or went
+    odd: list[str] = field(default_factory=list)  # gradients not multiplied by a single number, or added or removed
     unchanged: bool = False
 
 
 def _outcomes(
     ranks: Ranks, clip: Callable[..., Any], name: str, cases: list[_Case], limit: float
 ) -> list[list[_Outcome]]:
-    """For each case what happened on each rank."""
+    """The outcome on each rank, for each case."""
     try:
         on_ranks = ranks.run(WORLD, _on_rank, clip, name, cases, timeout=10 * limit, limit=limit)
     except LostRankError as error:
-        if len(cases) > 1:  # each by itself, to see which of them it is
+        if len(cases) > 1:  # run each case by itself, to find the one that fails
             return [outcome for case in cases for outcome in _outcomes(ranks, clip, name, [case], limit)]
         lost = [_Outcome(raised=error.how if rank in error.ranks else "was stopped") for rank in range(WORLD)]
         return [[error.answers.get(rank, [lost[rank]])[0] for rank in range(WORLD)]]
@@ -204,13 +204,13 @@ def _outcomes(
 
 def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_Outcome]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about a model that is not the user's
+        warnings.simplefilter("ignore")  # torch's, which are about our model and not the user's
         layout, single = laid_out(name)
     parameters = layout.named_parameters()
     kept = {key: (p.grad, _storage(p.grad).clone()) for key, p in parameters.items() if p.grad is not None}
     asked = inspect.signature(clip).parameters
     passed = {key: layout if key == "layout" else getattr(layout, key) for key in _PASSED if key in asked}
-    apart = dist.new_group()  # what the clip leaves unfinished in other groups does not meet the kit's own
+    apart = dist.new_group()  # separate, so that collectives the clip left unfinished do not match ours
     outcomes = []
     for case in cases:
         for key, (gradient, values) in kept.items():
@@ -243,7 +243,7 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_O
 
 
 def _spoilt(case: _Case, layout: Layout, single: Module) -> float:
-    """Puts the defect of a case into this rank's gradients; the norm of what is missing then."""
+    """Puts the case's defect into this rank's gradients; returns the norm of the gradients removed here."""
     name = "experts.weight" if layout.ep_enabled else "blocks.0.up.weight"
     victim = layout.named_parameters().get(name)
     if victim is None or victim.grad is None:
@@ -251,7 +251,7 @@ def _spoilt(case: _Case, layout: Layout, single: Module) -> float:
     is_first, gradient = layout.begins_here(victim), victim.grad
     if case == _NAN and is_first:
         _storage(gradient).view(-1)[0] = math.nan
-    # No rank of a mesh alone lacks a gradient, or torch's own reductions would not meet.
+    # On a mesh, all ranks must lack the gradient or none, or torch's own collectives would not match.
     if case == _MISSING and (is_first or isinstance(gradient, DTensor)):
         lost = _values({name: single.get_parameter(name) if isinstance(gradient, DTensor) else victim})
         victim.grad = None
@@ -264,7 +264,7 @@ def _storage(gradient: Tensor) -> Tensor:
 
 
 def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of what this rank holds of each gradient, or of the sum that is pending; flat."""
+    """Flat copies of this rank's part of each gradient; of the full tensor if a sum is pending."""
     values = {}
     for key, parameter in parameters.items():
         gradient = parameter.grad
@@ -280,11 +280,11 @@ def _norm(values: Mapping[str, Tensor], order: float) -> float:
     return float(torch.linalg.vector_norm(everything, order))
 
 
-# What the outcomes of all ranks say ---------------------------------------------------------------------------
+# Evaluating the outcomes of all ranks -------------------------------------------------------------------------
 
 
 def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) -> ClipVerdict:
-    wrong: dict[str, dict[str, str]] = {column: {} for column in _COLUMNS}  # cells, by the case
+    wrong: dict[str, dict[str, str]] = {column: {} for column in _COLUMNS}  # cells by case
     problems: dict[str, list[str]] = {}
     for case, on_ranks in zip(cases, outcomes, strict=True):
         for columns, cell, problem in _wrong(case, on_ranks):
@@ -301,7 +301,7 @@ def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) ->
 
 
 def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str], str, str]]:
-    """Columns, cell and sentence of what is wrong in a case; a sentence that is empty adds nothing to others."""
+    """Columns, cell and sentence of each problem in a case; an empty sentence adds nothing to the others."""
     norms, expected = [o.norm for o in outcomes], [o.expected for o in outcomes]
     if any(o.raised for o in outcomes):
         raised: dict[str, list[int]] = {}
@@ -329,7 +329,7 @@ def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str
     factors = [statistics.median(o.factors.values() or [math.nan]) for o in outcomes]
     if not _same(factors, wanted):
         usual = [
-            (by_norm, ""),  # the norm explains it
+            (by_norm, ""),  # the wrong norm explains it
             ([1.0] * WORLD, "the norm is computed, but gradients are never scaled"),
             ([factors[0]] * WORLD, "gradients are not multiplied by min(1, max_norm / (norm + 1e-6))"),
             (factors, "ranks multiply by different factors, so that their parts of the model no longer fit together"),
@@ -346,7 +346,7 @@ def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str
 
 
 def _cause(case: _Case, outcomes: list[_Outcome]) -> str:
-    """The usual reason for these norms."""
+    """The usual cause of such norms."""
     norms, expected, local = ([getattr(o, of) for o in outcomes] for of in ("norm", "expected", "local"))
     root = WORLD ** (1 / case.order)
     together = torch.linalg.vector_norm(torch.tensor(local, dtype=torch.float64), case.order).item()
@@ -377,7 +377,7 @@ def _ratio(values: Sequence[float], expected: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``norms``; returns 0 if all is as in one process, 1 if not, 2 if the function cannot be tried."""
+    """Runs ``norms``; returns 0 if everything is as in one process, 1 if not, 2 if the function cannot be tried."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat norms",
         description="Try a clip function on a small model spread over four processes of this machine, as DDP, FSDP2, "

@@ -1,4 +1,4 @@
-"""Who brought the NaN: local gradients measured before DDP's reduction spreads them to all ranks."""
+"""Finds the rank that caused a NaN: measures local gradients before DDP's all-reduce spreads them to all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CALLER = "OriginWatch.result"
 _COUNTS = [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]
 _NAMED_IN_ERROR = 5
 _NAMED_IN_TEXT = 20
-# The micro-batch of a gradient that was never bad.
+# The micro-batch number that stands for "never bad".
 _NEVER = torch.iinfo(torch.int64).max
 
 
@@ -41,11 +41,11 @@ def watch_origin(
     per_micro_batch: bool = False,
     backend: str | None = None,
 ) -> OriginWatch:
-    """Watches the local gradients of a DDP model, to tell which rank brought NaN or Inf.
+    """Watches the local gradients of a DDP model, to find the rank that causes NaN or Inf.
 
-    DDP averages gradients over all ranks, so after ``backward()`` every rank has the NaN of one. A communication hook
-    measures each bucket just before it is reduced: one more read of the gradients and one launch for each bucket, no
-    sync and no collective. `OriginWatch.result` asks all ranks. ::
+    DDP averages gradients over all ranks, so after ``backward()`` one rank's NaN is on every rank. A communication hook
+    measures each bucket just before it is reduced: one more read of the gradients and one launch per bucket, no sync
+    and no collective. `OriginWatch.result` then combines all ranks. ::
 
         watch = watch_origin(ddp_model)
         for inputs, targets in batches:
@@ -54,27 +54,27 @@ def watch_origin(
             optimizer.step()
             optimizer.zero_grad()
 
-    Works with ``static_graph``, ``gradient_as_bucket_view``, ``find_unused_parameters``, buckets built anew and
+    Works with ``static_graph``, ``gradient_as_bucket_view``, ``find_unused_parameters``, rebuilt buckets and
     ``torch.compile`` on either side of DDP. Every rank has to watch the same model.
 
     Args:
-        ddp_model: A ``DistributedDataParallel``, or what ``torch.compile`` made of one, without a communication hook;
-            DDP takes one, for life.
-        hook: The communication hook to wrap, as ``register_comm_hook`` takes it; None for torch's ``allreduce_hook``,
-            which is what DDP does by itself.
-        state: What ``hook`` is called with.
-        per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches:
-            which one was bad cannot be seen there. If true, gradients are also measured after each ``backward()`` that
-            reduced nothing, when the next ``forward`` begins or `OriginWatch.result` is called: another read and launch
-            for each such micro-batch, and a call into Python for each parameter in every ``backward()``.
-        backend: As in `gradstat.check`.
+        ddp_model: A ``DistributedDataParallel`` without a communication hook, or ``torch.compile``'s result for one;
+            DDP accepts one hook, permanently.
+        hook: The communication hook to wrap, as for ``register_comm_hook``; None for torch's ``allreduce_hook``, which
+            does what DDP does without a hook.
+        state: The state that ``hook`` is called with.
+        per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches,
+            which does not show which of them was bad. If true, gradients are also measured after each ``backward()``
+            without a reduction, when the next ``forward`` begins or `OriginWatch.result` is called: another read and
+            launch per such micro-batch, and a Python call per parameter in every ``backward()``.
+        backend: As for `gradstat.check`.
 
     Returns:
-        A handle with ``result()`` and ``remove()``, after which the model may be watched again, with the same hook.
+        A handle with ``result()`` and ``remove()``; after that the model may be watched again, with the same hook.
 
     Raises:
-        TypeError: ``ddp_model`` is neither.
-        RuntimeError: The model is watched already, or it has a communication hook.
+        TypeError: ``ddp_model`` is neither of these.
+        RuntimeError: The model is already watched, or has a communication hook.
     """
     ddp_model = uncompiled(ddp_model)
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -95,21 +95,21 @@ def watch_origin(
 
 
 class _Relay:
-    """The one communication hook that DDP gets: lets whoever watches look at a bucket, and hands it on."""
+    """The communication hook registered with DDP: shows each bucket to the current watch, then calls the real hook."""
 
     def __init__(self, ddp_model: DistributedDataParallel, hook: _Hook | None, state: object) -> None:
-        if getattr(ddp_model, "_comm_hooks", None):  # DDP would note the second one before it refuses it
+        if getattr(ddp_model, "_comm_hooks", None):  # DDP would record the second hook before rejecting it
             raise RuntimeError(
                 "this model has a communication hook, and DDP takes only one, for life; do not register it but pass it "
                 "here: watch_origin(ddp_model, hook, state)"
             )
         self.hook = hook
         self.watch: OriginWatch | None = None
-        # Without a hook DDP reduces over its own group, which allreduce_hook has to be told.
+        # Without a hook DDP reduces over its own group, which has to be passed to allreduce_hook.
         reduce: _Hook = allreduce_hook if hook is None else hook
         its_state = ddp_model.process_group if hook is None else state
 
-        def relayed(_: object, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and not as strings
+        def relayed(_: object, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
             if self.watch is not None:
                 self.watch._see(bucket)
             return reduce(its_state, bucket)
@@ -121,7 +121,7 @@ _relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.We
 
 
 def _noting(watch: OriginWatch) -> Callable[[Tensor], None]:
-    # Weakly: what a parameter's hook refers to is not seen by the garbage collector, and the watch has the parameters.
+    # Weak, since the garbage collector cannot see what a parameter's hook references, and the watch has the parameters.
     found = weakref.ref(watch)
 
     def note(_: Tensor) -> None:
@@ -132,19 +132,19 @@ def _noting(watch: OriginWatch) -> Callable[[Tensor], None]:
 
 
 class _Seen(NamedTuple):
-    """Some gradients of one micro-batch, measured."""
+    """The measurement of some gradients of one micro-batch."""
 
     micro_batch: int
-    positions: list[int]  # of their parameters
+    positions: list[int]  # positions of their parameters
     table: Tensor
 
 
 @final
 class OriginWatch:
-    """What was seen of local gradients since the last `result`: tables on the device, one row for each gradient.
+    """The measurements of local gradients since the last `result`: tables on the device, one row per gradient.
 
-    Made by `watch_origin`. Micro-batches count from 0, one for each reduction; with ``per_micro_batch`` one for each
-    ``backward()``. Call `result` once a step; in between only rows are kept, and no gradient.
+    Returned by `watch_origin`. Micro-batches count from 0, one per reduction; with ``per_micro_batch`` one per
+    ``backward()``. Call `result` once a step; until then only rows are kept, and no gradient.
     """
 
     def __init__(
@@ -162,21 +162,21 @@ class OriginWatch:
             self._handles.append(ddp_model.register_forward_pre_hook(self._see_accumulated))
 
     def result(self) -> OriginReport:
-        """Which rank brought what since the last call, the same report on every rank. Starts over for the next step.
+        """Which rank caused NaN or Inf since the last call; the same report on every rank. Resets for the next step.
 
-        A collective: all ranks call it. While all gradients are finite it is one reduction of 8 bytes for each
-        parameter and one sync; if some are not, the counts of NaN and Inf in those are gathered, with two more syncs.
+        A collective: all ranks have to call it. If all gradients are finite it costs one all-reduce of 8 bytes per
+        parameter and one sync; otherwise the NaN and Inf counts of bad gradients are gathered, with two more syncs.
 
         Raises:
-            RuntimeError: On some rank nothing was seen since the last call. Raised on all of them.
+            RuntimeError: On some rank nothing was measured since the last call. Raised on all of them.
             UnreachableRankError: A rank did not take part (where the backend reports it; see there).
         """
         return self.take()()
 
     def take(self) -> Callable[[], OriginReport]:
-        """What was seen since the last call, to be asked about later, or never. Starts over for the next step.
+        """The measurements since the last call, as a function to be called later, or never. Resets for the next step.
 
-        No collective and no sync; the function returned is what `result` is, and raises what it raises.
+        No collective and no sync; the returned function does what `result` does, and raises the same errors.
         """
         self._see_accumulated()
         seen, count = self._seen, self._micro_batch
@@ -184,10 +184,10 @@ class OriginWatch:
         return lambda: self._report(seen, count)
 
     def _report(self, seen: list[_Seen], count: int) -> OriginReport:
-        """Ranks agree on the first bad micro-batch of each parameter; counts are gathered only where there is one."""
+        """Agrees on the first bad micro-batch of each parameter; gathers counts only for bad parameters."""
         device = device_of(self._group)
         places = [(one.micro_batch, position) for one in seen for position in one.positions]
-        # Behind the parameters: how much this rank has seen, so that all know if one has seen nothing.
+        # The last element is the number of this rank's measurements, so that all ranks learn if one has none.
         first = torch.full((len(self._names) + 1,), _NEVER, dtype=torch.int64, device=device)
         first[-1] = len(places)
         counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")
@@ -218,13 +218,13 @@ class OriginWatch:
         return OriginReport(self._names, brought, ranks, count)
 
     def rows(self) -> Tensor:
-        """What was seen in the last reduction: the table that `gradstat.stats` gives of this rank's local gradients.
+        """The measurements of the last reduction: the table `gradstat.stats` would return for the local gradients.
 
         One row for each parameter that requires a gradient, in the model's order. No sync and no collective; call it
         before `result` or `take`.
 
         Raises:
-            RuntimeError: Not every parameter was seen in it.
+            RuntimeError: Not every parameter was measured in it.
         """
         seen = [one for one in self._seen if one.micro_batch == self._micro_batch - 1]
         order = [position for one in seen for position in one.positions]
@@ -236,13 +236,13 @@ class OriginWatch:
         return Measurement([one.table for one in seen], order, ()).table()
 
     def reset(self) -> None:
-        """Forgets what was seen since the last `result`, for a step that is given up."""
+        """Discards the measurements since the last `result`, for a step that is abandoned."""
         self._seen: list[_Seen] = []
         self._micro_batch = 0
-        self._unseen = False  # whether gradients were accumulated that nobody has measured yet
+        self._unseen = False  # whether gradients were accumulated and not measured yet
 
     def remove(self) -> None:
-        """Ends the watch. The hook stays with DDP, which keeps hooks for life, and only hands buckets on."""
+        """Ends the watch. The hook stays registered, as DDP keeps hooks permanently, and only passes buckets on."""
         if self._relay.watch is self:
             self._relay.watch = None
         for handle in self._handles:
@@ -250,7 +250,7 @@ class OriginWatch:
         self._handles = []
         self.reset()
 
-    # What is seen ----------------------------------------------------------------------------------------
+    # Measuring -------------------------------------------------------------------------------------------
 
     def _see(self, bucket: Any) -> None:
         """Measures a ``dist.GradBucket`` that is about to be reduced."""
@@ -262,7 +262,7 @@ class OriginWatch:
 
     @never_traced
     def _see_accumulated(self, *_: object) -> None:
-        """Measures gradients that were accumulated without being reduced."""
+        """Measures gradients that were accumulated but not reduced."""
         if self._unseen:
             having = [p for p in self._parameters if p.grad is not None]
             self._measure([p.grad for p in having if p.grad is not None], having)
@@ -280,19 +280,19 @@ class BadGradient(NamedTuple):
     name: str
     numel: int
     micro_batch: int  # the first in which it was bad on any rank
-    # NaN and Inf elements on each rank where it was bad then, in order of the ranks; never empty.
+    # NaN and Inf elements on each rank where it was bad in that micro-batch, ordered by rank; never empty.
     counts: dict[int, tuple[int, int]]
 
 
 class OriginReport:
-    """Which rank brought NaN or Inf into which gradient, the same on every rank. Ranks are global numbers.
+    """Which rank caused NaN or Inf in which gradient, the same on every rank. Ranks are global.
 
-    Made by `OriginWatch.result`. Once a bad gradient was reduced or accumulated it is bad everywhere, so each parameter
-    is described as it was in the first micro-batch in which any rank had it bad.
+    Returned by `OriginWatch.result`. A bad gradient that was reduced or accumulated stays bad everywhere, so each
+    parameter is described as of the first micro-batch in which it was bad on any rank.
 
     Attributes:
-        ranks: All ranks that were asked.
-        micro_batches: How many there were: reductions, or each ``backward()`` with ``per_micro_batch``.
+        ranks: All ranks that took part.
+        micro_batches: Number of micro-batches: reductions, or with ``per_micro_batch`` calls of ``backward()``.
     """
 
     def __init__(
@@ -314,12 +314,12 @@ class OriginReport:
         return tuple(self._bad)
 
     def rank_of(self, name: str) -> int | None:
-        """The lowest rank where ``name``'s gradient was bad first; None if none was. KeyError for an unknown name."""
+        """The lowest rank where ``name``'s gradient was bad first; None if it never was. KeyError if unknown."""
         bad = self._find(name)
         return None if bad is None else next(iter(bad.counts))
 
     def ranks_bad(self, name: str) -> int:
-        """On how many ranks ``name``'s gradient was bad when it first was. Errors as in `rank_of`."""
+        """Number of ranks on which ``name``'s gradient was bad when it first was. Errors as in `rank_of`."""
         bad = self._find(name)
         return 0 if bad is None else len(bad.counts)
 
@@ -332,9 +332,9 @@ class OriginReport:
         return None if bad is None else bad.micro_batch
 
     def raise_if_nonfinite(self) -> None:
-        """Raises `NonFiniteGradientError`, naming ranks and parameters, on every rank, unless `ok`.
+        """Raises `NonFiniteGradientError`, which names ranks and parameters, on every rank, unless `ok`.
 
-        The error has no ``report`` of its own: the gradients described are those of several ranks.
+        The error has no ``report``, since the gradients described are those of several ranks.
         """
         if not self.ok:
             raise NonFiniteGradientError("\n".join(self._account(_NAMED_IN_ERROR)))
@@ -354,7 +354,7 @@ class OriginReport:
         return self._bad.get(name)
 
     def _account(self, limit: int) -> list[str]:
-        """Who brought what, in words: micro-batches in order, parameters of the same ranks together."""
+        """Who caused what, in words: ordered by micro-batch, with parameters of the same ranks grouped."""
         together: dict[tuple[int, tuple[int, ...]], list[BadGradient]] = {}
         for one in self._bad.values():
             together.setdefault((one.micro_batch, tuple(one.counts)), []).append(one)

@@ -1,4 +1,4 @@
-"""Do replicas agree? Bit-exact comparison of what has to be equal on all ranks, by checksums."""
+"""Checks that replicas agree: bit-exact comparison, by checksums, of tensors that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from gradstat.distributed._checksum import checksums, combined, of_text
 _CALLER = "verify_replicas"
 _NAMED_IN_ERROR = 5
 _NAMED_IN_TEXT = 20
-_MISSING = "missing"  # the layout of a gradient that is None
+_MISSING = "missing"  # the layout that stands for a gradient that is None
 
 _Named = Iterable[tuple[str, Tensor | None]]
 
 
 class Drift(NamedTuple):
-    """A tensor that is not the same on all ranks that should have it.
+    """A tensor that differs between ranks on which it should be the same.
 
     Attributes:
         name: Its name.
         kind: ``"gradient"``, ``"parameter"``, ``"buffer"`` or ``"state"``.
-        ranks: Those that differ from the majority, global numbers; all of them if there is no majority.
-        how: What is wrong, in words.
+        ranks: The global ranks that differ from the majority; all of them if there is no majority.
+        how: The difference, in words.
     """
 
     name: str
@@ -57,12 +57,12 @@ class ReplicaMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What `verify_replicas` found, the same on every rank that took part.
+    """The result of `verify_replicas`, the same on every rank that took part.
 
     Attributes:
         drifted: One `Drift` for each tensor that differs, sorted by kind and name.
-        compared: How many tensors were compared.
-        ranks: Those that took part, global numbers.
+        compared: Number of tensors compared.
+        ranks: The global ranks that took part.
     """
 
     drifted: tuple[Drift, ...]
@@ -71,11 +71,11 @@ class ReplicaReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything compared has the same bits."""
+        """Whether all compared tensors have the same bits."""
         return not self.drifted
 
     def raise_if_drifted(self) -> None:
-        """Raises `ReplicaMismatchError`, naming tensors and ranks, on every rank, unless `ok`."""
+        """Raises `ReplicaMismatchError`, which names tensors and ranks, on every rank, unless `ok`."""
         if not self.ok:
             raise ReplicaMismatchError(self._account(_NAMED_IN_ERROR), self)
 
@@ -104,29 +104,29 @@ def verify_replicas(
     what: Sequence[str] = ("gradients",),
     mesh: DeviceMesh | None = None,
 ) -> ReplicaReport:
-    """Compares what has to be equal on all ranks, bit by bit, and names tensors and ranks that drifted.
+    """Compares, bit by bit, tensors that have to be equal on all ranks, and names tensors and ranks that drifted.
 
-    Finds silent data corruption and replicas that went apart on the step where it happens: gradients after DDP reduced
-    them, parameters and buffers, optimizer state. Bits are compared: 0.0 and -0.0 differ, as do two NaN of different
-    payload. Values are turned into 64-bit checksums where they lie, with one read of the tensors and a few launches for
-    each; two tensors that differ escape with a chance of about 2**-32.
+    Finds silent data corruption and diverging replicas on the step where it happens: gradients after DDP's reduction,
+    parameters and buffers, optimizer state. Bits are compared: 0.0 and -0.0 differ, as do two NaN of different
+    payload. Tensors are reduced to 64-bit checksums on their devices, with one read and a few launches per tensor; a
+    difference goes unnoticed with a probability of about 2**-32.
 
-    A collective: all ranks of the group have to call it, and get the same report. Agreement costs one reduction of 32
-    bytes and one host sync, however many tensors there are; distributed tensors add a reduction for each mesh dimension
-    they are replicated on, over which their shards are compared, one for the verdict, and a sync. Only if something
-    differs are names and checksums gathered, as objects, to tell which ranks it is.
+    A collective: all ranks of the group have to call it, and get the same report. If all agree it costs one all-reduce
+    of 32 bytes and one host sync, however many tensors there are. With distributed tensors there are also one reduction
+    for each mesh dimension they are replicated on, over which their shards are compared, one for the verdict, and a
+    sync. Only if something differs are names and checksums gathered, as objects, to find the ranks.
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter.
         group: The ranks that hold replicas; None for all.
         what: Any of ``"gradients"``, ``"parameters"``, ``"buffers"`` (of a module) and ``"state"`` (the tensors in an
             optimizer's state).
-        mesh: In place of ``group``: all ranks of this device mesh, the data-parallel part of a larger one for example.
+        mesh: Instead of ``group``: all ranks of this device mesh, for example the data-parallel part of a larger one.
 
     Raises:
-        TypeError: ``target`` is none of these or has not what is asked for, or a tensor's bits cannot be compared.
-        ValueError: ``what`` is not known, both ``group`` and ``mesh`` are given, this rank is in neither, or a
-            ``DTensor``'s mesh reaches beyond them.
+        TypeError: ``target`` is none of these or lacks what is to be compared, or a tensor's bits cannot be compared.
+        ValueError: ``what`` is unknown, both ``group`` and ``mesh`` are given, this rank is in neither, or a
+            ``DTensor`` has replicas on other ranks.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """
     groups, ranks = _participants(group, mesh)
@@ -147,7 +147,7 @@ def verify_replicas(
 
 
 class _Seen(NamedTuple):
-    """What a rank tells the others about a tensor when something differs."""
+    """The description of a tensor that a rank sends to the others if something differs."""
 
     layout: str
     replicas: tuple[int, ...]
@@ -157,7 +157,7 @@ class _Seen(NamedTuple):
 def _participants(
     group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> tuple[list[dist.ProcessGroup], tuple[int, ...]]:
-    """Groups whose reductions, one after the other, reach all ranks that take part; and those ranks."""
+    """Groups whose reductions, one after the other, cover all participating ranks; and those ranks."""
     if mesh is None:
         found = member(group)
         return [found], tuple(dist.get_process_group_ranks(found))
@@ -172,9 +172,9 @@ def _participants(
 def _agree(
     tensors: list[_Replicated], compared: list[_Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
 ) -> bool:
-    """Whether all have the same tensors, and those ``compared`` the same checksums, ``numbers``; all say alike."""
-    # First what is compared over all ranks: the list of tensors, so that what follows is done by all or by none, and
-    # the plain tensors. Two numbers, whatever a rank has or lacks.
+    """Whether all ranks have the same tensors, and ``compared`` the same checksums ``numbers``; same answer on all."""
+    # First compare over all ranks: the list of tensors, so that all ranks or none go on, and the plain tensors. These
+    # are two numbers, whatever tensors a rank has.
     listed = of_text("\n".join(f"{tensor.kind} {tensor.name} {tensor.layout}" for tensor in tensors))
     plain = [i for i, tensor in enumerate(compared) if tensor.over is None]
     both = torch.stack([torch.tensor(listed, device=numbers.device), combined(_chosen(numbers, plain))])
@@ -188,7 +188,7 @@ def _agree(
                 by_dimension.setdefault((mesh, dimension), []).append(i)
     if not any(tensor.distributed for tensor in tensors):
         return True
-    # Equal along every dimension is equal everywhere, so no group over several dimensions is needed.
+    # Tensors equal along every dimension are equal everywhere, so no group over several dimensions is needed.
     verdicts = [
         _equal(combined(_chosen(numbers, chosen)).reshape(1), [mesh.get_group(dimension)])
         for (mesh, dimension), chosen in by_dimension.items()
@@ -203,13 +203,13 @@ def _chosen(numbers: Tensor, positions: list[int]) -> Tensor:
 
 def _equal(numbers: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
     """Whether ``numbers``, int64, are the same on all ranks of the groups, 0-d bool; no sync."""
-    # ~x is -1 - x, so its maximum tells the minimum of x, in the same reduction.
+    # ~x is -1 - x, so the maximum of ~x gives the minimum of x in the same reduction.
     largest, smallest = reduce_(torch.stack([numbers, ~numbers]), dist.ReduceOp.MAX, groups, _CALLER)
     return torch.all(largest == ~smallest)
 
 
 def _drifts(seen_by: Mapping[int, Mapping[tuple[str, str], _Seen]]) -> Iterator[Drift]:
-    """What differs, from what every rank saw: first who lacks a tensor, then shapes and the like, then bits."""
+    """The differences, from the views of all ranks: first missing tensors, then layouts, then bits."""
     for kind, name in sorted({key for seen in seen_by.values() for key in seen}):
         seen = {rank: each[kind, name] for rank, each in seen_by.items() if (kind, name) in each}
         lacking = tuple(r for r in seen_by if r not in seen or seen[r].layout == _MISSING)
@@ -227,7 +227,7 @@ def _drifts(seen_by: Mapping[int, Mapping[tuple[str, str], _Seen]]) -> Iterator[
 
 
 def _minority(value_of: Mapping[int, object]) -> tuple[int, ...]:
-    """The ranks whose value is not the most frequent one; all of them if several are; none if all are equal."""
+    """The ranks whose value is not the most frequent one; all ranks in case of a tie; none if all are equal."""
     (first, most), *others = Counter(value_of.values()).most_common() or [(None, 0)]
     if not others:
         return ()
@@ -250,16 +250,16 @@ class _Replicated(NamedTuple):
 
     kind: str
     name: str
-    bits: Tensor | None  # None for a gradient that is missing, or if the tensor's mesh is elsewhere
-    layout: str  # what has to be equal on all ranks besides the bits, in words
+    bits: Tensor | None  # None for a missing gradient, or if this rank is not in the tensor's mesh
+    layout: str  # everything besides the bits that has to be equal on all ranks, in words
     replicas: tuple[int, ...]  # the ranks that have to have the same bits; empty if there are no others
-    # The mesh and those of its dimensions on which the tensor is replicated; None for plain tensors.
+    # The mesh and the dimensions on which the tensor is replicated; None for plain tensors.
     over: tuple[DeviceMesh, tuple[int, ...]] | None
-    distributed: bool  # on all ranks, if the layout is the same
+    distributed: bool  # the same on all ranks, if the layout is
 
 
 def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> list[_Replicated]:
-    """The tensors of ``target``, sorted by kind and name, for a rank may have met its state in another order."""
+    """The tensors of ``target``, sorted by kind and name, since the order of optimizer state may differ by rank."""
     wanted = {what} if isinstance(what, str) else set(what)
     unknown = sorted(wanted - _FINDERS.keys())
     if unknown or not wanted:
@@ -298,7 +298,7 @@ def _state(target: Any) -> _Named:
     ]
 
 
-# By what users call it, in the plural mostly: how it is found.
+# The finder for each value of ``what``.
 _FINDERS: dict[str, Callable[[Any], _Named]] = {
     "gradients": _gradients,
     "parameters": _parameters,
