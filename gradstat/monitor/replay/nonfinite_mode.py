@@ -185,7 +185,7 @@ class NonfiniteMode(TorchDispatchMode):
     # values that a kernel has written behind torch's back or that a hook has produced.
 
     def _meet(self, node: Any | None) -> None:
-        """Hooks ``node`` and its graph, if it is new; outside of a backward pass, where it is None, removes all hooks."""
+        """Hooks ``node`` and its graph, if it is new; None means that no backward pass runs, and removes all hooks."""
         if node is None:
             self.forget()
             return
