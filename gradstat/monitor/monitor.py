@@ -144,7 +144,7 @@ class Monitor:
         if engine is not None:
             _refuse_under_engine(engine, optimizer, self._policies, replay, self._watch)
             optimizer = engine.optimizer
-            self._watch["optimizer"] = 0  # its states are sharded as well
+            self._watch["optimizer"] = 0  # its states are sharded as well, and not measured
         if handle_of(optimizer) is not None:
             _refuse_in_backward(guard, self._policies, replay)
         self._model = model if engine is None else engine.module
@@ -165,7 +165,7 @@ class Monitor:
             _FUNCTION if engine is None else None
         )  # the argument that `"replay"` needs; None if it cannot be used
         self._pending: deque[Pending] = deque()
-        self._looked_closer = [-_QUIET, -_QUIET]  # last step, with a finite loss and with another
+        self._looked_closer = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
         self._saved = self._last_replay = -_QUIET
         self._paused = False
         self.guard = guard
@@ -329,7 +329,7 @@ class Monitor:
         return not any(finding.step >= since for finding in vetoes) and self._collector.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
-        """Runs the newest step again, observing every operation, and names the first that produced a NaN or Inf.
+        """Runs the newest step again, observes every operation, and names the first place that made a NaN or Inf.
 
         Call it before the optimizer steps, or after a skipped step. The state is restored afterwards. See
         `gradstat.monitor.find_culprit`, and docs/replay.md. A monitor made without ``replay`` has kept nothing of the
@@ -343,7 +343,7 @@ class Monitor:
             The culprit, also stored in `culprit` and shown in the diagnosis; None if all was finite this time.
 
         Raises:
-            RuntimeError: The parameters have changed since the step.
+            RuntimeError: The parameters have changed since the step whose state was kept.
             TypeError: No function was given.
         """
         if self._replayer is None and step_fn is None:
@@ -417,7 +417,7 @@ class Monitor:
         self._to_act_on += found
 
     def _as_it_is_here(self, finding: Finding) -> Finding:
-        """Drops advice that cannot be followed here, and adds shapes to names such as "group0.1"."""
+        """Drops advice that cannot be followed here, and adds shapes to names such as ``group0.1``."""
         if self._replays_with != _FUNCTION:
             finding = replace(finding, advice=tuple(_possible(finding.advice, self._replays_with is not None)))
         if not _POSITIONAL.search(finding.text):
@@ -427,7 +427,7 @@ class Monitor:
         text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
         return replace(finding, text=text)
 
-    # What is done about them -----------------------------------------------------------------------------
+    # Policies --------------------------------------------------------------------------------------------
 
     def _act_on(self, finding: Finding) -> bool:
         """Applies the policies; returns whether to raise."""
@@ -481,7 +481,7 @@ class Monitor:
             self._pending.clear()
             self._collector.forget()
 
-    # What is kept ----------------------------------------------------------------------------------------
+    # Recording and state ---------------------------------------------------------------------------------
 
     def recording(self, why: str = "") -> Recording:
         """The last ``history`` steps that were read, with findings; reviews those not reviewed yet.

@@ -15,7 +15,7 @@ class MonitorOptions:
 
     Attributes:
         history: How many steps are kept for `Monitor.recording`.
-        max_bytes: Limit for the history; fewer steps are kept if needed.
+        max_bytes: Memory limit of the history; fewer steps are kept if needed.
         lag: On a GPU the numbers of a step are read this many steps later, when their copy has finished. 0 reads them
             at once, with a host sync in every step. On the CPU nothing is copied and they are always read at once.
         review_every: Maximum number of healthy steps between two reviews.

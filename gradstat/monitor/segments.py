@@ -43,7 +43,7 @@ class PendingRows:
     __slots__ = ("_table", "flag", "norm", "rows", "segments")
 
     def __init__(self, segments: list[Segment], measured: Measurement, wanted: Wanted = None) -> None:
-        """``wanted`` are tensors about the first segment: ``flag``, 1 if it has NaN or Inf, and its total ``norm``."""
+        """``wanted`` tensors are made on the device: ``flag``, 1 if the first segment has NaN or Inf; its ``norm``."""
         self.segments = segments
         self.flag = self.norm = None
         if wanted is not None and measured.tables:
@@ -117,7 +117,7 @@ def measure_segments(
     if extra_groups is None and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
         return [PendingRows(segments, measure(tensors, _namer(segments), backend), wanted)]
-    numbers, error = [], None  # an error with gradients, without which nothing is known
+    numbers, error = [], None  # the error of the gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
             extra = extra_groups if i == 0 else None

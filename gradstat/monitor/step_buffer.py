@@ -45,7 +45,7 @@ class LatestStep(NamedTuple):
 
     @classmethod
     def of(cls, pending: Pending) -> LatestStep:
-        """The latest step from a ``pending`` one whose numbers have been read."""
+        """Makes one from a ``pending`` step whose numbers have been read."""
         numbers = pending.numbers[0]
         names, positions = numbers.segments[0].names, numbers.segments[0].positions
         count = numbers.segments[0].measured
@@ -189,11 +189,11 @@ class StepBuffer:
             rows[segment.positions] = table
 
     def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
-        """The layout of a segment, cached; its tensors begin at ``start`` in ``every``, the infos of all measured."""
+        """The cached layout of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
         known, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
         if layout is not None and layout.names is not segment.names and layout.names != segment.names:
             layout = None
-        # ``every`` is the same object as long as shapes, dtypes and devices stay the same.
+        # ``every`` stays the same object while shapes, dtypes and devices do not change.
         if layout is not None and known is every and positions == segment.positions:
             return layout
         measured = every[start : start + segment.measured]

@@ -86,7 +86,7 @@ class Call:
 
     @property
     def has_infinite_number(self) -> bool:
-        """Whether someone wrote an infinity into the call itself, as in ``masked_fill(mask, -inf)``."""
+        """Whether an argument is an infinite number, as in ``masked_fill(mask, -inf)``."""
         return any(isinstance(value, float) and math.isinf(value) for value in self._values)
 
     @property

@@ -80,7 +80,7 @@ class StepState:
         return cls(RngState.capture(), {name: _copied(b, known.get(name)) for name, b in model.named_buffers()})
 
     def restore(self, model: Module, before_write: Callable[[Tensor], None] = lambda buffer: None) -> None:
-        """Restores random states and buffers, the latter in place and without new versions.
+        """Restores random states and the buffers of ``model``, the latter in place and without new versions.
 
         ``before_write`` is called with each buffer before it is written. Buffers that were added, removed or resized
         are left alone.

@@ -43,7 +43,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None  # the wrapped tensor is dispatched separately
-    local = getattr(tensor, "_local_tensor", tensor)  # a distributed tensor: its shard here
+    local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a distributed tensor
     if local.layout is torch.sparse_coo:
         local = local._values()
     return None if local.layout is not torch.strided or local.numel() == 0 else local
@@ -55,7 +55,7 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def is_bad(tensor: Tensor) -> bool:
-    """Whether a tensor holds NaN or Inf. One sync on a GPU."""
+    """Whether a tensor holds NaN or Inf. One sync on a GPU, or two if its sum is not finite."""
     values = values_of(tensor)
     if values is None:
         return False

@@ -170,6 +170,6 @@ class BadRank(_RankRule):
         names = list(report.nonfinite)  # without the prefix of DDP
         as_watched = {name.removeprefix("module."): name for name in facts.backward_order}
         name = facts.first_in_backward([as_watched.get(name, name) for name in names])
-        severity: Severity = "info" if facts.is_scaled else self.severity  # an overflow now and then is normal
+        severity: Severity = "info" if facts.is_scaled else self.severity  # occasional overflows are normal
         ranks = sorted({report.rank_of(name) for name in names})
         return self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)

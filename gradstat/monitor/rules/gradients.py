@@ -307,7 +307,7 @@ class MissingGradient(_GoneRule):
         self._resting: list[str] = []  # such as a target network's: `OptimizerCoverage` reports these
 
     def come_and_go(self, names: tuple[str, ...]) -> bool:
-        # One gradient that came back is enough. Not so for zeros, which end in any model with a factor of zero (LoRA).
+        # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
         came_back = (self._times.of(names) > 0) & (self._lasts_for.of(names) == 0)
         return super().come_and_go(names) or bool(came_back.any())
 
