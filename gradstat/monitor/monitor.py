@@ -83,7 +83,7 @@ class Monitor:
     Args:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
             DeepSpeed's engine or Megatron-Core's DistributedDataParallel.
-        optimizer: Provides the learning rate and the optimizer states; needed to skip, roll back and replay.
+        optimizer: Provides the learning rate and the optimizer states; needed to skip; restored by rollback and replay.
         scaler: The loss scaler, if any: the loss scale is watched and divided out of the statistics.
         on_anomaly: How to respond to findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
             ``"rollback"``, ``"replay"``, ``"record"`` (only add to `findings`), a callable ``(monitor, finding)``, or
@@ -311,8 +311,8 @@ class Monitor:
             if step % 1000 == 0 and monitor.is_healthy():
                 torch.save(model.state_dict(), "last_good.pt")
 
-        False if one of the last ``within`` steps has an error or was refused by a guard, or if parameters or optimizer
-        states, which are measured now, are not finite. Buffers may hold infinity on purpose. Waits for the device.
+        False if one of the last ``within`` steps has an error or was refused by a guard, or if parameters or watched
+        optimizer states, measured now, are not finite. Buffers may hold infinity on purpose. Waits for the device.
 
         Args:
             within: How many of the last steps count.
