@@ -1,4 +1,4 @@
-"""From statistics of every step to an answer: what went wrong, since when, where it started, what to try."""
+"""Monitoring of a training run: what went wrong, since which step, where it started, and what to try."""
 
 from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding

@@ -1,4 +1,4 @@
-"""What policies do to a run: steps skipped on the device, and states kept to go back to."""
+"""How policies act on a run: skipping steps on the device, and snapshots to roll back to."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from gradstat.monitor.hooks import Hook
 class Skipping:
     """Keeps an optimizer from stepping on gradients that are not finite.
 
-    A fused optimizer is told on the device, as a loss scaler does it, without a sync. Every other one loses its
-    gradients for the step, which one host sync decides.
+    A fused optimizer gets the flag on the device (``found_inf``, as from a loss scaler), without a sync. For any other
+    optimizer the flag is read, one host sync, and gradients are set to None if the step is to be skipped.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         if optimizer is None:
             raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
         self._optimizer = optimizer
-        self._flags: list[Tensor] = []  # the one that the optimizer has, if it has one
+        self._flags: list[Tensor] = []  # the flag set on the optimizer, if any
         handle = optimizer.register_step_post_hook(Hook(self.disarm))
         self.remove = weakref.finalize(self, _let_go, weakref.ref(optimizer), self._flags, handle)
         self.remove.atexit = False
 
     def arm(self, flag: Tensor | None, scaler: Any) -> None:
-        """Prepares the coming step by a ``flag``, as `PendingRows` has it. A ``scaler`` that is on skips by itself."""
+        """Applies the ``flag`` of `PendingRows` to the coming step. An enabled ``scaler`` skips by itself."""
         self.disarm()
         if flag is None or (scaler is not None and scaler.is_enabled()):
             return
@@ -47,7 +47,7 @@ class Skipping:
                     parameter.grad = None
 
     def disarm(self, *_: object) -> None:
-        """Takes the verdict away, if it is still there."""
+        """Removes the flag from the optimizer, if it is still there."""
         _take_back(self._optimizer, self._flags)
 
 
@@ -65,7 +65,7 @@ def _let_go(known: weakref.ref[Optimizer], flags: list[Tensor], handle: Any) -> 
 
 
 class Snapshots:
-    """The state of model, optimizer and scaler at the last step known to be healthy, in the host's memory."""
+    """The state of model, optimizer and scaler at the last step known to be healthy, in host memory."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> None:
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
@@ -73,7 +73,7 @@ class Snapshots:
         self._next: tuple[int, dict[str, Any]] | None = None
 
     def take(self, step: int) -> None:
-        """Copies the state as it is in ``step``, before the optimizer's; it counts once the step proves healthy."""
+        """Copies the state in ``step``, before ``optimizer.step()``; it is used once the step is confirmed healthy."""
         state = {"model": _copied(self._model.state_dict())}
         if self._optimizer is not None:
             state["optimizer"] = _copied(self._optimizer.state_dict())
@@ -82,16 +82,16 @@ class Snapshots:
         self._next = (step, state)
 
     def confirm(self, step: int) -> None:
-        """Says that ``step`` was healthy."""
+        """Marks ``step`` as healthy."""
         if self._next is not None and self._next[0] <= step:
             self._good, self._next = self._next, None
 
     def clear(self) -> None:
-        """Lets go of all states."""
+        """Drops all snapshots."""
         self._good = self._next = None
 
     def go_back(self) -> int | None:
-        """Restores the last good state; returns its step, or None if there is none of the model as it is now."""
+        """Restores the last good state; returns its step, or None if there is none that fits the model."""
         self._next = None
         if self._good is None or not self._fits(self._good[1]):
             self._good = None
@@ -99,7 +99,7 @@ class Snapshots:
         step, state = self._good
         self._model.load_state_dict(state["model"])
         if self._optimizer is not None:
-            # Loading moves states to their parameters; copies, so that this snapshot may serve again.
+            # A copy, since the optimizer keeps the tensors it loads, and this snapshot may be used again.
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
@@ -109,7 +109,7 @@ class Snapshots:
         return step
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether nothing was added, removed or given another shape since; torch would load one half and raise."""
+        """Whether names and shapes are unchanged; otherwise torch would load part of the state and raise."""
         if _shapes(state["model"]) != _shapes(self._model.state_dict()):
             return False
         groups = [] if self._optimizer is None else self._optimizer.param_groups

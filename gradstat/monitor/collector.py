@@ -1,4 +1,4 @@
-"""Measures a step, gradients and what else is due, in one launch, and starts the copy to the host."""
+"""Measures a step, gradients and everything else that is due, in one launch, and starts the copy to the host."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _META = torch.device("meta")
 
 
 class Pending(NamedTuple):
-    """A step that was measured and not read yet."""
+    """A step that was measured but not read yet."""
 
     step: int
     numbers: list[PendingRows]  # the first has the gradients as its first segment
-    on_device: list[str]  # the scalars that are numbers of the next segment
+    on_device: list[str]  # names of the scalars in the second segment
     scalars: dict[str, float]  # known on the host
     is_scaled: bool  # whether the gradients carry the loss scale
-    origin: Callable[[], Any] | None  # asks all ranks who brought NaN, if that is watched
-    seen_at_once: list[Observation]  # what needed no measuring
+    origin: Callable[[], Any] | None  # asks all ranks which of them produced NaN, if that is watched
+    seen_at_once: list[Observation]  # what is known without reading numbers
 
     def kinds(self) -> set[str]:
-        """What was measured."""
+        """The kinds of tensors that were measured."""
         return {segment.kind for numbers in self.numbers for segment in numbers.segments}
 
 
 class Collector:
-    """Knows the model and what is to be looked at when; ``wanted`` is for `PendingRows`, the rest as for a monitor."""
+    """Measures what is due in each step; ``wanted`` is passed to `PendingRows`, the rest is as for a monitor."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Collector:
         gaps: Gaps,
         max_norm: float | None = None,
     ) -> None:
-        # Of another optimizer updates are known when they were made, from copies of the parameters before.
-        is_ahead = optimizer is not None and handle_of(optimizer) is None  # not stepped in backward
+        # Updates of known optimizers are predicted. For others they are measured afterwards, from copied parameters.
+        is_ahead = optimizer is not None and handle_of(optimizer) is None  # False if it steps in backward
         self._foretells = bool(watch["updates"]) and is_ahead and updates.is_known(optimizer)
         self._max_norm = max_norm
         self._wanted, self._gaps = wanted, gaps
@@ -94,12 +94,12 @@ class Collector:
         self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
-        self._before: dict[str, Tensor] | None = None  # copies of parameters
+        self._before: dict[str, Tensor] | None = None  # copies of parameters before the update
         self._known: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
         self._switch_hooks(0)
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
-        """Measures all that is due in a step, and what `scalars` has returned. No host sync."""
+        """Measures what is due in ``step``, and the ``scalars`` and ``on_device`` of `scalars`. No host sync."""
         source = source_of(self._model)
         stepper = handle_of(self._optimizer)
         stepped = None if stepper is None else stepper._rows_for(source.parameters)
@@ -110,7 +110,7 @@ class Collector:
         observations: list[Observation] = []
         if gradients.missing:
             scalars["missing"] = float(len(gradients.missing))
-            # Rows do not tell a gradient that is missing from that of a frozen parameter.
+            # Rows cannot tell a missing gradient from a frozen parameter.
             observations.append(Observation("missing", step, gradients.missing))
         tensors = [*gradients.tensors, *on_device.values()]
         names = source.names()
@@ -125,7 +125,7 @@ class Collector:
         self._notice_change(step, source.parameters, segments[0].names, observations)
         if self._batch or self._before is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
-            # Gradients are measured whatever comes of these, over ranks in particular.
+            # Gradients are measured even if this fails: other ranks wait in their collectives.
             with self._gaps.contained(step, "parameters, buffers, optimizer and what else was due are not watched"):
                 for segment, more in self._due(step, self._held(source), segments[0].names, observations):
                     segments.append(segment)
@@ -143,7 +143,7 @@ class Collector:
             numbers = measure_segments(
                 segments, tensors, source.parameters, self._backend, self._wanted, left_out, self._extra_groups
             )
-        else:  # the gradients are gone, and were measured before
+        else:  # the optimizer stepped in backward: its gradients were measured there and are gone
             numbers = [PendingRows(segments[:1], stepped[1])]
             if tensors:
                 numbers += measure_segments(segments[1:], tensors, None, self._backend, None, left_out)
@@ -165,25 +165,25 @@ class Collector:
 
     @staticmethod
     def _held(source: Source) -> list[Any]:
-        """The parameters, or the pieces of them that an engine has left here."""
+        """The parameters, or with an engine this rank's shards of them."""
         return source.parameters if source.engine is None else source.engine.parameters(source.parameters)
 
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
     ) -> None:
-        """If parameters are others than before, looks at once whether the optimizer has them all."""
+        """If parameters were replaced, checks at once whether the optimizer has them all."""
         if names is self._known[0]:
-            return  # a module that was changed in any way is walked again, and its names are another tuple
+            return  # a changed module is walked again, which makes a new tuple of names
         known = [reference() for reference in self._known[1]]
         self._known = names, list(map(weakref.ref, parameters))
         if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
             return
-        self._before = None  # another parameter is no update
+        self._before = None  # the difference to another parameter is no update
         if self._optimizer is not None and self._watch["optimizer"]:
             observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
 
     def resume(self, step: int) -> None:
-        """Says that the next step is ``step``, of a run that goes on, whose backward order is known."""
+        """Prepares for ``step`` of a resumed run, whose backward order is known."""
         if self._learning is not None:
             self._learning.remove()
             self._learning = None
@@ -191,27 +191,27 @@ class Collector:
         self._switch_hooks(step)
 
     def forget(self) -> None:
-        """Lets go of what was kept for the next step: parameters are no longer what the last step left."""
+        """Drops what was kept for the next step, because the parameters were changed from outside."""
         self._batch, self._before = [], None
 
     @property
     def origin_is_unknown(self) -> bool:
-        """Whether gradients are reduced over ranks, and nobody watches which rank brought what."""
+        """Whether gradients are reduced over ranks without recording which rank produced NaN."""
         if self._origin is not None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return False
         return torch.distributed.get_world_size() > 1 and not is_distributed(source_of(self._model).parameters)
 
     def is_due(self, kind: str, step: int) -> bool:
-        """Whether something is looked at in a step."""
+        """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
         period = self._watch[kind]
         return bool(period) and step % period == 0
 
-    # What the step brings --------------------------------------------------------------------------------
+    # Scalars and batches ---------------------------------------------------------------------------------
 
     def scalars(
         self, loss: Tensor | float | None, lr: float | Tensor | None
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Loss, learning rate and loss scale: those that are on the host, and those that are on a device."""
+        """Loss, learning rate, loss scale and guard verdict: first those on the host, then those on a device."""
         known: dict[str, float] = {}
         on_device: dict[str, Tensor] = {}
         if lr is None and self._optimizer is not None:
@@ -241,7 +241,7 @@ class Collector:
         return known, on_device
 
     def see_batch(self, step: int, batch: Any) -> list[Observation]:
-        """Takes note of a batch; the tensors are measured with the step, labels on the CPU at once."""
+        """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
         observations: list[Observation] = []
         self._batch = []
         for path, tensor in tensors_in(batch, "batch"):
@@ -265,17 +265,17 @@ class Collector:
         return observations
 
     def _classes_of(self, path: str) -> int | None:
-        """Into how many classes the labels at a place fall; None if they are none, or it is not known."""
+        """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
         return self._classes_by.get(path) if self._classes_by is not None else self.classes
 
     def judged_label(self, step: int, path: str, low: float, high: float) -> list[Observation]:
-        """An observation if labels are not among the classes."""
+        """An observation if labels from ``low`` to ``high`` are outside of the classes."""
         classes = self._classes_of(path)
         if not classes or (low >= 0 and high < classes):
             return []
         return [Observation("label", step, {"name": path, "low": int(low), "high": int(high), "classes": classes})]
 
-    # What is looked at now and then ----------------------------------------------------------------------
+    # What is measured only in some steps -----------------------------------------------------------------
 
     def _due(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
@@ -290,7 +290,7 @@ class Collector:
             before, self._before = self._before, None
             now = [p.detach() for name, p in zip(names, parameters, strict=True) if name in before]
             copies = list(before.values())
-            # Else they were moved, or given other data.
+            # Otherwise the parameters were moved, or given other data.
             if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
                 updates = self._made(step, now, lambda: list(torch._foreach_sub(now, copies)))
                 yield Segment("update", tuple(before)), updates
@@ -314,7 +314,7 @@ class Collector:
     def _updates(
         self, parameters: list[Tensor], names: tuple[str, ...], gradients: list[Tensor], scale: Tensor | None
     ) -> list[PendingRows]:
-        """The updates that gradients make once they have lost the loss scale, and are clipped if that is known."""
+        """Predicts the updates of gradients that are unscaled, and clipped if ``max_norm`` is known."""
         assert self._optimizer is not None
         if self._max_norm is not None and gradients:
             norm = get_total_norm(gradients, backend=self._backend).to(torch.float64)
@@ -325,7 +325,7 @@ class Collector:
         return [PendingRows([segment], measured)] if measured.tables else []
 
     def _made(self, step: int, like: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """New tensors; if there is no memory for them, some without data, so that no other rank waits for these."""
+        """The tensors of ``make``; if it runs out of memory, meta tensors, so that no other rank waits in vain."""
         try:
             with torch.no_grad():
                 return make()
@@ -336,7 +336,7 @@ class Collector:
     def states(
         self, parameters: list[Tensor], names: tuple[str, ...], wanted: Callable[[str], bool]
     ) -> Iterator[tuple[Segment, list[Tensor]]]:
-        """Parameters, buffers and states of the optimizer, as far as they are wanted."""
+        """Those of parameters, buffers and optimizer states that are ``wanted``."""
         if wanted("parameters") and parameters:
             yield Segment("parameter", names), parameters
         if wanted("buffers"):
@@ -347,11 +347,11 @@ class Collector:
             yield from observers.states_of(self._optimizer, parameters, names)
 
     def look_closer(self, step: int, known: set[str]) -> list[PendingRows]:
-        """Everything that has a state, measured now, less the kinds that are ``known``; nothing over ranks."""
+        """Measures parameters, buffers and optimizer states now, except the kinds in ``known``; no collectives."""
         source = source_of(self._model)
         parameters = self._held(source)
         if is_distributed(parameters):
-            return []  # a rank alone cannot, and the others do not know
+            return []  # would need collectives, which the other ranks would not join
         segments, tensors = [], []
         names = source.names()
         for segment, some in self.states(parameters, tuple(names), lambda kind: bool(self._watch[kind])):
@@ -365,7 +365,7 @@ class Collector:
         return numbers
 
     def is_finite(self) -> bool:
-        """Whether parameters and states of the optimizer are finite now; of what is cut up, this rank's. Waits."""
+        """Whether parameters and optimizer states are finite now; only this rank's shards. Syncs with the device."""
         source = source_of(self._model)
         wanted = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
         held = self.states(self._held(source), tuple(source.names()), wanted.__getitem__)
@@ -379,7 +379,7 @@ class Collector:
             self._activations.on = self.is_due("activations", step)
 
     def remove(self) -> None:
-        """Takes all hooks away and lets go of all tensors."""
+        """Removes all hooks and drops all tensors."""
         for watch in (self._learning, self._outputs, self._activations, self._origin):
             if watch is not None:
                 watch.remove()
@@ -405,18 +405,18 @@ def _watch_origin(model: nn.Module, backend: str | None) -> Any:
 
 
 def model_name(model: nn.Module) -> str:
-    """The class of a model, whatever ``torch.compile`` and DDP have wrapped around it."""
+    """The class name of a model without the wrappers of ``torch.compile`` and DDP."""
     return type(uncompiled(without_ddp(uncompiled(model)))).__name__
 
 
 def _setting(optimizer: Optimizer | None, key: str) -> float:
-    """A setting of the first group; 0 if there is none."""
+    """A number in the first parameter group; 0 if there is none."""
     value = 0.0 if optimizer is None else optimizer.param_groups[0].get(key, 0.0)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
 def facts_of(optimizer: Optimizer | None) -> dict[str, Any]:
-    """What `Facts` has of an optimizer."""
+    """The fields of `Facts` that describe an optimizer."""
     return {
         "optimizer_eps": _setting(optimizer, "eps"),
         "second_moment_decay": _second_moment_decay_of(optimizer),
@@ -425,7 +425,7 @@ def facts_of(optimizer: Optimizer | None) -> dict[str, Any]:
 
 
 def _second_moment_decay_of(optimizer: Optimizer | None) -> float:
-    """How much of its second moment the optimizer keeps from step to step, the least of all groups; 0 if not known."""
+    """The decay of the optimizer's second moment per step (beta2), the smallest of all groups; 0 if not known."""
     kept: list[Any] = []
     for group in () if optimizer is None else optimizer.param_groups:
         betas = group.get("betas")

@@ -1,4 +1,4 @@
-"""``python -m gradstat view`` and ``diff``: a recording shown, and two compared."""
+"""``python -m gradstat view`` and ``diff``: shows a recording, and compares two."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gradstat.monitor.recording.recording import Recording, one_line, verdict
 from gradstat.monitor.recording.view import ViewerMissingError, write_page
 
 FAILED = 2
-"""The exit status when a file cannot be read or written, as of argparse and of diff(1)."""
+"""The exit status when a file cannot be read or written, the same as that of argparse and diff(1)."""
 
 
 class _UsageError(Exception):
-    """What was asked for would do harm; the message says what."""
+    """The command would do damage; the message says what."""
 
 
 def describe(recording: Recording) -> str:
-    """What a recording says, for a terminal: its verdict, what there is to look at, and the diagnosis."""
+    """A recording as text for a terminal: its verdict, its steps and tensors, and the diagnosis."""
     _, sentence, _ = verdict(recording)
     tensors = ", ".join(f"{len(series.names)} {kind}s" for kind, series in recording.tables.items())
     steps = recording.steps
@@ -38,7 +38,7 @@ def describe(recording: Recording) -> str:
 
 
 def view_main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``view``; returns 0, or 2 when the recording cannot be read or the page not be written."""
+    """Runs ``view``; returns 0, or 2 if the recording cannot be read or the page cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat view",
         description="Print what a recording says and write it as one HTML page to look at, which needs no network.",
@@ -58,7 +58,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def diff_main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``diff``; returns 0 if nothing differs that matters, 1 if something does, 2 if they cannot be compared."""
+    """Runs ``diff``; returns 0 for no relevant difference, 1 for some, 2 if the recordings cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat diff",
         description="Say in which step two recorded runs part, to the bit and in a way that matters, and what first.",
@@ -79,7 +79,7 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reporting(command: str, run: Callable[[], int]) -> int:
-    """Runs a command, with its expected errors as one line."""
+    """Runs a command, and prints expected errors in one line."""
     try:
         return run()
     except OSError as error:
@@ -93,7 +93,7 @@ def _reporting(command: str, run: Callable[[], int]) -> int:
 def _view(options: argparse.Namespace) -> int:
     recording = load(options.file)
     culprit = str(recording.meta.get("culprit", ""))
-    # Cause before effect, also on the page.
+    # The page lists causes before effects, too.
     recording.findings = Diagnosis.of(recording).findings
     page: Path | None = None
     if not options.no_page:
@@ -148,7 +148,7 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What `archive.encoded` made of NaN and Inf as their names: this is read by others, who do not know its tags."""
+    """Replaces the tagged NaN and Inf of `archive.encoded` by their names, since readers do not know the tags."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`Diagnosis`: findings put in the order of cause and effect, in plain words."""
+"""`Diagnosis`: findings ordered from cause to effect, in plain words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.rules import RULES
 
-# Findings that begin no further apart than this are told together.
+# Findings that begin within this many steps of each other form one incident.
 _APART = 50
 
 
@@ -31,16 +31,15 @@ class Incident:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found in a run, ordered by when it began and by how far upstream. Made by `Monitor.diagnose`.
+    """Findings of a run, ordered by when they began and by how far upstream they are. Made by `Monitor.diagnose`.
 
     Attributes:
-        findings: Errors and warnings by the step in which they began; in the same step in the order of
-            `gradstat.monitor.RULES`, in which causes go before effects: the batch, what was there before the step, the
-            forward pass in the order of modules, the loss, the backward pass in its order. Behind them the infos,
-            likewise.
+        findings: Errors and warnings by the step in which they began. Those of one step are in the order of
+            `gradstat.monitor.RULES`, causes before effects: the batch, the state before the step, the forward pass in
+            module order, the loss, the backward pass in its order. Infos follow, ordered likewise.
         incidents: The errors and warnings in groups, by time.
         steps: How many steps the run had taken.
-        model: Its class.
+        model: Class name of the model.
         culprit: What a replay found, in words; empty if there was none.
     """
 
@@ -55,7 +54,7 @@ class Diagnosis:
         """The diagnosis of a recording.
 
         Args:
-            recording: Of a run, as a monitor or a file has it.
+            recording: From a monitor or a file.
             culprit: What a replay found, in words.
         """
         rules = [rule.name for rule in RULES]
@@ -63,11 +62,11 @@ class Diagnosis:
         backward = {name: i for i, name in enumerate(recording.backward_order)}
 
         def place(finding: Finding) -> tuple[bool, int, int, int]:
-            rule = rules.index(finding.rule) if finding.rule in rules else len(rules)  # those of users are last
+            rule = rules.index(finding.rule) if finding.rule in rules else len(rules)  # user rules come last
             known = order.get(finding.about, {})
             place = known.get(finding.name, len(known))
             if finding.about == "gradient":
-                # Without the backward order, the parameters nearest to the loss are those at the end of the model.
+                # Without a backward order, assume that parameters at the end of the model are nearest to the loss.
                 place = backward.get(finding.name, -place)
             return finding.severity == "info", finding.step, rule, place
 
@@ -91,7 +90,7 @@ class Diagnosis:
         return not self.incidents
 
     def headline(self) -> str:
-        """The whole in one sentence."""
+        """The diagnosis in one sentence."""
         if self.ok:
             return f"nothing wrong in {self.steps:,} steps of {self.model}"
         first = self.incidents[0].findings[0]
@@ -139,7 +138,7 @@ class Diagnosis:
         }
 
     def to_html(self) -> str:
-        """The same as a fragment of HTML, all text escaped."""
+        """The diagnosis as an HTML fragment, all text escaped."""
         out = [f'<div class="gradstat-diagnosis"><p><b>{html.escape(self.headline())}</b></p>']
         if self.culprit:
             out.append(f"<pre>{html.escape(self.culprit)}</pre>")

@@ -1,4 +1,4 @@
-"""`Finding`: one thing that a rule noticed."""
+"""`Finding`: one problem that a rule found."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ SEVERITIES: tuple[str, ...] = get_args(Severity)
 
 
 def values_of(made: Any) -> dict[str, Any]:
-    """The values of a dataclass by name, as they are: `dataclasses.asdict` would copy what is in them."""
+    """The fields of the dataclass ``made`` by name, not copied as by ``dataclasses.asdict``."""
     return {field.name: getattr(made, field.name) for field in fields(made)}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a rule noticed.
+    """One problem that a rule found.
 
     Attributes:
         rule: Name of the rule, ``"nonfinite-gradient"`` for example.
         severity: ``"info"``, ``"warning"`` or ``"error"``.
-        step: The step in which it began, counted from 0; noticed then or later.
+        step: The step in which it began, counted from 0; it may have been found later.
         name: What it is about: a parameter, a module or a series such as ``"loss"``.
-        evidence: The numbers it rests on, by name; JSON-able.
-        causes: What may be behind it, the likeliest first.
+        evidence: The numbers it is based on, by name; JSON-able.
+        causes: Possible causes, the likeliest first.
         advice: What to try, the cheapest first.
-        text: What was seen, in one sentence.
-        about: Of which kind ``name`` is, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
+        text: What was found, in one sentence.
+        about: The kind of ``name``, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
     """
 
     rule: str

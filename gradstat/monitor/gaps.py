@@ -1,4 +1,4 @@
-"""`Gaps`: what of a run is not watched, told once: tensors that cannot be measured, and errors of gradstat's own."""
+"""`Gaps`: reports, once, what is not watched: tensors that cannot be measured, and internal errors of gradstat."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gradstat._core.native import BackendUnavailableError
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn, warn_of_failure
 
-# Every other error of a step is gradstat's own, and must not end what is watched.
+# Any other error in a step is internal to gradstat, and must not end the training.
 NOT_OURS = (BackendUnavailableError, UnreachableRankError)
 RULE = "not-watched"
-"""What findings about the watch itself are called; no policy applies to them."""
+"""The rule name of findings about the monitor itself; no policy applies to them."""
 
 
 class Gaps:
@@ -22,10 +22,10 @@ class Gaps:
     def __init__(self, findings: list[Finding]) -> None:
         self._findings = findings
         self._told: set[str] = set()
-        self.left_out: dict[str, list[str]] = {}  # by kind, what keeps tensors from being measured
+        self.left_out: dict[str, list[str]] = {}  # by kind, why tensors could not be measured
 
     def tell_left_out(self, step: int) -> None:
-        """Tells of what was left out in ``step``, of each kind once."""
+        """Reports the tensors left out in ``step``, once for each kind."""
         new = {kind: refusals for kind, refusals in self.left_out.items() if kind not in self._told}
         self.left_out.clear()
         if not new:
@@ -40,7 +40,7 @@ class Gaps:
         warn(f"not watched: {text}", UserWarning)
 
     def tell_failure(self, step: int, what: str) -> None:
-        """Tells of the error that is being handled, the first of its sort."""
+        """Reports the exception being handled, once for each ``what``."""
         if what not in self._told:
             self._told.add(what)
             self._findings.append(Finding(RULE, "warning", step, "monitor", {}, text=f"{what}: gradstat failed"))
@@ -48,7 +48,7 @@ class Gaps:
 
     @contextmanager
     def contained(self, step: int, what: str) -> Iterator[None]:
-        """Errors of what is inside are told as by `tell_failure`, and end nothing."""
+        """Catches errors inside, except `NOT_OURS`, and reports them by `tell_failure`."""
         try:
             yield
         except NOT_OURS:

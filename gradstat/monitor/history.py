@@ -1,4 +1,4 @@
-"""What a monitor remembers of a run on the host: the last steps, compactly."""
+"""The history of a run that a monitor keeps on the host: the last steps, in compact form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from gradstat.monitor.recording.recording import Recording, Series
 from gradstat.monitor.rows import Floats, Rows, Window
 
-# Rows are kept as they came, up to so many bytes of them: most are forgotten before anybody asks for a series.
+# Up to this many bytes, rows are kept unconverted: most are dropped before anyone asks for a series.
 _MOST_RAW = 16 * 2**20
 
 
@@ -25,13 +25,13 @@ class History:
     def __init__(self, length: int, max_bytes: int) -> None:
         self._length = length
         self._max_bytes = max_bytes
-        self._chunks: dict[str, deque[Any]] = {}  # of `Series`, and of `Rows` that will be some if asked for
+        self._chunks: dict[str, deque[Any]] = {}  # `Series`, or `Rows` to be converted when needed
         self._scalars: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats]]] = deque()
         self._held = 0  # bytes of the chunks
         self.latest: dict[str, Rows] = {}
 
     def keep(self, window: Window) -> None:
-        """Takes up new steps."""
+        """Appends the new steps in ``window``."""
         for kind, rows in window.tables.items():
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
@@ -39,7 +39,7 @@ class History:
                 chunk = Rows(rows.layout, rows.steps, rows.raw.copy("K")) if is_small else rows.series()
                 self._chunks.setdefault(kind, deque()).append(chunk)
                 self._held += _bytes_of(chunk)
-        if self._length and len(window.steps):  # none if a batch was reviewed before the first step
+        if self._length and len(window.steps):  # empty if a batch was reviewed before the first step
             self._scalars.append((window.steps, window.scalars))
             self._forget()
 
@@ -57,13 +57,13 @@ class History:
                     self._held -= _bytes_of(chunks.popleft())
 
     def _condense(self) -> None:
-        """Makes series of all rows that are kept."""
+        """Converts all kept rows to series."""
         for kind, chunks in self._chunks.items():
             self._chunks[kind] = deque(chunk.series() if isinstance(chunk, Rows) else chunk for chunk in chunks)
         self._held = sum(_bytes_of(chunk) for chunks in self._chunks.values() for chunk in chunks)
 
     def recording(self) -> Recording:
-        """All that is kept, without findings."""
+        """Everything that is kept, without findings."""
         steps = np.concatenate([s for s, _ in self._scalars]) if self._scalars else np.empty(0, np.int64)
         first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
         kept = steps >= first
@@ -93,7 +93,7 @@ def _bytes_of(chunk: Series | Rows) -> int:
 
 
 def _joined(chunks: deque[Series], first: int) -> Series:
-    """What is kept of the steps from ``first`` on; tensors that came later have columns of their own."""
+    """Joins ``chunks`` from step ``first`` on; every tensor that is in any of them gets a column."""
     layouts = dict.fromkeys(chunk.names for chunk in reversed(chunks))
     names = tuple(dict.fromkeys(itertools.chain.from_iterable(layouts)))
     column = {name: i for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Hooks that are removed with their owner, and are neither copied, saved nor scripted with the module they are on."""
+"""Hooks that are removed with their owner, and are not copied, pickled or scripted with their module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstat.monitor.reporting import warn_of_failure
 
 
 class Hook:
-    """Calls a method with ``first`` and the hook's arguments while its object lives; in no graph and no copy of it."""
+    """Calls a weakly held method with ``first`` and the hook's arguments; does nothing in a graph or a copy."""
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
@@ -28,7 +28,7 @@ class Hook:
             return None
         try:
             return method(*self._first, *arguments)
-        except Exception:  # watching must not end what is watched
+        except Exception:  # monitoring must not end the training
             self._method = None
             where = f" of {self._first[0]!r}" if self._first else ""
             warn_of_failure(f"the hook {method.__qualname__}{where} failed and is not called again")
@@ -39,27 +39,27 @@ class Hook:
 
 
 class _ModuleHooks(OrderedDict[int, Callable[..., Any]]):
-    """The hooks of a module as a module keeps them; a pickle or a copy is what there would be without `Hook`."""
+    """A module's dictionary of hooks, which leaves out each `Hook` when it is pickled or copied."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         others = [(number, hook) for number, hook in self.items() if not isinstance(hook, Hook)]
         return OrderedDict, (), None, None, iter(others)
 
     def values(self) -> Any:
-        """What ``torch.jit.script`` compiles; a call of the module goes through `items`."""
+        """Read by ``torch.jit.script``, which must not compile a `Hook`; calls of the module read `items`."""
         return [hook for hook in super().values() if not isinstance(hook, Hook)]
 
 
 def hook_forward(module: nn.Module, hook: Callable[..., Any], *, before: bool = False, **options: Any) -> Any:
-    """``register_forward_hook``, or ``register_forward_pre_hook``, for a `Hook` that stays out of what is saved."""
+    """Registers a forward hook, or with ``before`` a forward pre-hook; a `Hook` is not saved with the module."""
     place = "_forward_pre_hooks" if before else "_forward_hooks"
-    if not getattr(module, place):  # else somebody's handles belong to what is there
+    if not getattr(module, place):  # otherwise handles refer to the present dictionary
         setattr(module, place, _ModuleHooks())
     return (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, **options)
 
 
 def removed_with(owner: object, handles: Iterable[Any]) -> Callable[[], None]:
-    """Takes hooks away when it is called, or else when ``owner`` is gone."""
+    """A function that removes the hooks; it is also called when ``owner`` is garbage-collected."""
     remove = weakref.finalize(owner, _remove, list(handles))
     remove.atexit = False
     return remove

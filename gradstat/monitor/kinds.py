@@ -1,4 +1,4 @@
-"""The kinds of tensors that a monitor measures: what they are called, how often, and which come first in a step."""
+"""The kinds of tensors that a monitor measures: their names, how often, and in which order a step computes them."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ class Kind(NamedTuple):
     """One kind of tensors."""
 
     name: str  # as in `Recording.tables`, `Window.tables` and `Finding.about`
-    watch: str  # what `watch=` calls it
-    period: int  # measured every so many steps unless that says otherwise, 0 for never
+    watch: str  # its key in `watch=`
+    period: int  # by default it is measured every so many steps, 0 for never
     names: Literal["batch", "module", "parameter"]  # what its tensors are named after
-    sizes_vary: bool = False  # with the input
+    sizes_vary: bool = False  # whether sizes depend on the input
 
 
 STATE = Kind("optimizer state", "optimizer", 50, "parameter")
-"""Stands for every state of the optimizer, each of which is a kind called as in the optimizer, ``"exp_avg"`` say."""
+"""Stands for all optimizer states. Each is a kind of its own, named by its key in the optimizer, as ``"exp_avg"``."""
 
 GRADIENT = Kind("gradient", "gradients", 1, "parameter")
 
 KINDS: tuple[Kind, ...] = (
     Kind("batch", "batch", 1, "batch", sizes_vary=True),
-    Kind("constant", "batch", 1, "batch"),  # the share of features that are the same in all samples
-    Kind("label", "batch", 1, "batch"),  # the smallest and the largest, judged as they arrive
+    Kind("constant", "batch", 1, "batch"),  # fraction of features that are the same in all samples
+    Kind("label", "batch", 1, "batch"),  # the smallest and the largest, judged when they are read
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),
     Kind("activation", "activations", 0, "module", sizes_vary=True),
-    Kind("output", "outputs", 50, "module"),  # the share of predictions that are certain
+    Kind("output", "outputs", 50, "module"),  # fraction of predictions that are certain
     GRADIENT,
     STATE,
     Kind("update", "updates", 0, "parameter"),
 )
-"""All of them. A step computes each from those before it: where two differ at once, the earlier one is the cause."""
+"""All kinds, in the order in which a step computes them: if two go wrong in one step, the earlier is the cause."""
 
 CHECKS: dict[str, int] = {"origin": 0, "replicas": 0, "batches": 0}
-"""What ranks compare, by the name in ``watch=``; no tensors come of it."""
+"""Comparisons between ranks, by their key in ``watch=``; they add no tensors."""
 
 DEFAULT_WATCH: dict[str, int] = {kind.watch: kind.period for kind in (GRADIENT, *KINDS)} | CHECKS
-"""What is looked at every how many steps; 0 for never."""
+"""What is measured every how many steps; 0 for never."""
 
 _PLACES = {kind.name: place for place, kind in enumerate(KINDS)}
 
 
 def place_of(name: str) -> int:
-    """The place in the order of causes of the kind called ``name``."""
+    """The position in `KINDS` of the kind called ``name``."""
     return _PLACES.get(name, _PLACES[STATE.name])
 
 
 def kind_of(name: str) -> Kind:
-    """The kind called ``name``; what is not in the table is a state of the optimizer."""
+    """The kind called ``name``; `STATE` for names that are not in `KINDS`."""
     return KINDS[place_of(name)]
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of kinds, causes before effects; states of the optimizer stay in the order given."""
+    """Sorts ``names`` of kinds as in `KINDS`; optimizer states keep the order given."""
     return sorted(names, key=place_of)
 
 
 def name_of_state(key: str) -> str:
-    """What the kind of an optimizer's state is called: as the state, unless something else is called so."""
+    """The kind of the optimizer state ``key``: the key itself, with a prefix if that name is taken."""
     return f"optimizer {key}" if key in _PLACES or key == "scalars" else key
 
 
 def periods(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
-    """The default with ``watch`` on top; a sequence of names means every step."""
+    """`DEFAULT_WATCH` updated with ``watch``; in a sequence of names, each is measured in every step."""
     chosen = dict(DEFAULT_WATCH)
     wanted = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
     for name, period in wanted.items():

@@ -1,4 +1,4 @@
-"""`Monitor`: statistics of every step, turned into findings, at the price of a check."""
+"""`Monitor`: measures every step and turns the statistics into findings, at the cost of one gradient check."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# In so many steps after an incident, states are not measured again and no further file is written.
+# For this many steps after an incident, states are not measured again and no further file is written.
 _QUIET = 20
 
 _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
@@ -60,7 +60,7 @@ _UNARMED = (
     "hide what happened; gradstat.Monitor(..., replay=True) keeps what it takes to run it as it was"
 )
 
-# What advice names to be given besides the policy "replay".
+# The argument that texts of advice name beside on_anomaly='replay'.
 _FUNCTION = ", replay=step_fn"
 
 
@@ -76,43 +76,43 @@ class Monitor:
             optimizer.zero_grad()
         print(monitor.diagnose())
 
-    Every step costs one read of the gradients, as `gradstat.check_async`; no host sync on a GPU. What is looked at
-    besides, and how often, says ``watch``. Rules look at the numbers, a block of steps at a time, or at once if a step
-    is out of the ordinary. What they find is in `findings`, and done about it is what ``on_anomaly`` says.
+    Every step reads the gradients once, like `gradstat.check_async`, without a host sync on a GPU. ``watch`` says what
+    else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal step.
+    They add to `findings`; ``on_anomaly`` says how to respond to a finding.
 
     Args:
-        model: The module that is trained; as wrapped by DDP or FSDP, if it is. Or DeepSpeed's engine or
-            Megatron-Core's DistributedDataParallel, alone.
-        optimizer: Gives the learning rate and the optimizer's states; needed to skip, roll back and replay.
-        scaler: The loss scaler, if there is one: the loss scale is watched and taken out of the statistics.
-        on_anomaly: What to do about findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
-            ``"rollback"``, ``"replay"``, ``"record"`` (nothing but `findings`), a callable ``(monitor, finding)``, or
-            several; for errors, or in a mapping by severity or by the name of a rule, which goes before its severity.
-        watch: What is looked at every how many steps; on top of `gradstat.monitor.DEFAULT_WATCH`.
-        rules: What to look for; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
+        model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
+            DeepSpeed's engine or Megatron-Core's DistributedDataParallel.
+        optimizer: Provides the learning rate and the optimizer states; needed to skip; restored by rollback and replay.
+        scaler: The loss scaler, if any: the loss scale is watched and divided out of the statistics.
+        on_anomaly: How to respond to findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
+            ``"rollback"``, ``"replay"``, ``"record"`` (only add to `findings`), a callable ``(monitor, finding)``, or
+            several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
+        watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
+        rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none.
-        replay: The function that does a step, for ``on_anomaly="replay"``; True to remember what `replay` needs, and do
-            none by itself. Costs tens of microseconds for each forward pass, for the states of random generators, and
-            a copy of the buffers. ``on_anomaly="replay"`` reads numbers at once, as the option ``lag=0``.
-        max_norm: What gradients are clipped to, so that the rule on clipping can judge, and updates are foretold.
-        classes: Into how many classes the integer tensors of batches fall, for `batch`; or by their place,
+        replay: The function that runs one step, for ``on_anomaly="replay"``; True only keeps what `replay` needs. Costs
+            tens of microseconds per forward pass to save the states of random generators, and a copy of the buffers.
+            ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
+        max_norm: The norm that gradients are clipped to, for the rule on clipping and for predicting updates.
+        classes: Number of classes of the integer tensors passed to `batch`; or a mapping by path,
             ``{"batch['labels']": 10}``, if not all of them are labels.
-        guard: Keeps ``optimizer`` from steps that are out of the ordinary, as the policy ``"skip"`` keeps it from those
-            that are not finite, which it does as well; by the loss that `step` is given, and the norm.
-        options: What is seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for example:
-            how much is kept, how late numbers are read, how often rules look, what a replay and a rollback keep.
+        guard: Makes ``optimizer`` skip abnormal steps, judged by the norm and the loss given to `step`; and steps that
+            are not finite, like the policy ``"skip"``.
+        options: Settings that are seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for
+            example: history size, when numbers are read, how often rules run, what a replay and a rollback keep.
 
     Attributes:
-        findings: What was found, in order.
-        should_stop: Whether the policy ``"stop"`` has been met; for the training loop to look at.
-        steps: How many steps were taken.
-        nonfinite_steps: In how many of those that have been read a gradient was not finite.
-        options: As given, the defaults for the rest.
+        findings: All findings so far, in order.
+        should_stop: Whether the policy ``"stop"`` has been triggered; the training loop should check it.
+        steps: Number of steps taken.
+        nonfinite_steps: Number of steps, among those read, in which a gradient was not finite.
+        options: As given, with defaults for the rest.
         guard: As given.
-        culprit: What the last replay found; None if there was none, or it was clean.
+        culprit: Result of the last replay; None if there was none, or it was clean.
 
     Raises:
-        TypeError, ValueError: An argument makes no sense; the message says what was expected.
+        TypeError, ValueError: An argument is invalid; the message says what was expected.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Monitor:
         _refuse_nonsense(model, optimizer, rules)
         _refuse_guard(guard, optimizer, scaler)
         self.options = options = MonitorOptions.of(options)
-        known_name(options.backend)  # an unknown one is told here, not in the steps
+        known_name(options.backend)  # an unknown name raises here, not in a step
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._watch = periods(watch)
@@ -144,7 +144,7 @@ class Monitor:
         if engine is not None:
             _refuse_under_engine(engine, optimizer, self._policies, replay, self._watch)
             optimizer = engine.optimizer
-            self._watch["optimizer"] = 0  # its states are cut up as well
+            self._watch["optimizer"] = 0  # its states are sharded as well, and not measured
         if handle_of(optimizer) is not None:
             _refuse_in_backward(guard, self._policies, replay)
         self._model = model if engine is None else engine.module
@@ -163,9 +163,9 @@ class Monitor:
         self._is_called_by_hand = True
         self._replays_with: str | None = (
             _FUNCTION if engine is None else None
-        )  # what `"replay"` needs; None if there is none
+        )  # the argument that `"replay"` needs; None if it cannot be used
         self._pending: deque[Pending] = deque()
-        self._looked_closer = [-_QUIET, -_QUIET]  # when, with a finite loss and without
+        self._looked_closer = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
         self._saved = self._last_replay = -_QUIET
         self._paused = False
         self.guard = guard
@@ -193,7 +193,7 @@ class Monitor:
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler, or None. One that is only found while training goes on may be set then."""
+        """The loss scaler, or None. May be set during training, if it is not known earlier."""
         return self._collector.scaler
 
     @scaler.setter
@@ -206,7 +206,7 @@ class Monitor:
 
     @never_traced
     def step(self, loss: Tensor | float | None = None, lr: float | Tensor | None = None) -> list[Finding]:
-        """Takes note of a step: call it after ``backward()``, before gradients are clipped, once per step.
+        """Records a step: call it once per step, after ``backward()`` and before gradients are clipped.
 
         No host sync on a GPU unless the option ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not
         fused.
@@ -216,13 +216,13 @@ class Monitor:
             lr: The learning rate; None takes that of the optimizer's first group.
 
         Returns:
-            What was found now; on a GPU that is about the step before.
+            The new findings; on a GPU they are about the step before.
 
         Raises:
             TypeError, ValueError: ``loss`` is not one number.
-            AnomalyError: Something was found that ``on_anomaly`` says to raise about; or what a callable there raises.
-            BackendUnavailableError: The backend asked for cannot run here. Other errors of the monitor's own are told
-                as a warning, once, and training goes on.
+            AnomalyError: A finding has the policy ``"raise"``. What a callable in ``on_anomaly`` raises is passed on.
+            BackendUnavailableError: The requested backend cannot run here. Other internal errors of the monitor are
+                reported once, as a warning, and training goes on.
         """
         if self._paused:
             return []
@@ -240,7 +240,7 @@ class Monitor:
             self._gaps.tell_failure(self.steps, "a step could not be measured and is not watched")
             self.steps += 1
             return self.findings[known:]
-        self.steps += 1  # first: an interrupt in between leaves a gap, and not two steps of one number
+        self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
         self._pending.append(pending)
         if self._skipping is not None:
             flag = pending.numbers[0].flag
@@ -249,12 +249,12 @@ class Monitor:
             self._skipping.arm(flag, self.scaler)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
-        # On the CPU nothing travels, and there is nothing to wait for.
+        # On the CPU nothing is copied, so there is nothing to wait for.
         self._read(self._lag if pending.numbers[0].travels else 0)
         return self.findings[known:]
 
     def _guarded(self, guard: SpikeGuard, flag: Tensor, norm: Any, loss: Tensor | float | None) -> Tensor:
-        """Whether not to step, as the flags of `PendingRows`: if that says so, or else the guard."""
+        """The verdict as a flag, like those of `PendingRows`: 1 to skip the step, because of ``flag`` or the guard."""
         verdict = flag.reshape(1)
         with self._gaps.contained(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
             if loss is not None and not isinstance(loss, Tensor):
@@ -269,21 +269,21 @@ class Monitor:
 
     @never_traced
     def batch(self, batch: Any) -> list[Finding]:
-        """Shows the monitor a batch, before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
+        """Inspects a batch before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
 
-        Floating tensors are measured with the gradients of the step. Of integer ones, if ``classes`` was given, the
-        range is looked at: on the CPU at once, so that a label out of range is told before the loss fails on it.
-        No host sync on a GPU.
+        Floating-point tensors are measured with the gradients of the step. If ``classes`` was given, the range of
+        integer tensors is checked: on the CPU at once, so that a label out of range is reported before the loss fails
+        on it. No host sync on a GPU.
 
         Args:
-            batch: What the loop gets from its loader. Nothing in it is kept, unless the monitor keeps batches for
-                a replay.
+            batch: What the data loader returned. Its tensors are held until the step, or longer if the monitor keeps
+                batches for a replay.
 
         Returns:
-            What was found now.
+            The new findings.
 
         Raises:
-            AnomalyError: Something was found that ``on_anomaly`` says to raise about.
+            AnomalyError: A finding has the policy ``"raise"``.
         """
         if self._paused or not self._watch["batch"]:
             return []
@@ -299,26 +299,26 @@ class Monitor:
         return self.findings[known:]
 
     def flush(self) -> list[Finding]:
-        """Reads and reviews all steps so far, waiting for the device if need be; returns what was found now."""
+        """Reads and reviews all steps so far, waiting for the device if need be; returns the new findings."""
         known = len(self.findings)
         self._read(0)
         self._review()
         return self.findings[known:]
 
     def is_healthy(self, within: int = 100) -> bool:
-        """Whether the state of now is worth keeping, as a checkpoint that may replace the last good one. ::
+        """Whether a checkpoint of the current state may replace the last good one. ::
 
             if step % 1000 == 0 and monitor.is_healthy():
                 torch.save(model.state_dict(), "last_good.pt")
 
-        It is not if an error was found in the last steps or a guard has refused one, or if parameters or states of the
-        optimizer are not finite, which are read for this; buffers may hold infinity on purpose. Waits for the device.
+        False if one of the last ``within`` steps has an error or was refused by a guard, or if parameters or watched
+        optimizer states, measured now, are not finite. Buffers may hold infinity on purpose. Waits for the device.
 
         Args:
-            within: In how many of the last steps that speaks against it.
+            within: How many of the last steps count.
 
         Returns:
-            The verdict; of what is spread over ranks, about this rank's part.
+            The verdict; for sharded tensors it is about this rank's shards.
 
         Raises:
             AnomalyError: As `flush`.
@@ -329,28 +329,28 @@ class Monitor:
         return not any(finding.step >= since for finding in vetoes) and self._collector.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
-        """Runs the newest step again under watch, and names the first place that made a NaN or Inf.
+        """Runs the newest step again, observes every operation, and names the first place that made a NaN or Inf.
 
-        To be called before the optimizer has stepped, or if it was skipped. Afterwards everything is as before. See
+        Call it before the optimizer steps, or after a skipped step. The state is restored afterwards. See
         `gradstat.monitor.find_culprit`, and docs/replay.md. A monitor made without ``replay`` has kept nothing of the
-        step: parameters, buffers and random state are then as they are now, and a warning says so.
+        step: it then runs with the current parameters, buffers and random state, and a warning says so.
 
         Args:
             step_fn: Forward and backward, or a whole training step; called with the batch if it was kept. None takes
                 the function given as ``replay``.
 
         Returns:
-            The culprit, which is also in `culprit` and in the diagnosis; None if all was finite this time.
+            The culprit, also stored in `culprit` and shown in the diagnosis; None if all was finite this time.
 
         Raises:
-            RuntimeError: The parameters have changed since a step of which the rest was kept.
-            TypeError: There is no function.
+            RuntimeError: The parameters have changed since the step whose state was kept.
+            TypeError: No function was given.
         """
         if self._replayer is None and step_fn is None:
             raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
         if self._replayer is None:
             warn(f"replay: {_UNARMED}", RuntimeWarning)
-        paused, self._paused = self._paused, True  # the step calls this monitor
+        paused, self._paused = self._paused, True  # step_fn may call this monitor
         try:
             if self._replayer is not None:
                 self.culprit = self._replayer.run(step_fn, self._skipping is not None)
@@ -366,7 +366,7 @@ class Monitor:
     # From numbers to findings ----------------------------------------------------------------------------
 
     def _read(self, leaving: int) -> None:
-        """Reads the steps that were measured, up to the last ``leaving``."""
+        """Reads the measured steps except the last ``leaving``."""
         while len(self._pending) > leaving:
             pending = self._pending.popleft()
             try:
@@ -374,7 +374,7 @@ class Monitor:
                 self.nonfinite_steps += "nonfinite" in pending.scalars
                 odd = bad or self._rules.is_out_of_band(pending.scalars)
                 lost = "loss_nonfinite" in pending.scalars
-                # Everything that has a state, if it still is as it was in the step.
+                # Measure parameters, buffers and optimizer states, if they are still those of the step.
                 if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
                     self._looked_closer[lost] = pending.step
                     pending.numbers.extend(self._collector.look_closer(pending.step, pending.kinds()))
@@ -388,7 +388,7 @@ class Monitor:
                 self._snapshots.confirm(pending.step)
 
     def _review(self) -> None:
-        """Lets all rules look at the steps since the last review, and acts on what they find."""
+        """Runs all rules on the steps since the last review, and acts on their findings."""
         with self._gaps.contained(self.steps, "the last steps could not be judged and are not watched"):
             self._judge()
         found, self._to_act_on = self._to_act_on, []
@@ -399,7 +399,7 @@ class Monitor:
             raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
 
     def _judge(self) -> None:
-        """Lets all rules look at the steps since the last review."""
+        """Runs all rules on the steps since the last review."""
         if self._buffer.is_empty:
             return
         collector = self._collector
@@ -417,7 +417,7 @@ class Monitor:
         self._to_act_on += found
 
     def _as_it_is_here(self, finding: Finding) -> Finding:
-        """With advice that can be followed, and shapes of parameters named by their position in an optimizer."""
+        """Drops advice that cannot be followed here, and adds shapes to names such as ``group0.1``."""
         if self._replays_with != _FUNCTION:
             finding = replace(finding, advice=tuple(_possible(finding.advice, self._replays_with is not None)))
         if not _POSITIONAL.search(finding.text):
@@ -427,10 +427,10 @@ class Monitor:
         text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
         return replace(finding, text=text)
 
-    # What is done about them -----------------------------------------------------------------------------
+    # Policies --------------------------------------------------------------------------------------------
 
     def _act_on(self, finding: Finding) -> bool:
-        """Does what the policies say; whether to raise."""
+        """Applies the policies; returns whether to raise."""
         raising = False
         for policy in self._policies.of(finding):
             if callable(policy):
@@ -443,7 +443,7 @@ class Monitor:
                 self.should_stop = True
             elif policy == "snapshot":
                 base = self._save_to if self._save_to is not None else Path("incident.gradstat")
-                rule = re.sub(r"[^\w.-]+", "_", finding.rule)[:60]  # rules of users are called as they like
+                rule = re.sub(r"[^\w.-]+", "_", finding.rule)[:60]  # a user's rule may have any name
                 beside = base.with_name(f"{base.stem}-step{finding.step}-{rule}.gradstat")
                 self._save_or_warn(beside, str(finding))
             elif policy == "rollback":
@@ -458,17 +458,17 @@ class Monitor:
     def _save_or_warn(self, path: Path, why: str) -> None:
         try:
             self.save(path, why)
-        except (OSError, ValueError) as error:  # a full disk must not end what is watched
+        except (OSError, ValueError) as error:  # a full disk must not end the training
             warn(f"{path} could not be saved: {error}", RuntimeWarning)
 
     def _replay_once(self, finding: Finding) -> None:
-        """Replays the step that was found bad, once in an incident; says what came of it."""
+        """Replays the bad step, once per incident, and warns with the result."""
         if finding.step + 1 != self.steps or finding.step - self._last_replay < _QUIET:
             return
         self._last_replay = finding.step
         try:
             self.replay()
-        except Exception as error:  # watching must not end what is watched
+        except Exception as error:  # monitoring must not end the training
             self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
         warn(f"step {finding.step}: {self._replayed}")
 
@@ -481,15 +481,15 @@ class Monitor:
             self._pending.clear()
             self._collector.forget()
 
-    # What is kept ----------------------------------------------------------------------------------------
+    # Recording and state ---------------------------------------------------------------------------------
 
     def recording(self, why: str = "") -> Recording:
-        """The last ``history`` steps, as far as they have been read, with findings. Reviews what has not been.
+        """The last ``history`` steps that were read, with findings; reviews those not reviewed yet.
 
-        No host sync; `flush` first brings what is still on its way.
+        No host sync; call `flush` first to include steps that are still being copied to the host.
 
         Args:
-            why: Why it is made, for its ``meta``.
+            why: Why the recording is made, for its ``meta``.
         """
         self._review()
         recording = self._history.recording()
@@ -516,22 +516,22 @@ class Monitor:
         return None if newest is None else LatestStep.of(newest)
 
     def diagnose(self) -> Diagnosis:
-        """What was found so far, in the order of cause and effect; ``print`` it. Waits for the device."""
+        """All findings so far, ordered from cause to effect; ``print`` it. Waits for the device."""
         self.flush()
         return Diagnosis.of(self.recording(), self._replayed)
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
-        """Writes the `recording` to one file, for ``python -m gradstat view``; replaces it only by a whole one.
+        """Writes the `recording` to one file, for ``python -m gradstat view``; replaces an existing file atomically.
 
         Args:
             path: Where, by convention ``*.gradstat``; missing folders are made.
-            why: Why, for the recording's ``meta``.
+            why: Why it is saved, for the recording's ``meta``.
 
         Returns:
             ``path``.
 
         Raises:
-            OSError: The disk does not take it; nothing is left behind.
+            OSError: The file cannot be written; nothing is left behind.
         """
         from gradstat.monitor.recording.file import save
 
@@ -540,7 +540,7 @@ class Monitor:
         return target
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on as if nothing had happened: plain values and tensors. Waits for the device."""
+        """Everything needed to resume, as plain values and tensors. Waits for the device."""
         self.flush()
         return {
             "version": 1,
@@ -557,10 +557,10 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; rules that are not in it stay as they are.
 
-        What this monitor has seen since its own last review, and everything it remembers of steps to come again, goes.
+        Discards steps that this monitor has not reviewed yet, and what it remembers of steps that will be repeated.
 
         Args:
-            state: What `state_dict` returned, on any device; by the same or an older gradstat.
+            state: What `state_dict` returned, on any device; from the same or an older gradstat.
 
         Raises:
             ValueError: The state is from a newer gradstat.
@@ -593,15 +593,15 @@ class Monitor:
         self._collector.resume(self.steps)
 
     def detach(self, why: str = "the run ended") -> None:
-        """Ends the watch: reads what is left, takes all hooks away, saves the recording if there is a file for it.
+        """Stops monitoring: reads the remaining steps, removes all hooks, saves the recording if ``save_to`` is set.
 
-        `findings`, `recording` and `diagnose` stay. Waits for the device.
+        `findings`, `recording` and `diagnose` stay available. Waits for the device.
 
         Args:
-            why: What the recording says about why it was saved.
+            why: Why the recording is saved, for its ``meta``.
 
         Raises:
-            AnomalyError: Something was found in what was left that ``on_anomaly`` says to raise about.
+            AnomalyError: A finding in the remaining steps has the policy ``"raise"``.
             OSError: The recording cannot be written.
         """
         if self._paused:
@@ -629,7 +629,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Detaches. An error that ends the run is told in the recording, and goes before one of the monitor."""
+        """Detaches. An exception that ends the run is noted in the recording and precedes an `AnomalyError`."""
         try:
             self.detach("the run ended" if error is None else f"{type(error).__name__}: {error}")
         except AnomalyError as found:
@@ -694,7 +694,7 @@ def _refuse_in_backward(guard: object, policies: PolicyTable, replay: object) ->
 
 
 def _possible(advice: Iterable[str], replays: bool) -> Iterator[str]:
-    """``advice`` where a replay needs no function, or cannot be done."""
+    """``advice`` without the function argument if ``replays``, else without the policy ``"replay"``."""
     for one in advice:
         before, policy, after = one.partition("on_anomaly='replay'")
         if not policy:
@@ -713,8 +713,8 @@ def _in_words(finding: Finding) -> str:
     return f"likely causes:{causes}\nwhat to try:{advice}"
 
 
-# Monitors whose recordings are written when the program ends. A process that was forked must not write over what its
-# parent has written meanwhile, unless it takes steps itself.
+# Monitors whose recordings are written when the program ends. A forked process must not overwrite the file of its
+# parent, unless it takes steps itself.
 _unsaved: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""What a monitor looks at besides gradients: parameters, updates, optimizer, activations, outputs, batches."""
+"""What a monitor measures besides gradients: buffers, updates, optimizer states, activations, outputs, batches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torc
 
 
 def measurable(tensor: object) -> bool:
-    """Whether a tensor has statistics that are worth having: floating or complex, 16 bits or more."""
+    """Whether statistics of a tensor are useful: it is floating-point or complex, with 16 bits or more."""
     return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and why_not_measured("", tensor) is None
 
 
 class Buffers:
-    """The floating buffers of a model, found again without walking it each time."""
+    """The measurable buffers of a model, cached so that the model is not walked each time."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -40,7 +40,7 @@ class Buffers:
         self._places: list[tuple[dict[str, Tensor | None], str, str]] = []
 
     def take(self, names: tuple[str, ...]) -> tuple[Segment, list[Tensor]]:
-        """The buffers as they are now; ``names`` of the parameters, another tuple when the model has changed."""
+        """The current buffers; ``names`` are those of the parameters, another tuple after a change of the model."""
         if names is not self._for or sum(map(len, self._dictionaries)) != self._count:
             modules = dict(self._model.named_modules())
             self._for, self._dictionaries = names, [module._buffers for module in modules.values()]
@@ -58,9 +58,9 @@ class Buffers:
 def states_of(
     optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]
 ) -> Iterator[tuple[Segment, list[Tensor]]]:
-    """The tensors in an optimizer's state that are as large as their parameter, by their names there."""
+    """The tensors in an optimizer's state that have the shape of their parameter, a segment for each state key."""
     found: dict[str, tuple[list[str], list[Tensor]]] = {}
-    # By id, as a tensor's hash is slow.
+    # Keyed by id, because hashing a tensor is slow.
     held_by = {id(parameter): held for parameter, held in optimizer.state.items()}
     for name, parameter in zip(names, parameters, strict=True):
         for key, value in (held_by.get(id(parameter)) or {}).items():
@@ -75,9 +75,9 @@ def states_of(
 def updates_of(
     optimizer: Optimizer, names: Mapping[int, str], backend: str | None, divisor: Tensor | None
 ) -> tuple[Segment, Measurement]:
-    """Norms of the updates to come, in rows that are otherwise unknown; ``names`` of parameters by their id.
+    """Predicts the norms of the next updates, in rows with most other fields NaN; ``names`` are by parameter id.
 
-    ``divisor`` is what gradients are divided by first. Where something is not finite there is no row.
+    Gradients are divided by ``divisor`` first. The row of an update that is not finite is all NaN.
     """
     parameters = source_of(optimizer).parameters
     positions, _, sums = update_sums(optimizer, lambda i: names.get(id(parameters[i]), "?"), backend, divisor)
@@ -94,12 +94,12 @@ def updates_of(
     return Segment("update", tuple(names[id(p)] for p in known)), Measurement([rows] * bool(known), None, infos)
 
 
-# Those that are watched: several may share a model.
+# All watched optimizers, since several may share a model.
 optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, list[str]]:
-    """Parameters that no optimizer has (those without gradients rest), that are frozen in it, or not the model's."""
+    """Parameters that no optimizer has, with or without a gradient; those in this one that are frozen or foreign."""
     held = {
         id(parameter): (f"param_groups[{g}]['params'][{i}]", parameter)
         for g, group in enumerate(optimizer.param_groups)
@@ -118,7 +118,7 @@ def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence
 
 
 class BackwardOrder:
-    """Notes in which order the gradients of the first step are complete, then lets go of the model."""
+    """Records the order in which the gradients of the first step are complete, then removes its hooks."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names: list[str] = []
@@ -133,18 +133,18 @@ class BackwardOrder:
         )
 
     def end(self) -> tuple[str, ...]:
-        """The order; each parameter at the first time that its gradient was complete."""
+        """The order, by when the gradient of each parameter was first complete."""
         self.remove()
         return tuple(dict.fromkeys(self.names))
 
 
 def _note(noted: list[str], name: str) -> None:
-    if len(noted) < 1_000_000:  # a model that never comes to its first step
+    if len(noted) < 1_000_000:  # a model may never reach its first step
         noted.append(name)
 
 
 class Activations:
-    """Rows of the outputs of modules without children, taken in forward hooks while switched on; no activation."""
+    """Measures outputs of modules without children, in forward hooks while ``on``; keeps rows, not activations."""
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
         self.on = False
@@ -161,7 +161,7 @@ class Activations:
         self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
     def see(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """The hook of the module of that name."""
+        """The hook of the module ``name``."""
         if not self.on:
             return
         found = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
@@ -175,7 +175,7 @@ class Activations:
             self._seen[name] = merged, TensorInfo.of(found[0])
 
     def take(self) -> tuple[Segment, Measurement]:
-        """What was seen since the last call."""
+        """The rows measured since the last call."""
         seen, self._seen = self._seen, {}
         names = sorted(seen, key=self._order.__getitem__)
         rows = [seen[name][0] for name in names]
@@ -187,15 +187,15 @@ class Activations:
 
 
 def _merged(rows: Tensor) -> Tensor:
-    """``[1, len(FIELDS)]``: one row of several."""
+    """Merges several rows into one, ``[1, len(FIELDS)]``."""
     return rows if len(rows) == 1 else _fields.merge(torch, rows)[None]
 
 
 class Outputs:
-    """The share of a model's predictions that are certain, taken in a forward hook while switched on.
+    """Measures the fraction of a model's predictions that are certain, in a forward hook while ``on``.
 
-    One is certain if its largest logit is more than 10 above the next, each of which a softmax gives less than 5e-5.
-    How large logits are by themselves says nothing: a softmax does not see what they have in common.
+    A prediction is certain if its largest logit exceeds the next by more than 10, so that a softmax gives every other
+    class less than 5e-5. The size of logits alone means nothing, since a softmax ignores a common offset.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -218,13 +218,13 @@ class Outputs:
                 self._share = (margin > 10).to(torch.float32).mean().reshape(1)
 
     def take(self) -> Tensor | None:
-        """The share in what was seen since the last call, ``[1]``; None if there were no logits."""
+        """The fraction in the last forward pass since the last call, ``[1]``; None if there were no logits."""
         share, self._share = self._share, None
         return share
 
 
 def constant_features(tensor: Tensor) -> Tensor | None:
-    """The share of features (places behind the first dimension) that are the same in all samples, ``[1]``."""
+    """The fraction of features that are the same in all samples, ``[1]``; samples are along the first dimension."""
     if tensor.layout is not torch.strided or tensor.dim() < 2 or tensor.shape[0] < 2 or tensor.dtype.is_complex:
         return None
     with torch.no_grad():

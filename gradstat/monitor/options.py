@@ -1,4 +1,4 @@
-"""`MonitorOptions`: what is seldom changed about a monitor."""
+"""`MonitorOptions`: settings of a monitor that are seldom changed."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from gradstat._core.tensors import ExtraGroups
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """What is seldom changed about a `gradstat.Monitor`, which takes these or a mapping of some of them.
+    """Seldom-changed settings of a `gradstat.Monitor`, which takes these or a mapping of some of them.
 
     Attributes:
         history: How many steps are kept for `Monitor.recording`.
-        max_bytes: For the history; fewer steps are kept if need be.
-        lag: On a GPU the numbers of a step are read so many steps later, when they have long arrived. 0 reads them at
-            once, with a host sync in every step. On the CPU nothing travels and all is read at once.
-        review_every: At most so many steps are between two reviews of healthy steps.
-        rollback_every: For ``"rollback"``: every how many steps the state is copied to the host's memory.
+        max_bytes: Memory limit of the history; fewer steps are kept if needed.
+        lag: On a GPU the numbers of a step are read this many steps later, when their copy has finished. 0 reads them
+            at once, with a host sync in every step. On the CPU nothing is copied and they are always read at once.
+        review_every: Maximum number of healthy steps between two reviews.
+        rollback_every: For ``"rollback"``: every how many steps the state is copied to host memory.
         keep_batch: Whether `Monitor.batch` keeps the batch, so that a replay calls the function with it.
-        ignore_index: A label that stands for none.
+        ignore_index: A label value that marks positions without a label.
         backend: As in `gradstat.check`.
-        extra_groups: As there, in lists, not iterators, since every step asks for them: norms and counts are then those
-            of all ranks, and what is found about single tensors stays on their ranks.
+        extra_groups: As in `gradstat.check`, in lists, not iterators, since they are read in every step: norms and
+            counts are then those of all ranks, while findings about single tensors stay on their ranks.
 
     Raises:
-        ValueError: A number is not a whole one, or too small.
+        ValueError: A number is not an integer, or too small.
     """
 
     history: int = 1000
@@ -48,10 +48,11 @@ class MonitorOptions:
 
     @classmethod
     def of(cls, given: MonitorOptions | Mapping[str, Any] | None) -> MonitorOptions:
-        """The options that were given, the defaults for the rest.
+        """The options that were given, with defaults for the rest.
 
         Raises:
-            TypeError: ``given`` is neither options nor a mapping. ValueError: A name is not known, or as above.
+            TypeError: ``given`` is neither options nor a mapping.
+            ValueError: A name is not known, or a number is not an integer, or too small.
         """
         if isinstance(given, MonitorOptions):
             return given

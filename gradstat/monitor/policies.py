@@ -1,4 +1,4 @@
-"""What is done about a finding: the policies, by severity or by rule."""
+"""Policies: how to respond to a finding, by severity or by rule."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gradstat.monitor.reporting import warn
 POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
 """Names of policies; docs/monitor.md says what each does."""
 
-Policy = str | Callable[[Any, Finding], object]  # which is called with the `Monitor`
+Policy = str | Callable[[Any, Finding], object]  # a callable gets the `Monitor` and the finding
 Policies = Policy | Sequence[Policy] | Mapping[str, Policy | Sequence[Policy]] | None
 
-# The same rule warns once in so many steps.
+# A rule warns at most once in this many steps.
 _WARN_EVERY = 100
 
 
 class AnomalyError(RuntimeError):
-    """A finding that the policy ``"raise"`` applies to.
+    """Raised for a finding by the policy ``"raise"``.
 
     Attributes:
-        finding: Which.
+        finding: The finding, or None.
     """
 
     def __init__(self, message: str, finding: Finding | None = None) -> None:
@@ -34,7 +34,7 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """Which policies apply to a finding: those ``given`` for the names of ``rules`` and severities, or the default."""
+    """The policies of each severity and rule: those ``given``, by severity or name in ``rules``, or the default."""
 
     def __init__(self, given: Policies, rules: Sequence[str], known: Sequence[str] = POLICIES) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}
@@ -54,11 +54,11 @@ class PolicyTable:
             self._by.setdefault("lost-loss", (*self._by["error"], "stop"))
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
-        """Those for a finding."""
+        """The policies for a finding."""
         return self._by.get(finding.rule) or self._by[finding.severity]
 
     def uses(self, policy: str) -> bool:
-        """Whether a policy applies to anything at all."""
+        """Whether a policy applies to any severity or rule."""
         return any(policy in policies for policies in self._by.values())
 
 
@@ -74,7 +74,7 @@ def _listed(given: Any, known: Sequence[str]) -> tuple[Policy, ...]:
 
 
 class Warner:
-    """Warns about findings, of each rule once in a hundred steps."""
+    """Warns about findings, at most once in a hundred steps for each rule."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How a monitor speaks to people: warnings at the user's line, and a logger where these are silenced."""
+"""A monitor's messages: warnings that point at the user's line, and a logger for when they are filtered out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _logger = logging.getLogger("gradstat")
 
 
 class AnomalyWarning(UserWarning):
-    """A finding of a monitor."""
+    """Warns of a finding of a monitor."""
 
 
 def warn(text: str, category: type[Warning] = AnomalyWarning, *, insist: bool = False) -> None:
-    """Warns at the user's line; to ``insist`` is to log an error where a filter, not of `AnomalyWarning`, hides it."""
+    """Warns at the user's line; with ``insist``, logs an error if a filter not made for `AnomalyWarning` hides it."""
     text = f"gradstat: {text}"
     if insist:
         filters: list[Any] = list(warnings.filters)
@@ -30,5 +30,5 @@ def warn(text: str, category: type[Warning] = AnomalyWarning, *, insist: bool = 
 
 
 def warn_of_failure(what: str) -> None:
-    """Tells ``what`` has failed and is not watched for it, with the error that is being handled."""
+    """Warns that ``what`` failed and is not watched, with the traceback of the current exception."""
     warn_user(f"gradstat: {what}; training goes on:\n{traceback.format_exc()}", RuntimeWarning)

@@ -1,4 +1,4 @@
-"""What rules look at: rows of new steps as arrays, with everything derived from them computed when first read."""
+"""The input of rules: rows of new steps as arrays, with derived statistics computed lazily."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Layout(NamedTuple):
     """Which tensors the rows of a kind belong to."""
 
     names: tuple[str, ...]  # in the order of the model
-    infos: tuple[TensorInfo | None, ...]  # None where it was never seen
+    infos: tuple[TensorInfo | None, ...]  # None for a tensor that was never measured
     numel: npt.NDArray[np.int64]
-    values: Floats  # how many numbers: complex elements are two
-    matrices: Bools  # those of two dimensions and more
+    values: Floats  # count of real numbers: a complex element is two
+    matrices: Bools  # which tensors have two or more dimensions
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:
@@ -44,9 +44,9 @@ class Rows:
     """The rows of one kind of tensors over some steps.
 
     Attributes:
-        layout: Which tensors.
+        layout: Which tensors the rows belong to.
         steps: ``[m]`` int64, rising.
-        raw: ``[m, n, len(FIELDS)]`` float64; NaN throughout where a tensor was not there.
+        raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
 
     All values below are ``[m, n]`` float64 over finite elements, as in `gradstat.TensorStats`, NaN where there is none.
     """
@@ -65,7 +65,7 @@ class Rows:
         return len(self.steps)
 
     def of(self, names: tuple[str, ...]) -> Rows:
-        """The rows of tensors of these ``names``, in their order; of one that has none as if it was not there."""
+        """The rows of the tensors ``names``, in this order; tensors that have no rows count as absent."""
         if names == self.names:
             return self
         place = {name: i for i, name in enumerate(self.names)}
@@ -77,7 +77,7 @@ class Rows:
         return Rows(Layout.of(names, infos), self.steps, raw)
 
     def first_nonfinite(self, look: int, position: int) -> list[int] | None:
-        """Index of the first NaN or Inf of one tensor, as `gradstat.TensorStats` has it; None if all are finite.
+        """Index of the first NaN or Inf of one tensor, as in `gradstat.TensorStats`; None if all are finite.
 
         Args:
             look: Position in `steps`.
@@ -88,19 +88,19 @@ class Rows:
         return None if row is None or row.first_nonfinite is None else list(row.first_nonfinite)
 
     def field(self, name: str) -> Floats:
-        """A column as it was measured: ``name`` is one of `gradstat.FIELDS`."""
+        """A measured column: ``name`` is one of `gradstat.FIELDS`."""
         column: Floats = self.raw[:, :, _fields.INDEX[name]]
         return column
 
     @functools.cached_property
     def present(self) -> Bools:
-        """Which were there at all."""
+        """Which tensors were present."""
         there: Bools = ~np.isnan(self.raw[:, :, 0])
         return there
 
     @functools.cached_property
     def nonfinite(self) -> Floats:
-        """NaN and Inf elements together; 0 where the tensor was not there."""
+        """Number of NaN and Inf elements; 0 where the tensor was absent."""
         if self.all_finite:
             return np.zeros(self.raw.shape[:2])
         counts: Floats = np.nan_to_num(self.raw[:, :, _fields.NONFINITE].sum(2))
@@ -116,9 +116,9 @@ class Rows:
 
     @functools.cached_property
     def l2_norm(self) -> Floats:
-        """Norm."""
+        """L2 norm."""
         if not np.any(self.raw[:, :, _EXTREMES]):
-            return np.sqrt(self.field("sq_sum"))  # the other two are for elements at the ends of float64
+            return np.sqrt(self.field("sq_sum"))  # the other two are only used at the ends of float64's range
         return l2_norm_of(self.raw)
 
     @functools.cached_property
@@ -135,7 +135,7 @@ class Rows:
 
     @functools.cached_property
     def std(self) -> Floats:
-        """Population standard deviation; how good it is says `gradstat.TensorStats.std`."""
+        """Population standard deviation; see `gradstat.TensorStats.std` for its accuracy."""
         with np.errstate(invalid="ignore"):
             deviation: Floats = _fields.std(np, self.rms, self.mean)
         return deviation
@@ -148,17 +148,17 @@ class Rows:
 
     @functools.cached_property
     def zero_fraction(self) -> Floats:
-        """Share of elements that are zero."""
+        """Fraction of elements that are zero."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.field("zero_count") / self.layout.numel
 
     @functools.cached_property
     def all_finite(self) -> bool:
-        """Whether all tensors were there, with elements, and all of these finite: the ordinary case, in one look."""
+        """Whether all tensors were present, not empty and finite: the usual case, in one pass."""
         return bool((self.raw[:, :, _fields.NONFINITE] == 0).all()) and bool((self.layout.numel > 0).all())
 
     def series(self) -> Series:
-        """What is kept for long."""
+        """The rows in the float32 form that the history keeps."""
         values = np.empty((*self.raw.shape[:2], len(COLUMNS)), dtype=np.float32)
         with np.errstate(over="ignore"):
             for i, name in enumerate(COLUMNS):
@@ -166,7 +166,7 @@ class Rows:
                 if name in ("min", "max") and not self.all_finite:
                     column = np.where(np.isfinite(column), column, np.nan)
                 values[:, :, i] = column
-        # Beyond float32 the largest float32 stands for what is larger: infinity would say something else.
+        # Values beyond float32 are clamped to its largest number, since infinity has another meaning here.
         if np.isinf(values).any():
             limit = np.finfo(np.float32).max
             np.clip(values, -limit, limit, out=values)
@@ -175,12 +175,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Observation:
-    """Something seen that is not a row.
+    """An observation that is not a row of statistics.
 
     Attributes:
-        kind: What of, ``"replicas"`` for example.
-        step: When.
-        value: What.
+        kind: What was observed, ``"replicas"`` for example.
+        step: The step.
+        value: The result; its type depends on ``kind``.
     """
 
     kind: str
@@ -190,18 +190,18 @@ class Observation:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about the run besides numbers.
+    """Settings and properties of the run.
 
     Attributes:
         backward_order: Parameters in the order in which their gradients were complete; empty if not known.
-        is_scaled: Whether there is a loss scaler, so that overflows now and then are how it works.
-        max_norm: What the total norm is clipped to, if the monitor was told.
-        optimizer_eps: What the optimizer adds to the root of its second moment, 0 if nothing.
-        second_moment_decay: How much of its second moment the optimizer keeps from step to step; 0 if not known.
+        is_scaled: Whether there is a loss scaler, so that occasional overflows are expected.
+        max_norm: The norm that gradients are clipped to, if the monitor was told.
+        optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
+        second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
         initial_lr: The learning rate that a scheduler began with or warms up to, 0 if there is none.
-        classes: Into how many classes labels fall, if the monitor was told.
-        is_called_by_hand: Whether the program says when gradients are complete, and not gradstat itself.
-        origin_is_unknown: Whether gradients are reduced over ranks, and nobody watches which rank brought what.
+        classes: Number of classes of labels, if the monitor was told.
+        is_called_by_hand: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
+        origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
     """
 
     backward_order: tuple[str, ...] = ()
@@ -215,7 +215,7 @@ class Facts:
     origin_is_unknown: bool = False
 
     def first_in_backward(self, names: Sequence[str]) -> str:
-        """Of parameters, ``names`` in the order of the model, the one whose gradient was complete first."""
+        """The parameter among ``names``, given in model order, whose gradient was complete first."""
         return next((name for name in self.backward_order if name in names), names[-1])
 
 
@@ -226,10 +226,10 @@ class Window:
     Attributes:
         steps: ``[k]`` int64.
         scalars: By name ``[k]`` float64, as in `gradstat.monitor.Recording.scalars`.
-        tables: By kind, the rows of those of these steps in which they were measured; likewise named.
-        facts: What else is known.
-        observations: What was seen besides, in order.
-        latest: By kind, the newest rows before or in these steps, one step; a kind that was never seen is not there.
+        tables: By kind, as in `gradstat.monitor.Recording.tables`, the rows of the steps in which it was measured.
+        facts: What else is known about the run.
+        observations: Other observations, in order.
+        latest: By kind, the newest rows before or in these steps, of one step; without kinds that were never measured.
     """
 
     steps: npt.NDArray[np.int64]
@@ -240,12 +240,12 @@ class Window:
     latest: Mapping[str, Rows] = field(default_factory=dict)
 
     def scalar(self, name: str) -> Floats | None:
-        """The values of the scalar ``name`` in these steps, or None if it has none in them."""
+        """The values of the scalar ``name`` in these steps, or None if there are none."""
         values = self.scalars.get(name)
         return None if values is None or (np.isnan(values).all() and name != "loss") else values
 
     def observed(self, kind: str) -> list[Observation]:
-        """What was seen of a kind besides rows."""
+        """The observations of a kind."""
         return [seen for seen in self.observations if seen.kind == kind]
 
     def rows(self, kind: str) -> Rows | None:

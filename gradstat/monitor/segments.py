@@ -1,4 +1,4 @@
-"""One measurement of many tensors of several kinds: one kernel, one transfer, and rows by kind on the host."""
+"""Measures many tensors of several kinds together: one launch, one transfer, and rows by kind on the host."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from gradstat.monitor.rows import Floats
 _WIDTH = len(_fields.FIELDS)
 
 Wanted: TypeAlias = Literal["flag", "norm"] | None
-"""What `PendingRows` have of gradients on the device; ``"norm"`` is both."""
+"""What `PendingRows` computes of gradients on the device; ``"norm"`` means flag and norm."""
 
 
 class Segment(NamedTuple):
     """Tensors of one kind among those measured together."""
 
     kind: str  # as in `Recording.tables`, or "scalars"
-    names: tuple[str, ...]  # of all tensors of the kind, those included that were not there
-    positions: list[int] | None = None  # of those measured among names; None for all of them
+    names: tuple[str, ...]  # of all tensors of the kind, including absent ones
+    positions: list[int] | None = None  # of the measured tensors in names; None if all were measured
 
     @property
     def measured(self) -> int:
-        """How many were measured."""
+        """Number of measured tensors."""
         return len(self.names if self.positions is None else self.positions)
 
 
 class PendingRows:
-    """Rows of some segments on their way to the host."""
+    """Rows of some segments, while they are copied to the host."""
 
     __slots__ = ("_table", "flag", "norm", "rows", "segments")
 
     def __init__(self, segments: list[Segment], measured: Measurement, wanted: Wanted = None) -> None:
-        """On the device, if wanted: a ``flag``, 1 if a tensor of the first segment is not finite; its ``norm``, too."""
+        """``wanted`` tensors are made on the device: ``flag``, 1 if the first segment has NaN or Inf; its ``norm``."""
         self.segments = segments
         self.flag = self.norm = None
         if wanted is not None and measured.tables:
@@ -55,13 +55,13 @@ class PendingRows:
 
     @property
     def travels(self) -> bool:
-        """Whether they have to be copied: not from the CPU."""
+        """Whether they have to be copied; not if they are on the CPU."""
         return self.rows.travels
 
     def table(self) -> Floats:
-        """The rows of all segments, one behind the other; waits for them, once per device."""
+        """The rows of all segments, concatenated; waits for them, once per device."""
         if self._table is None:
-            self._table = self.rows.table()[:, :_WIDTH]  # distributed tensors have a column more
+            self._table = self.rows.table()[:, :_WIDTH]  # distributed tensors have one more column
         return self._table
 
     def split(self) -> Iterator[tuple[Segment, int]]:
@@ -73,7 +73,7 @@ class PendingRows:
 
 
 def _first(count: int, measured: Measurement) -> Tensor:
-    """Rows that merge into that of the first ``count`` tensors, where the first one lies."""
+    """The rows of the first ``count`` tensors, or their total, on the device of the first."""
     if measured.total is not None:
         return measured.total[:, :_WIDTH]
     found, start = [], 0
@@ -96,12 +96,12 @@ def measure_segments(
     left_out: dict[str, list[str]],
     extra_groups: ExtraGroups | None = None,
 ) -> list[PendingRows]:
-    """Measures tensors, those of each segment behind those of the segment before; ``wanted`` as for `PendingRows`.
+    """Measures tensors, given in the order of the segments; ``wanted`` as for `PendingRows`.
 
     Ordinary tensors on one device take one launch and one transfer. If some are distributed, or the first segment is
-    spread over ``extra_groups``, each is measured by itself, two collectives for each group of ranks. If the first
-    segment is gradients, ``owners`` are all parameters, so that ranks without some of the gradients take part as well.
-    What cannot be measured is in no segment of the result, but in ``left_out``, by kind.
+    spread over ``extra_groups``, each segment is measured separately, with two collectives per process group. If the
+    first segment is gradients, ``owners`` are all parameters, so that ranks without some of the gradients take part.
+    Tensors that cannot be measured are in no segment of the result; ``left_out`` gets the reasons, by kind.
     """
     name_of = _namer(segments)
     measured = measure_directly(tensors, name_of, backend) if extra_groups is None else None
@@ -110,14 +110,14 @@ def measure_segments(
     parts = []
     for i, segment in enumerate(segments):
         some, tensors = tensors[: segment.measured], tensors[segment.measured :]
-        # All ranks have to keep the same: distributed gradients are for `Sharded`, which tells the others.
+        # All ranks must keep the same tensors: distributed gradients are left to `Sharded`, which tells other ranks.
         is_over_ranks = i == 0 and (extra_groups is not None or is_distributed(some))
         is_kept = segment.kind == "scalars" or is_over_ranks
         parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
     if extra_groups is None and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
         return [PendingRows(segments, measure(tensors, _namer(segments), backend), wanted)]
-    numbers, error = [], None  # that of gradients, without which nothing is known
+    numbers, error = [], None  # the error of the gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
             extra = extra_groups if i == 0 else None
@@ -125,13 +125,13 @@ def measure_segments(
             rows = measure(some, _namer([segment]), backend, owners=of, extra_groups=extra)
         except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise
-        except Exception as raised:  # the other ranks wait in the segments to come
+        except Exception as raised:  # other ranks wait in collectives of later segments
             if i == 0:
                 error = raised
             else:
                 left_out.setdefault(segment.kind, []).append(f"{segment.names[0]!r} and others: {raised}")
         else:
-            # If another rank could not measure its part, nothing is known here either.
+            # If another rank could not measure its shard, the merged rows are NaN.
             numbers.append(PendingRows([segment], rows.nan_if_failed(), None if i else wanted))
     if error is not None:
         raise error
@@ -141,10 +141,10 @@ def measure_segments(
 def _measurable(
     segment: Segment, tensors: list[Tensor], left_out: dict[str, list[str]]
 ) -> list[tuple[Segment, list[Tensor]]]:
-    """What of the tensors of a segment can be measured, under the names it has from here on.
+    """The tensors of a segment that can be measured, in segments with their new names.
 
-    Of a tensor subclass that is the plain tensors it is made of: of a parameter ``w`` say ``w.scale``, of a state
-    ``exp_avg`` another state, ``exp_avg.scale``. Gradients stay at the positions of their parameters, and whole.
+    A tensor subclass is replaced by its plain inner tensors: a parameter ``w`` by ``w.scale``, for example, and the
+    state ``exp_avg`` by a state ``exp_avg.scale``. Gradients keep the positions of their parameters and are not split.
     """
 
     def is_kept(name: str, tensor: Tensor) -> bool:
@@ -171,7 +171,7 @@ def _measurable(
 
 
 def _parts(tensor: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a tensor is made of, and what they are called behind its name."""
+    """The plain tensors inside a tensor, with the suffixes of their names."""
     if is_distributed([tensor]) or not is_traceable_wrapper_subclass(tensor):
         yield "", tensor
         return
@@ -181,7 +181,7 @@ def _parts(tensor: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _namer(segments: list[Segment]) -> Callable[[int], str]:
-    """What gives the name of the i-th tensor, for errors."""
+    """A function that returns the name of the i-th tensor, for error messages."""
 
     def name_of(i: int) -> str:
         for segment in segments:

@@ -1,4 +1,4 @@
-"""Takes in the numbers of steps when they have arrived, holds them until rules look at them, and shows the newest."""
+"""Reads the numbers of measured steps, holds them until the rules review them, and keeps the newest step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
 _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 
-# Scalars that are 0 where nothing is said of them.
+# Scalars that are 0 in steps that do not have them.
 _COUNTS = ("nonfinite", "missing")
 
 _UNKNOWN: tuple[Any, Any, Layout | None] = (None, None, None)
@@ -35,8 +35,8 @@ class LatestStep(NamedTuple):
 
     Attributes:
         step: Its number, counted from 0.
-        report: About its gradients, without the loss scale.
-        scalars: What else is known of it: ``"loss"``, ``"lr"``, ``"loss_scale"``, ``"norm"`` and so on.
+        report: The report on its gradients, unscaled.
+        scalars: Its scalars: ``"loss"``, ``"lr"``, ``"loss_scale"``, ``"norm"`` and so on.
     """
 
     step: int
@@ -45,7 +45,7 @@ class LatestStep(NamedTuple):
 
     @classmethod
     def of(cls, pending: Pending) -> LatestStep:
-        """A step, ``pending`` until now, whose numbers have been read."""
+        """Makes one from a ``pending`` step whose numbers have been read."""
         numbers = pending.numbers[0]
         names, positions = numbers.segments[0].names, numbers.segments[0].positions
         count = numbers.segments[0].measured
@@ -66,7 +66,7 @@ class LatestStep(NamedTuple):
 
 
 class StepBuffer:
-    """Holds steps until they are reviewed, and the newest; of a healthy one only the totals are read until `close`."""
+    """Holds steps until they are reviewed, and the newest; until `close` only the totals of a healthy one are used."""
 
     def __init__(self, judge_label: JudgeLabel) -> None:
         self._judge_label = judge_label
@@ -75,7 +75,7 @@ class StepBuffer:
         self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
-        # Rows of gradients by step. Each field lies in one piece, as rules look at one after the other.
+        # Rows of gradients by step. Each field is contiguous, since rules read one field at a time.
         self._memory = np.empty((len(_fields.FIELDS), 0, 0)).transpose(1, 2, 0)
         self._layout: Layout | None = None
         self.observations: list[Observation] = []
@@ -83,25 +83,25 @@ class StepBuffer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come since the last `close`."""
+        """Whether nothing was added since the last `close`."""
         return not self._steps and not self.observations
 
     def read(self, pending: Pending) -> bool:
-        """Waits for a step's numbers and adds to its scalars; whether a gradient or the loss is not finite."""
+        """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
         numbers, scalars = pending.numbers[0], pending.scalars
         table, total = numbers.table(), numbers.rows.total()
         count = numbers.segments[0].measured
         if total is None:
             if len(self._ones) != count:
                 self._ones = np.ones(count)
-            total = self._ones @ table[:count]  # the quickest sum over few rows
+            total = self._ones @ table[:count]  # the fastest sum of few rows
         else:
             numbers.rows.raise_if_others_failed()
         sums = total.tolist()
         norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         bad = sums[_NAN] or sums[_INF]
         if pending.on_device:
-            # Beside distributed gradients every segment is measured by itself.
+            # If gradients are distributed, every segment has a table of its own.
             rows, first = (table, count) if len(numbers.segments) > 1 else (pending.numbers[1].table(), 0)
             for i, name in enumerate(pending.on_device, first):
                 scalars[name] = _value(rows[i].tolist())
@@ -118,7 +118,7 @@ class StepBuffer:
         return bool(bad)
 
     def take(self, pending: Pending, judge: Callable[[], None]) -> None:
-        """Takes in a step that was read; if its tensors are others than those held, ``judge`` has to `close` them."""
+        """Adds a step that was read. If its tensors are not those held, ``judge`` is called first, to `close` them."""
         names = pending.numbers[0].segments[0].names
         is_other = names is not self._names and names != self._names
         others: list[tuple[Segment, Floats, Layout]] = []
@@ -144,17 +144,17 @@ class StepBuffer:
                     self.observations += self._judge_label(pending.step, name, float(row[_MIN]), float(row[_MAX]))
             elif kind in self._others:
                 self._others[kind].append((pending.step, layout, rows))
-            else:  # in one piece: an interrupt leaves no list that is empty
+            else:  # one assignment, so that an interrupt cannot leave an empty list
                 self._others[kind] = [(pending.step, layout, rows)]
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
     def clear(self) -> None:
-        """Drops the steps that were not closed: steps of these numbers will come again."""
+        """Drops the steps that were not closed, because their numbers will be used again."""
         self._steps, self._others, self.observations, self.newest = [], {}, [], None
 
     def close(self, facts: Facts, latest: Mapping[str, Rows]) -> Window:
-        """All that has come since the last call, for rules; its memory serves the next steps."""
+        """Everything since the last call, as a window for the rules; its memory is reused by the next steps."""
         closed, others, seen = self._steps, self._others, self.observations
         self._steps, self._others, self.observations = [], {}, []
         steps, scalars = np.array([step for step, _ in closed], dtype=np.int64), _columns([one for _, one in closed])
@@ -163,14 +163,14 @@ class StepBuffer:
             tables["gradient"] = Rows(self._layout, steps, self._memory[: len(closed)])
         known = set(steps.tolist())
         for kind, rows in others.items():
-            of_these = [row for row in rows if row[0] in known]  # an interrupt may have taken a step from its rows
+            of_these = [row for row in rows if row[0] in known]  # an interrupt may leave rows without their step
             if of_these:
                 at = np.array([step for step, _, _ in of_these], dtype=np.int64)
                 tables[kind] = Rows(of_these[-1][1], at, np.stack([raw for _, _, raw in of_these]))
         return Window(steps, scalars, tables, facts, seen, latest)
 
     def _keep_gradients(self, pending: Pending) -> None:
-        """Copies the rows of gradients while they are in the cache, behind those of the steps before."""
+        """Appends the rows of gradients to those of earlier steps, while they are in the cache."""
         numbers, at = pending.numbers[0], len(self._steps)
         segment = numbers.segments[0]
         self._layout = self._layout_of(segment, numbers.rows.infos, 0)
@@ -189,28 +189,28 @@ class StepBuffer:
             rows[segment.positions] = table
 
     def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
-        """The layout of a segment, whose tensors begin at ``start`` of ``every`` one measured; remembered."""
+        """The cached layout of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
         known, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
         if layout is not None and layout.names is not segment.names and layout.names != segment.names:
             layout = None
-        # The same object as long as the tensors stay alike.
+        # ``every`` stays the same object while shapes, dtypes and devices do not change.
         if layout is not None and known is every and positions == segment.positions:
             return layout
         measured = every[start : start + segment.measured]
         infos: list[Any] = list(measured)
         if segment.positions is not None:
-            # What was there before has its shape still.
+            # Absent tensors keep the info of earlier steps.
             infos = list(layout.infos) if layout is not None else [None] * len(segment.names)
             for position, info in zip(segment.positions, measured, strict=True):
                 infos[position] = info
-        if layout is None or list(layout.infos) != infos:  # else they were only measured with other tensors
+        if layout is None or list(layout.infos) != infos:  # else only other tensors have changed
             layout = Layout.of(segment.names, infos)
         self._layouts[segment.kind] = (every, segment.positions, layout)
         return layout
 
 
 def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
-    """The scalars of some steps, each as an array; what a step does not have is NaN, or 0 if it is a count."""
+    """The scalars of some steps, each as an array; missing values are NaN, or 0 for counts."""
     if not steps:
         return {}
     absent = dict.fromkeys(_COUNTS, 0.0)
@@ -222,7 +222,7 @@ def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
 
 
 def _value(row: list[float]) -> float:
-    # Of one element the sum is the element, and the counts say what it is if it is not finite.
+    # The sum of one element is the element; the counts tell whether it is NaN or Inf.
     if row[_NAN] or row[_INF]:
         return math.nan if row[_NAN] else math.inf
     return row[_SUM]

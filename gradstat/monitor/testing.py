@@ -1,4 +1,4 @@
-"""`assert_healthy`: some steps of training in a test, which fails if the monitor finds something."""
+"""`assert_healthy`: trains for some steps in a test, and fails if the monitor finds something."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gradstat.monitor.monitor import Monitor
 
 
 class UnhealthyTrainingError(AssertionError):
-    """Training showed something it should not; the message is the diagnosis.
+    """The monitor found a problem in training; the message is the diagnosis.
 
     Attributes:
-        diagnosis: All of it.
+        diagnosis: The diagnosis, or None.
     """
 
     def __init__(self, message: str, diagnosis: Diagnosis | None = None) -> None:
@@ -36,7 +36,7 @@ def assert_healthy(
     loss_falls: bool = False,
     **options: Any,
 ) -> Diagnosis:
-    """Trains for some steps under a `Monitor` and fails if it finds anything. For tests of models, in CI::
+    """Trains for some steps under a `Monitor` and fails if it finds anything. For tests of models::
 
         def test_training(assert_healthy):  # the fixture of gradstat.pytest_plugin; or import the function
             model, optimizer, data = made_small()
@@ -51,17 +51,17 @@ def assert_healthy(
 
     Args:
         model: The module that is trained.
-        steps: How many, with ``step_fn``; or an iterable that does a step whenever it is asked for the next item, a
-            generator with a ``yield loss`` between ``backward()`` and ``optimizer.step()`` for example.
-        step_fn: Forward and backward; returns the loss. The optimizer is stepped behind it.
+        steps: Number of steps, with ``step_fn``; or an iterable that runs one step per item, for example a generator
+            with a ``yield loss`` between ``backward()`` and ``optimizer.step()``.
+        step_fn: Forward and backward; returns the loss. The optimizer steps after it.
         optimizer: Stepped after each call of ``step_fn``, and watched; with an iterable only watched.
-        severity: The least that fails.
+        severity: The lowest severity that fails.
         allow: Names of rules whose findings do not fail.
         loss_falls: Whether the mean loss of the last quarter of the steps has to be below that of the first.
-        options: For `gradstat.Monitor`.
+        options: Arguments of `gradstat.Monitor`.
 
     Returns:
-        The diagnosis, of a healthy run.
+        The diagnosis of the healthy run.
 
     Raises:
         UnhealthyTrainingError: Something was found; an ``AssertionError`` whose message is the diagnosis.

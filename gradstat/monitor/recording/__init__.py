@@ -1,4 +1,4 @@
-"""The flight recorder: the last steps of a run as arrays, as a file, as a page, and beside those of another run."""
+"""The flight recorder: the last steps of a run as arrays, as a file, as a page, and compared to another run."""
 
 from gradstat.monitor.recording.diff import TOLERANCE, Comparison, Parting, compare
 from gradstat.monitor.recording.file import LIMIT, SUFFIX, VERSION, RecordingFileError, load, save

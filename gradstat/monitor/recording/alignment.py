@@ -1,4 +1,4 @@
-"""Two recordings side by side: the steps and tensors that both have, and to what a difference is relative."""
+"""Aligns two recordings: the steps and tensors that both have, and the scales that differences are relative to."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, sca
 
 _FIRST_SERIES = ("lr", "loss_scale")  # set before the step
 _LOSS = "loss"
-# Float32 has 24 bits: below this share of the whole norm, elements are what rounding left of larger ones.
+# Float32 has 24 bits: below this fraction of the total norm, elements may be rounding errors of larger ones.
 _ROUNDING = 1e-7
 _MOST_NAMES = 5
-# What torch.compile, FSDP and activation checkpoints put into the paths of what they wrap.
+# What torch.compile, FSDP and activation checkpointing insert into names.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_DDP = "module."  # and what DDP puts before all of them
+_DDP = "module."  # the prefix that DDP adds to all names
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What both recordings have of one kind; ``[m, n, columns]`` for steps, names and columns."""
+    """The numbers of one kind that both recordings have; ``[m, n, columns]`` for steps, names and columns."""
 
     kind: str  # as in `Recording.tables`, or "series"
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class Measured:
 
 
 def unwrapped(recording: Recording) -> Recording:
-    """The recording with the names that its tensors have without wrappers; where two would become one, those it has."""
+    """The recording with tensor names freed of wrappers, except in tables where two names would become equal."""
     bare = _bare_names(recording)
     tables = {
         kind: series if _is_of_input(kind) else _renamed(series, bare) for kind, series in recording.tables.items()
@@ -70,7 +70,7 @@ def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
 
 
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
-    """What both have, in the order in which a step computes it, and sentences about what only one has."""
+    """What both have, in the order in which a step computes it, and sentences about what only one of them has."""
     structure = _one_sided("series", tuple(a.scalars), tuple(b.scalars))
     structure += _one_sided("tables of kind", tuple(a.tables), tuple(b.tables))
     gradient = place_of("gradient")
@@ -110,7 +110,7 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
     root = np.sqrt(np.maximum(a.numel[aj], 1))
     rms = norm / root
     largest = np.fmax(larger("min"), larger("max"))
-    # To what a column's difference is relative, and how many times it changes the tensor's norm, at most.
+    # By column: what a difference is relative to, and by how many times it can change the tensor's norm.
     measures: dict[str, tuple[Any, Any]] = {
         "l2_norm": (norm, 1),
         "mean": (np.fmax(rms, larger("mean")), root),
@@ -122,12 +122,12 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
         "inf_count": (0, np.inf),
     }
     scale, size = np.empty_like(x), np.empty_like(x)
-    with np.errstate(invalid="ignore"):  # no difference, infinitely often
+    with np.errstate(invalid="ignore"):  # 0 * inf, where there is no difference
         for c, column in enumerate(COLUMNS):
             scale[..., c], weight = measures[column]
             size[..., c] = np.abs(x[..., c] - y[..., c]) * weight
     whole = np.sqrt(np.nansum(norm**2, 1))[:, None, None]
-    beyond = ~(size <= _ROUNDING * whole)  # NaN, of which one side is, is beyond
+    beyond = ~(size <= _ROUNDING * whole)  # NaN, if one side is NaN, counts as beyond
     return Measured(kind, tuple(a.names[i] for i, _ in pairs), steps, COLUMNS, x, y, scale, beyond)
 
 

@@ -1,4 +1,4 @@
-"""The container of recordings: a zip of a JSON header and ``.npy`` arrays; written at once, read with distrust."""
+"""The container format of recordings: a zip of a JSON header and ``.npy`` arrays, validated when it is read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy.typing as npt
 
 HEADER = "header.json"
 _HEADER_LIMIT = 64 << 20
-_FLOAT = "$float"  # a JSON object of this one key is a float that JSON has no number for
-_PAIRS = "$pairs"  # and of this one a mapping whose keys could be mistaken for these two
+_FLOAT = "$float"  # the only key of a JSON object that stands for NaN or Inf
+_PAIRS = "$pairs"  # the only key of one that stands for a mapping with one of these two keys
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# No deflated byte stands for more than 1032 bytes: a member that declares more lies.
+# Deflate expands by a factor of at most 1032: a member that declares more is invalid.
 _DEFLATE_RATIO = 1032
 
 
 def encoded(value: Any) -> Any:
-    """``value`` in strict JSON: NaN and Inf tagged, numpy's numbers as Python's, what JSON has no word for as text.
+    """``value`` as strict JSON: NaN and Inf tagged, numpy's numbers as Python's, other types as text.
 
-    A recording is saved when a run has failed; then one odd value must not cost the rest.
+    A recording is often saved because a run has failed, and must not be lost to one unusual value.
     """
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
@@ -58,7 +58,7 @@ def decoded(value: Any) -> Any:
 
 def write(file: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Writes the archive; the same content gives the same bytes."""
-    # ASCII: any string survives, surrogates too.
+    # ASCII preserves any string, even lone surrogates.
     text = json.dumps(encoded(header), allow_nan=False, separators=(",", ":"))
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_entry(HEADER), text)
@@ -69,19 +69,19 @@ def write(file: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, npt.ND
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    entry = zipfile.ZipInfo(name)  # dated 1980, so that the time does not show in the bytes
+    entry = zipfile.ZipInfo(name)  # dated 1980, so that bytes do not depend on the time
     entry.compress_type = zipfile.ZIP_DEFLATED
-    # More costs several times as long and saves a few percent of what are mostly mantissas.
+    # Higher levels take several times as long and save a few percent, since most bytes are mantissas.
     entry._compresslevel = 3  # type: ignore[attr-defined]  # `open` has no argument for it
     entry.external_attr = 0o600 << 16
     return entry
 
 
 class Reader:
-    """An archive, none of whose claims is believed before it is checked; what is wrong raises whatever it likes."""
+    """Reads an untrusted archive, and checks all it declares before use; an invalid one may raise any exception."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
-        """``limit`` is the number of bytes that all members together may have."""
+        """``limit`` is the number of bytes that all members together may have when unpacked."""
         self._archive = zipfile.ZipFile(file)
         self._left = limit
 
@@ -95,7 +95,7 @@ class Reader:
         return header
 
     def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """The array of that name, which has to have that dtype (``"<f4"``) and shape, known from elsewhere."""
+        """The array called ``name``, which must have the given dtype (as ``"<f4"``) and shape."""
         entry = self._member(f"{name}.npy")
         with self._archive.open(entry) as member:
             if np.lib.format.read_magic(member) != (1, 0):
@@ -106,7 +106,7 @@ class Reader:
             size = math.prod(shape) * kind.itemsize
             if member.tell() + size != entry.file_size:  # before anything is allocated
                 raise ValueError(f"{name} declares {size:,} bytes, its member holds {entry.file_size:,}")
-            data = member.read()  # to the end, where the checksum is compared
+            data = member.read()  # to the end, where zipfile verifies the checksum
         if len(data) != size:
             raise ValueError(f"{name} ends early")
         return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape).astype(kind.newbyteorder("="), copy=False)

@@ -1,4 +1,4 @@
-"""`compare`: where two recordings part, to the bit and in a way that matters, and what parts first."""
+"""`compare`: where two recordings diverge, bitwise and beyond a tolerance, and what diverges first."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where one thing that was measured parts.
+    """Where one tensor or scalar diverges.
 
     Attributes:
         kind: As in `Recording.tables`, or ``"series"``.
-        name: The tensor's, or the scalar's.
+        name: Name of the tensor or scalar.
         exact_step: The first step in which any bit of it differs.
-        step: The first in which it differs by more than the tolerance; None if it never does.
-        column: What differs most there, ``"l2_norm"`` for example; in ``exact_step`` if ``step`` is None, and empty for
-            a scalar.
-        a, b: Its values there.
+        step: The first step in which it differs by more than the tolerance; None if it never does.
+        column: The most telling column in that step (in ``exact_step`` if ``step`` is None), ``"l2_norm"`` for
+            example; empty for a scalar.
+        a, b: The values there.
     """
 
     kind: str
@@ -46,20 +46,20 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
         tolerance: Relative differences up to it do not matter.
-        steps_a, steps_b: First and last step of each; None of an empty one.
+        steps_a, steps_b: First and last step of each recording; None if it is empty.
         common_steps: How many steps both have.
         exact_step: The first common step in which any bit differs; None if none does.
         step: The first one in which anything differs by more than ``tolerance``; None if none does.
-        partings: Everything that differs in any bit: what parts in a way that matters first, by step; within a step
-            what comes first in it (learning rate, then ``gradstat.monitor.kinds.KINDS`` in order, the loss before the
-            gradients and norms behind them), tensors in the order of the model.
+        partings: Everything that differs in any bit, by step, with differences beyond the tolerance first; within a
+            step in the order of computation (learning rate, then ``gradstat.monitor.kinds.KINDS`` in order, the loss
+            before the gradients and norms after them), tensors in the order of the model.
         structure: Sentences about what cannot be compared: kinds, names or sizes that only one has.
-        findings_a, findings_b: Findings, of the common steps, that only one has.
-        backward_first: Of the gradients that part in ``step``, the one that was complete first; None if not known.
+        findings_a, findings_b: Findings in the common steps that only one has.
+        backward_first: Of the gradients that diverge in ``step``, the one that was complete first; None if not known.
     """
 
     tolerance: float
@@ -76,17 +76,17 @@ class Comparison:
 
     @property
     def comparable(self) -> bool:
-        """Whether they have a step in common."""
+        """Whether the recordings have a step in common."""
         return self.common_steps > 0
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs that matters: structure alike, no number beyond the tolerance."""
+        """Whether the recordings have the same structure, and no number differs beyond the tolerance."""
         return self.comparable and self.step is None and not self.structure
 
     @property
     def first(self) -> tuple[Parting, ...]:
-        """What parts in `step`, what comes first in it at the front."""
+        """What diverges in `step`, in the order of computation."""
         return tuple(parting for parting in self.partings if self.step is not None and parting.step == self.step)
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,17 +159,17 @@ def _jsonable(value: float) -> float | str:
 
 
 def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Comparison:
-    """Where two runs part.
+    """Finds where two runs diverge.
 
-    NaN equals NaN; that one is finite and the other not always matters, as do counts of NaN and Inf. A norm's
-    difference is relative to the larger norm, a mean's and a deviation's to the tensor's root mean square, that of an
-    extreme to the largest magnitude, and a share's is absolute. What would change the norm of all tensors of its kind
-    by less than a ten-millionth is rounding. Tensors are found by their names without what ``torch.compile``, DDP,
-    FSDP and activation checkpoints add to them.
+    NaN equals NaN; it always matters if only one value is finite, or if counts of NaN or Inf differ. Differences of
+    norms are relative to the larger norm, of means and standard deviations to the tensor's root mean square, of
+    extremes to the largest magnitude; those of fractions are absolute. A difference that could change the norm of all
+    tensors of its kind by less than a ten-millionth is rounding. Tensors are matched by their names without what
+    ``torch.compile``, DDP, FSDP and activation checkpointing add to them.
 
     Args:
         a, b: The recordings; the steps that both have are compared.
-        tolerance: What relative difference matters. With 0, any bit does.
+        tolerance: Relative differences above it matter. With 0, any bit does.
 
     Raises:
         ValueError: ``tolerance`` is negative or NaN.
@@ -179,7 +179,7 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     a, b = unwrapped(a), unwrapped(b)
     both, structure = measured_of(a, b)
     partings = [parting for measured in both for parting in _partings(measured, tolerance)]
-    # Stable: within a step they stay in the order in which it computes them.
+    # The sort is stable: within a step they stay in the order of computation.
     partings.sort(key=lambda p: (p.step is None, p.exact_step if p.step is None else p.step))
     step = min((p.step for p in partings if p.step is not None), default=None)
     common = np.intersect1d(a.steps, b.steps)
@@ -199,16 +199,16 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
 
 
 def _partings(measured: Measured, tolerance: float) -> list[Parting]:
-    """What differs of one kind, in the order of the model."""
+    """The differences in one kind, in the order of the model."""
     if not len(measured.steps):
         return []
     differs = (measured.a != measured.b) & ~(np.isnan(measured.a) & np.isnan(measured.b))  # [m, n, columns]
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         excess = np.abs(measured.a - measured.b) / measured.scale
-    # Of the two, one NaN or infinite; or a difference where there is nothing to be relative to.
+    # One of the two is NaN or infinite, or the scale is 0.
     excess[differs & ~np.isfinite(excess)] = np.inf
     excess[~differs] = 0
-    # What is rounding is a difference, but none that matters; unless every bit shall.
+    # Differences due to rounding do not matter, unless the tolerance is 0.
     matters = differs & ((excess > tolerance) if tolerance else True) & (measured.beyond_rounding | (tolerance == 0))
     found = []
     any_bit, any_matter = differs.any(2), matters.any(2)
@@ -232,7 +232,7 @@ def _partings(measured: Measured, tolerance: float) -> list[Parting]:
 
 
 def _telling(columns: tuple[str, ...], of: npt.NDArray[np.bool_], excess: npt.NDArray[np.float64]) -> int:
-    """Which column to name: what has no measure (NaN here, none there), else the norm, else what differs most."""
+    """The column to name: one with an infinite difference, else the norm if it differs, else what differs most."""
     c = int(np.argmax(np.where(of, excess, -1)))
     norm = columns.index("l2_norm") if "l2_norm" in columns else c
     return norm if of[norm] and np.isfinite(excess[c]) else c
@@ -243,14 +243,14 @@ def _extent(steps: npt.NDArray[np.int64]) -> tuple[int, int] | None:
 
 
 def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) -> tuple[Finding, ...]:
-    """Findings of the common steps that have no equal in the other; of what they rest on only the place counts."""
+    """Findings in the common steps without an equal in the other recording; their evidence is not compared."""
     shared = set(common.tolist())
     known = {(finding.rule, finding.step, finding.name, finding.about) for finding in other.findings}
     return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in known)
 
 
 def _backward_first(partings: list[Parting], step: int | None, order: tuple[str, ...]) -> str | None:
-    """Of the gradients that part first, the one complete first, if gradients are what parts first and that is known."""
+    """If gradients are what diverges first, the one of them that was complete first; None if not known."""
     tensors = [p for p in partings if step is not None and p.step == step and p.kind != "series"]
     if len(tensors) < 2 or tensors[0].kind != "gradient":
         return None

@@ -1,4 +1,4 @@
-"""`save` and `load`: a `Recording` as one file that survives crashes and is never unpickled."""
+"""`save` and `load`: a `Recording` as one file, written atomically and read without pickle."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, sca
 SUFFIX = ".gradstat"
 FORMAT = "gradstat recording"
 VERSION = (1, 0)
-"""Major: what an older gradstat would misread. Minor: additions that it may pass over."""
+"""Major: changes that an older gradstat would misread. Minor: additions that it can ignore."""
 LIMIT = 4 << 30
-"""Bytes that a file may hold unpacked before `load` refuses it."""
+"""Unpacked size in bytes above which `load` refuses a file."""
 
 
 class RecordingFileError(ValueError):
-    """A file is no recording, a damaged one, or one of a newer gradstat; the message names it and the remedy."""
+    """A file is not a recording, is damaged, or is from a newer gradstat; the message names it and the remedy."""
 
 
 def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
     """Writes ``recording`` as one file, by convention named ``*.gradstat``.
 
-    The file appears at once and complete: whatever happens meanwhile, ``path`` is what it was or what it shall be.
+    The file is replaced atomically: after a failure, ``path`` is as it was before.
 
     Args:
-        recording: What to save. Values of ``meta`` and of evidence that JSON has no word for are saved as text.
+        recording: What to save. Values of ``meta`` and of evidence that JSON cannot represent are saved as text.
         path: Where. Missing folders are made, an existing file is replaced.
 
     Returns:
@@ -41,7 +41,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
 
     Raises:
         ValueError: The arrays of ``recording`` do not fit together; nothing is written.
-        OSError: The disk does not take it; nothing is left behind.
+        OSError: The file cannot be written; nothing is left behind.
     """
     _check(recording)
     header = {
@@ -66,7 +66,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
     for i, series in enumerate(recording.tables.values()):
         arrays[f"tables/{i}/numel"] = np.asarray(series.numel, np.int64)
         arrays[f"tables/{i}/steps"] = np.asarray(series.steps, np.int64)
-        # One tensor's field over the steps lies together: neighbours resemble each other, which compresses.
+        # A tensor's field is contiguous over the steps: consecutive values are similar, and compress well.
         arrays[f"tables/{i}/values"] = np.asarray(series.values, np.float32).transpose(2, 1, 0)
     target = Path(path)
     with replacing(target) as file:
@@ -77,15 +77,14 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
 def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
     """Reads what `save` wrote, bit for bit.
 
-    Nothing in the file is executed or believed: sizes are checked before memory is taken, so that it may come from
-    anywhere.
+    The file may be untrusted: nothing in it is executed, and sizes are checked before memory is allocated.
 
     Args:
         path: The file.
-        limit: Bytes that it may hold unpacked.
+        limit: Unpacked size in bytes above which it is refused.
 
     Raises:
-        RecordingFileError: It is no recording, is damaged, exceeds ``limit``, or a newer gradstat wrote it.
+        RecordingFileError: It is not a recording, is damaged, exceeds ``limit``, or a newer gradstat wrote it.
         OSError: It cannot be opened.
     """
     target = Path(path)
@@ -95,7 +94,7 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
         except RecordingFileError as error:
             raise RecordingFileError(f"{target}: {error}") from None
         except Exception as error:
-            # Hostile bytes raise whatever they like from zipfile, zlib, json, ast and numpy; callers get one kind.
+            # Hostile bytes may raise any exception in zipfile, zlib, json, ast and numpy; callers get one kind.
             reason = str(error) or type(error).__name__
             raise RecordingFileError(
                 f"{target} is not a gradstat recording, or is damaged: {reason}. Expected is a file that "
@@ -131,7 +130,7 @@ def _read(reader: archive.Reader) -> Recording:
         tables[_strings([table["kind"]])[0]] = Series(names, numel, when, restored)
     recording = Recording(
         steps,
-        # Each its own memory: a row of a shared array would keep all alive and be changed with it.
+        # Copies: a view of a row would keep the whole array alive, and share changes with it.
         {name: row.copy() for name, row in zip(scalars, rows, strict=True)},
         tables,
         tuple(map(Finding.from_dict, header["findings"])),

@@ -1,4 +1,4 @@
-"""A recording as the JSON that the page decodes (page/data.js): rounded to what can be seen, packed, bounded."""
+"""A recording as the JSON that the page decodes (page/data.js): rounded to visible digits, packed, limited in size."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, bad_cells, scalar_rows, verdict
 
 CELLS = 2_000_000
-"""Tensors times steps, of all kinds together, that a page may hold; about 8 bytes each."""
-# 13 bits of the mantissa: four digits are shown, and what is dropped need not be packed.
+"""Limit of tensors times steps in a page, over all kinds; about 8 bytes each."""
+# 13 bits of the mantissa are kept: four digits are shown, and dropped bits take no space when deflated.
 _DROPPED_BITS = 10
 _COUNTS = ("nan_count", "inf_count")
 
@@ -28,7 +28,7 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
 
     Args:
         recording: What to show.
-        cells: If there are more, steps are left out, evenly, but none with NaN or Inf, with a finding, or of the last.
+        cells: Above it, steps are left out evenly; those with NaN, Inf or a finding and the last only if too many.
     """
     every = [recording.steps, *(series.steps for series in recording.tables.values())]
     steps = np.unique(np.concatenate(every)).astype(np.int64)
@@ -36,14 +36,14 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     left_out = len(steps) - len(kept)
     steps = kept
     level, sentence, incident = verdict(recording)
-    # Gradients, which the page opens with, and the others as a step computes them.
+    # Gradients first, which the page opens with, then the others in the order of computation.
     kinds = sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
     return {
         "level": level,
         "verdict": sentence,
         "steps": steps.tolist(),
         "leftOut": left_out,
-        # Of one that is older than what was kept, the oldest that was.
+        # For an incident before the kept steps, the oldest kept step.
         "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
         "scalars": _scalars(recording, steps),
         "tables": [_table(kind, recording.tables[kind], steps) for kind in kinds],
@@ -68,7 +68,7 @@ def _kept(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt
     important = [steps[-room // 4 :], np.array([f.step for f in recording.findings], np.int64)]
     important += [series.steps[bad_cells(series).any(1)] for series in recording.tables.values()]
     chosen = np.concatenate(important)
-    # A run that is bad throughout would fill the page with its end: then its bad steps are thinned, the first one kept.
+    # In a run that is bad throughout there are too many: they are thinned, except the first one.
     if len(chosen) > room:
         chosen = np.concatenate([chosen.min(keepdims=True), chosen[:: len(chosen) // (room // 2) + 1]])
     evenly = steps[np.linspace(0, len(steps) - 1, room // 2).astype(int)]
@@ -104,7 +104,7 @@ def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _packed(values: npt.NDArray[Any]) -> str:
-    """First bytes of all numbers, then their second ones and so on: like beside like is smaller deflated."""
+    """Deflated bytes as base64: the first bytes of all numbers, then the second ones and so on, to compress better."""
     planes = np.ascontiguousarray(values.reshape(-1).view(np.uint8).reshape(-1, values.dtype.itemsize).T)
     return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode("ascii")
 
@@ -118,7 +118,7 @@ def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    """A value of `meta` or of evidence as it is shown."""
+    """A value of ``meta`` or of evidence as it is displayed."""
     if isinstance(value, (float, np.floating)):
         return {"nan": "NaN", "inf": "Inf", "-inf": "\N{MINUS SIGN}Inf"}.get(str(float(value)), f"{value:.4g}")
     if isinstance(value, (bool, int, str)):

@@ -1,4 +1,4 @@
-"""`Recording`: what a monitor knows of a run's last steps, as arrays; and the worst of it in a sentence."""
+"""`Recording`: the last steps of a run as arrays; and `verdict`, its worst problem in one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import in_order
 
 COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
-"""What is kept of a tensor in a step, all over its finite elements but the last three."""
+"""The statistics kept for a tensor in a step; all but the last three are over its finite elements."""
 
 
 @dataclass
@@ -22,9 +22,9 @@ class Series:
 
     Attributes:
         names: ``[n]`` parameters or modules, in the order of the model.
-        numel: ``[n]`` int64, elements of each; of one whose size varies, as last seen.
-        steps: ``[m]`` int64, rising: in which steps they were measured; some kinds are only now and then.
-        values: ``[m, n, len(COLUMNS)]`` float32; NaN throughout where a tensor was not there (a gradient that is None).
+        numel: ``[n]`` int64, number of elements of each; if it varies, that of the last measurement.
+        steps: ``[m]`` int64, rising: in which steps they were measured; some kinds are not measured in every step.
+        values: ``[m, n, len(COLUMNS)]`` float32; all NaN where a tensor was absent (a gradient that is None).
     """
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Series:
     values: npt.NDArray[np.float32]
 
     def column(self, name: str) -> npt.NDArray[np.float32]:
-        """The values of one column, ``[m, n]`` float32; NaN where a tensor was not there.
+        """The values of one column, ``[m, n]`` float32; NaN where a tensor was absent.
 
         Args:
             name: One of `COLUMNS`, or ``"max_abs"``, the largest magnitude of a finite element.
@@ -59,11 +59,11 @@ class Recording:
         scalars: By name, ``[k]`` float64, NaN where there was none: ``"norm"`` (total norm of the gradients, NaN or Inf
             if an element is), ``"finite_norm"``, ``"nonfinite"`` (elements), ``"missing"`` (gradients that are None),
             and if given ``"loss"``, ``"lr"``, ``"loss_scale"``.
-        tables: By kind, as ``gradstat.monitor.kinds.KINDS`` names them; the states of the optimizer by their names in
-            it, ``"exp_avg"`` and so on.
-        findings: What rules noticed, in the order in which they did.
+        tables: By kind, as in ``gradstat.monitor.kinds.KINDS``; optimizer states by their keys in the optimizer,
+            ``"exp_avg"`` and so on.
+        findings: Findings of the rules, in the order in which they were found.
         backward_order: Parameters in the order in which their gradients were complete; empty if not known.
-        meta: JSON-able words about the run: versions, device, model, when and why it was saved.
+        meta: JSON-able information about the run: versions, device, model, when and why it was saved.
     """
 
     steps: npt.NDArray[np.int64]
@@ -75,7 +75,7 @@ class Recording:
 
 
 def scalar_rows(recording: Recording, names: Collection[str]) -> npt.NDArray[np.float64]:
-    """``[len(names), k]``: those scalars, one below the other."""
+    """``[len(names), k]``: the scalars ``names``, as rows."""
     rows = [recording.scalars[name] for name in names]
     return np.array(rows, np.float64).reshape(len(names), len(recording.steps))
 
@@ -87,7 +87,7 @@ def bad_cells(series: Series) -> npt.NDArray[np.bool_]:
 
 
 def verdict(recording: Recording) -> tuple[str, str, int | None]:
-    """The severity of the worst that is known, ``"ok"`` if nothing is; a sentence about it; the step to look at."""
+    """The severity of the worst problem, ``"ok"`` if there is none; a sentence about it; the step to look at."""
     for severity in ("error", "warning"):
         found = [finding for finding in recording.findings if finding.severity == severity]
         if found:
@@ -105,14 +105,14 @@ def verdict(recording: Recording) -> tuple[str, str, int | None]:
 
 
 def one_line(text: str) -> str:
-    """``text`` without line breaks and what would drive a terminal: names from files that come from anywhere."""
+    """``text`` without line breaks and control characters, which names in an untrusted file may contain."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:
     """The first step with NaN or Inf, of which kind, and in which tensors, in model order."""
     found: tuple[int, str, list[str]] | None = None
-    for kind in in_order(recording.tables):  # of what is bad in one step, the cause
+    for kind in in_order(recording.tables):  # causes before effects in one step
         series = recording.tables[kind]
         bad = bad_cells(series)
         rows = np.flatnonzero(bad.any(axis=1))

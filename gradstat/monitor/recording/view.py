@@ -33,8 +33,8 @@ def write_page(
 
     Args:
         recording: What to show.
-        path: The ``.html`` file; missing folders are made, an existing file is replaced at once.
-        title: What the run is called.
+        path: The ``.html`` file; missing folders are made, an existing file is replaced atomically.
+        title: Name of the run.
         diagnosis_text: What to say above the findings; its line breaks are kept.
         diagnosis_html: The same as HTML, put in **as it is**: everything in it that came from a model must be escaped.
             The page runs none of its scripts.
@@ -50,7 +50,7 @@ def write_page(
     diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
     page = _page(recording, title or "Flight recording", diagnosis + (diagnosis_html or ""))
     with replacing(target) as file:
-        # Names may hold half of a surrogate pair, which UTF-8 has no bytes for.
+        # Names may contain lone surrogates, which UTF-8 cannot encode.
         file.write(page.encode("utf-8", "replace"))
     return target
 
@@ -59,10 +59,10 @@ def _page(recording: Recording, title: str, diagnosis: str) -> str:
     plotly = _plotly()
     code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     code = f'(() => {{\n"use strict";\n{code}\n}})();'
-    # The browser is told to fetch nothing and to run these two scripts only: should a name ever get past the
-    # escaping, it still could not do anything.
+    # The content security policy allows these two scripts only, and no requests, so that a name that got past the
+    # escaping would still be harmless.
     allowed = " ".join(f"'sha256-{_hash(script)}'" for script in (plotly, code))
-    # "<" is the one character by which JSON could end its script element.
+    # "<" is the only character with which the JSON could end its script element.
     data = json.dumps(page_data(recording), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "@POLICY@": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",

@@ -1,4 +1,4 @@
-"""A step run again under watch, to name the first place that made a NaN or Inf; and anomaly mode now and then."""
+"""Replay: runs a step again to find the first place that produced a NaN or Inf; and scheduled anomaly mode."""
 
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import find_culprit

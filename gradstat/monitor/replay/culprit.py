@@ -1,4 +1,4 @@
-"""`Culprit`: the first place that made a NaN or Inf, found by running a step again under watch."""
+"""`Culprit`: the first place that produced a NaN or Inf, found by running a step again."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Phase = Literal["forward", "backward", "accumulation", "hook", "input", "paramet
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first place that made a bad value which reached the gradients or the loss.
+    """The first place that produced a NaN or Inf which reached the gradients or the loss.
 
     Attributes:
-        kind: ``"nan"`` or ``"inf"``: what came out there; ``"nan"`` if both.
-        phase: ``"forward"`` and ``"backward"``: an operation of that pass. ``"accumulation"``: gradients added up.
-            ``"hook"``: a hook on a tensor or module. ``"input"``: a value the step was given. ``"parameter"``: a
-            parameter or buffer that was bad before the step began.
+        kind: ``"nan"`` or ``"inf"``: what was produced; ``"nan"`` if both.
+        phase: ``"forward"`` and ``"backward"``: an operation of that pass. ``"accumulation"``: the sum of gradients.
+            ``"hook"``: a hook on a tensor or module. ``"input"``: an input of the step. ``"parameter"``: a parameter or
+            buffer that was bad before the step began.
         module: Dotted name of the innermost module, ``""`` for the model itself, None outside of any.
         op: ``"log"``, ``"addmm"``; in the backward pass the operation whose derivative it was. None if there was none.
         source: ``"path/file.py:line"`` of the user's code, ``"In[5]:line"`` of a notebook's: in the forward pass the
             innermost line outside of torch, in the backward pass the line of the forward pass whose derivative it was,
             or the line in the user's own backward or hook. None if there is none.
         line: The text of that line; empty if it cannot be read.
-        name: Of the parameter, buffer or part of the batch; of the parameter whose gradient was made; else None.
-        inputs: Statistics of what went in, as it was before; None if nothing that has statistics did.
-        output: Statistics of what came out.
+        name: Name of the parameter, buffer, part of the batch, or parameter whose gradient was computed; else None.
+        inputs: Statistics of the inputs, before the operation; None if none of them can be measured.
+        output: Statistics of the output.
         stack: The user's lines that led there, outermost first, each ``"path/file.py:line in function: text"``.
     """
 

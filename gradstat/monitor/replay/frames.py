@@ -1,4 +1,4 @@
-"""Places in the user's code: from the frames that run now, and from the traceback kept with an autograd node."""
+"""Locations in the user's code: from the running frames, and from the traceback kept with an autograd node."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _GRADSTAT = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _REPLAY = os.path.join(_HERE, "rerun.py")
-# Decorators and context managers of the standard library stand between the user's frames and say nothing.
+# Frames of decorators and context managers of the standard library are left out.
 _PASSED_THROUGH = ("contextlib.py", "functools.py")
 _ENGINE = (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward")
-# What a notebook, or IPython in a terminal, calls the code of a cell.
+# File names of cells in a notebook, or in IPython in a terminal.
 _CELL = re.compile(r"<ipython-input-(?P<number>\d+)-|[\\/]ipykernel_\d+[\\/]\d+\.py$")
 _TRACEBACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
     @property
     def source(self) -> str:
-        """``"path/file.py:line"``, relative to the working directory if it lies there; ``"In[5]:line"`` of a cell."""
+        """``"path/file.py:line"``, relative to the working directory if inside it; ``"In[5]:line"`` for a cell."""
         return f"{_cell(self.file) or self.file.removeprefix(os.getcwd() + os.sep)}:{self.number}"
 
     @property
@@ -65,14 +65,14 @@ def _cell(file: str) -> str | None:
 
 
 def told(lines: list[Line]) -> dict[str, Any]:
-    """What a `Culprit` tells of the place that ``lines``, innermost first, lead to."""
+    """The `Culprit` fields of the location at ``lines``, innermost first."""
     if not lines:
         return {}
     return {"source": lines[0].source, "line": lines[0].text, "stack": tuple(map(str, reversed(lines)))}
 
 
 def running() -> list[Line]:
-    """All lines that run now, innermost first, up to the replay, without whatever called it."""
+    """The lines of all running frames, innermost first, up to the replay and without its callers."""
     frames = traceback.walk_stack(sys._getframe(1))
     return _up_to_replay(Line(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames)
 
@@ -82,25 +82,25 @@ def _up_to_replay(lines: Iterable[Line]) -> list[Line]:
 
 
 def users(lines: list[Line]) -> dict[str, Any]:
-    """What a `Culprit` tells of the user's lines among ``lines``."""
+    """The `Culprit` fields of the user's lines among ``lines``."""
     return told([line for line in lines if line.is_users])
 
 
 def below_engine(lines: list[Line]) -> list[Line]:
-    """Those that the innermost running backward pass has called; all of them on the threads of the engine."""
+    """The lines called by the innermost running backward pass; on the engine's threads, all of them."""
     return list(itertools.takewhile(lambda line: (line.file, line.function) != _ENGINE, lines))
 
 
 def is_torch(line: Line, *path: str) -> bool:
-    """Whether ``line`` is in that file of torch."""
+    """Whether ``line`` is in the file ``path`` of torch."""
     return line.file == os.path.join(_TORCH, *path)
 
 
 def of_node(node: Any) -> dict[str, Any]:
-    """What a `Culprit` tells of the user's lines that made an autograd node; torch keeps them in anomaly mode.
+    """The `Culprit` fields of the user's lines that created an autograd node; torch keeps them in anomaly mode.
 
-    A node made by a backward pass (a second derivative) is followed to the node of the forward pass, unless it was a
-    checkpoint that ran part of the forward pass again.
+    A node created by a backward pass (for a second derivative) is followed to the node of the forward pass, unless a
+    checkpoint created it while it ran part of the forward pass again.
     """
     metadata = node.metadata
     lines = _traceback(metadata)

@@ -14,7 +14,7 @@ from gradstat.monitor.replay.taint import first, is_bad, report_of
 
 
 class LeafHooks:
-    """Hooks on parameters, around those of the user: what is bad in a gradient when it is complete, and who made it."""
+    """Hooks on parameters, around those of the user: find bad values in complete gradients, and their origins."""
 
     def __init__(self, watch: NonfiniteMode, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._watch = watch
@@ -43,7 +43,7 @@ class LeafHooks:
             hooks[key] = partial(self._run, hook, name, gradient_of)
 
     def _run(self, hook: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None], given: Any) -> Any:
-        """Runs a hook of the user, and blames it for what it brings along."""
+        """Runs a hook of the user, and attributes bad values in its result to it, if they are new."""
         with self._watch.in_hook_on(name):
             result = hook(given)
         with self._watch.paused():
@@ -58,7 +58,7 @@ class LeafHooks:
         return result
 
     def look(self) -> None:
-        """Reads what gradients there are, for those that came by no hook."""
+        """Checks all gradients, for those that no hook was called with."""
         for name, parameter in self._parameters:
             self._note(name, parameter.grad)
 

@@ -1,4 +1,4 @@
-"""Which module runs, and which one made an autograd node."""
+"""Finds which module is running, and which one created an autograd node."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn import Module
 
 from gradstat.monitor.hooks import removed_with
 
-# The number that the next autograd node of this thread will get.
+# The sequence number that the next autograd node of this thread will get.
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-_NO_NUMBER = 1 << 63  # leaves and the engine's own nodes lie above
+_NO_NUMBER = 1 << 63  # leaves and the engine's own nodes have larger ones
 
 
 class ModuleTracker:
-    """Follows a model's forward passes, on every thread: whose innermost range of numbers a node has, has made it."""
+    """Tracks forward passes on every thread: the innermost module whose range has a node's number created it."""
 
     def __init__(self, model: Module) -> None:
         self.names = {module: name for name, module in model.named_modules()}
@@ -41,22 +41,22 @@ class ModuleTracker:
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
         stack = self._stack
-        while stack:  # an exception may have passed by hooks further in
+        while stack:  # an exception may have skipped hooks of inner modules
             innermost, begin = stack.pop()
             self._ranges.append((begin, _next_node(), threading.get_ident(), self.names[innermost]))
             if innermost is module:
                 break
 
     def current(self) -> str | None:
-        """The innermost module that runs on this thread; None outside of the model."""
+        """The innermost module running on this thread; None outside of the model."""
         return self.names[self._stack[-1][0]] if self._stack else None
 
     def maker_of(self, node: Any) -> str | None:
-        """The innermost module that made ``node``; None if it was made outside of the model."""
+        """The innermost module that created ``node``; None if it was created outside of the model."""
         number = node._sequence_nr()
         if number >= _NO_NUMBER:
             return None
-        # A thread of the engine numbers on its own; what it has recomputed, it derives itself.
+        # Each thread numbers its nodes separately; one that recomputes a checkpoint also runs its backward pass.
         here = threading.get_ident()
         found = [r for r in self._ranges if r[0] <= number < r[1]]
         narrowest = min(found, key=lambda r: (r[2] != here, r[1] - r[0]), default=None)

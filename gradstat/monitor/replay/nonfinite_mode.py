@@ -1,4 +1,4 @@
-"""Sees every operation of a step, forward and backward, and decides which of them made something bad."""
+"""Intercepts every operation of a step, forward and backward, and determines which of them produced NaN or Inf."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _current_node: Callable[[], Any | None] = torch._C._current_autograd_node
 
 
 class _Input(NamedTuple):
-    """What an operation reads: the tensor, its values before, and the origins of what is bad in them."""
+    """An input of an operation: the tensor, its values before, and the origins of bad values in them."""
 
     name: str
     tensor: Tensor
@@ -44,34 +44,34 @@ class _Input(NamedTuple):
 
 
 class NonfiniteMode(TorchDispatchMode):
-    """A mode to run a step under; the origins of what is bad are in `taint` afterwards."""
+    """A dispatch mode to run a step under; afterwards `taint` has the origins of bad values."""
 
     def __init__(self, modules: ModuleTracker, names: dict[int, str], before_write: Callable[[Tensor], None]) -> None:
-        """``names`` are those of parameters by their ``id``; ``before_write`` is told what is about to change."""
+        """``names`` are those of parameters by ``id``; ``before_write`` is called with what is about to be written."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.taint = Taint()
         self.origins: list[Origin] = []
-        # Of what is bad where a step ends: losses that a backward pass began from, gradients when they were complete.
+        # Origins of bad results of the step: losses that a backward pass began from, and complete gradients.
         self.reached: list[Origin] = []
         self.backward_ran = False
         self.modules = modules
         self.names = names
-        self._nodes: set[Any] = set()  # whose hooks are among `_handles`
+        self._nodes: set[Any] = set()  # autograd nodes with hooks among `_handles`
         self._handles: list[Any] = []
         self.before_write = before_write
         self._local = threading.local()
 
-    # What hooks use ---------------------------------------------------------------------------------------
+    # Used by hooks ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What this thread does inside is not part of the step."""
+        """Operations of this thread inside are not observed."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             yield
 
     @contextlib.contextmanager
     def in_hook_on(self, name: str) -> Iterator[None]:
-        """A hook of the parameter ``name`` runs on this thread."""
+        """Marks that a hook of the parameter ``name`` runs on this thread."""
         self._local.hook_on = name
         try:
             yield
@@ -79,13 +79,13 @@ class NonfiniteMode(TorchDispatchMode):
             self._local.hook_on = None
 
     def is_new(self, tensor: Tensor | None) -> bool:
-        """Whether ``tensor`` is bad, and no operation was seen to make it so."""
+        """Whether ``tensor`` is bad and has no known origin."""
         return tensor is not None and is_bad(tensor) and first(self.taint.of(tensor)) is None
 
     def add(
         self, tensor: Tensor, called: str = "output", intended: bool = False, unwritten: bool = False, **told: Any
     ) -> Origin:
-        """A new origin, of the values in ``tensor``, ``called`` so in the report; and what its `Culprit` ``told``."""
+        """Adds an origin of the values in ``tensor``, named ``called`` in reports; ``told`` are `Culprit` fields."""
         if unwritten:
             culprit = Culprit("nan", **told)
         else:
@@ -96,12 +96,12 @@ class NonfiniteMode(TorchDispatchMode):
         return origin
 
     def origin_of(self, tensor: Tensor) -> Origin:
-        """The origin of what is bad in ``tensor``; if no operation made it, it came from outside."""
+        """The origin of the bad values in ``tensor``; if no operation produced them, they came from outside."""
         origin = first(self.taint.of(tensor))
         if origin is None:
             here = self._here(Call(torch.ops.aten.detach.default, (tensor,), {}))
             here.update(phase="hook" if here["phase"] == "hook" else "input", op=None)
-            # ``scores[mask] = inf`` makes a tensor of the number where no operation shows.
+            # ``scores[mask] = inf`` makes a tensor of the number without dispatching an operation.
             number = tensor.dim() == 0 and not has_nan(tensor)
             origin = self.add(tensor, called="tensor", intended=number or looks_like_mask(tensor), **here)
         origin.settle(tensor)
@@ -113,7 +113,7 @@ class NonfiniteMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a wrapper unwraps itself, and what it does then comes by here
+            return NotImplemented  # a subclass unwraps itself; its inner operations are dispatched here
         kwargs = kwargs or {}
         call = Call(func, args, kwargs)
         for argument in call.arguments:
@@ -121,7 +121,7 @@ class NonfiniteMode(TorchDispatchMode):
                 self.before_write(argument.tensor)
         node = _current_node()
         self._meet(node)
-        # The ones that torch makes, a backward pass begins with.
+        # A backward pass begins with ones that torch makes.
         starts = call.name == "ones_like" and any(line.function == "_make_grads" for line in frames.running()[:9])
         if node is None and starts and is_bad(args[0]):
             self.reached.append(self.origin_of(args[0]))
@@ -151,7 +151,7 @@ class NonfiniteMode(TorchDispatchMode):
                 self.taint.add(tensor, origin)
 
     def _decide(self, call: Call, inputs: list[_Input], result: Tensor, is_main: bool) -> Origin:
-        """The origin of what is bad in ``result``: that of something bad that went in, or the call itself."""
+        """The origin of the bad values in ``result``: that of a bad input, or the call itself."""
         nan = has_nan(result)
         if call.is_constant:
             return self._made_by(call, [], result, intended=not nan)
@@ -171,7 +171,7 @@ class NonfiniteMode(TorchDispatchMode):
             return origin
         if not nan and (call.has_infinite_number or not is_main):
             return origin or self._made_by(call, inputs, result, intended=True)
-        # Infinities that someone wrote may be passed on; to make NaN of them, or others beside them, is a fault.
+        # Intended infinities may be passed on; turning them into NaN, or producing others, is a fault.
         if origin is not None and not nan and bool((explained | finite(result)).all()):
             return origin
         return self._made_by(call, inputs, result)
@@ -181,11 +181,11 @@ class NonfiniteMode(TorchDispatchMode):
         return self.add(result, intended=intended, inputs=went_in, **self._here(call))
 
     # The graphs of backward passes ------------------------------------------------------------------------
-    # Hooks on their nodes see what no operation shows: which node is done while the engine adds gradients up, and bad
-    # values that a kernel has written behind torch's back or a hook has brought along.
+    # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and bad
+    # values that a kernel has written behind torch's back or that a hook has produced.
 
     def _meet(self, node: Any | None) -> None:
-        """Hooks ``node`` and all below it, if it was not met before; None is met when no backward pass runs."""
+        """Hooks ``node`` and its graph, if it is new; None means that no backward pass runs, and removes all hooks."""
         if node is None:
             self.forget()
             return
@@ -200,7 +200,7 @@ class NonfiniteMode(TorchDispatchMode):
             todo += [next_node for next_node, _ in node.next_functions]
 
     def forget(self) -> None:
-        """Lets go of the graphs that were run."""
+        """Removes the hooks on nodes, and drops their graphs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -221,17 +221,17 @@ class NonfiniteMode(TorchDispatchMode):
             self._local.done = node, [(_address(g), next_node) for g, (next_node, _) in edges if g is not None]
 
     def _accumulates_into(self, node: Any, tensors: list[Tensor]) -> Any | None:
-        """The node whose gradients are being added up, if ``node`` is done; None while it runs."""
+        """The node whose gradients are being accumulated, if ``node`` is done; None while it runs."""
         done, edges = getattr(self._local, "done", None) or (None, [])
         if done is not node:
             return None
         addresses = {_address(tensor) for tensor in tensors}
         return next((next_node for address, next_node in edges if address in addresses), node)
 
-    # Where we are -----------------------------------------------------------------------------------------
+    # Locations --------------------------------------------------------------------------------------------
 
     def _here(self, call: Call) -> dict[str, Any]:
-        """Phase, module, operation, place and name: what a `Culprit` tells besides numbers."""
+        """Phase, module, operation, source line and name: the fields of a `Culprit` other than statistics."""
         lines = frames.running()
         node = _current_node()
         here: dict[str, Any] = {"op": call.readable_name, "module": self.modules.current(), "phase": "forward"}
@@ -252,8 +252,8 @@ class NonfiniteMode(TorchDispatchMode):
         return {**here, "phase": "hook", "name": getattr(self._local, "hook_on", None), **place}
 
     def _in_node(self, node: Any, tensors: list[Tensor]) -> dict[str, Any]:
-        """Inside of the engine and of torch's own derivatives."""
-        # A node that is done still counts as the current one while the engine adds its results to others.
+        """As `_here`, inside of the engine and of torch's own derivatives."""
+        # A node that is done is still the current one while the engine accumulates its results.
         target = node if is_leaf_node(node) else self._accumulates_into(node, tensors)
         if target is None:
             return self._at_node(node)
@@ -263,12 +263,12 @@ class NonfiniteMode(TorchDispatchMode):
         return {**here, **frames.of_node(target)}
 
     def _at_node(self, node: Any) -> dict[str, Any]:
-        """The derivative that ``node`` is."""
+        """As `_here`, for the derivative that ``node`` computes."""
         here = {"phase": "backward", "op": node_name(node), "module": self.modules.maker_of(node)}
         return {**here, **frames.of_node(node)}
 
     def _owner_of(self, node: Any) -> str | None:
-        """The module that made a node, or holds the parameter that it accumulates into."""
+        """The module that created a node, or that holds the parameter it accumulates into."""
         if is_leaf_node(node):
             name = self.names.get(id(node.variable))
             return None if name is None else name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""One call of an operation below autograd: which tensors go in, which are written, and what it is called."""
+"""One call of an operation below autograd: its input tensors, which of them are written, and its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from gradstat._core.nested import tensors_in
 from gradstat.monitor.replay.taint import finite
 
-# What the first argument held before does not matter to these.
+# Operations that do not read the previous values of their first argument.
 _OVERWRITE = {
     "bernoulli_",
     "cauchy_",
@@ -45,7 +45,7 @@ class Argument(NamedTuple):
 
 @functools.cache
 def _accesses(func: Any) -> dict[str, tuple[bool, bool]]:
-    """Of an operation's arguments by name: whether they are written, and whether they are read."""
+    """For each argument of an operation, by name: whether it is written, and whether it is read."""
     overwrites = func.overloadpacket.__name__ in _OVERWRITE
     accesses = {}
     for argument in func._schema.arguments:
@@ -66,8 +66,8 @@ class Call:
         self.name: str = func.overloadpacket.__name__
         self._func = func
         self._values = [*args, *kwargs.values()]
-        self.is_unwritten = self.name in _UNWRITTEN  # gives memory with whatever was in it
-        self.is_constant = self.name == "lift_fresh"  # makes a tensor of numbers that Python holds
+        self.is_unwritten = self.name in _UNWRITTEN  # returns uninitialised memory
+        self.is_constant = self.name == "lift_fresh"  # makes a tensor of Python numbers
         self.arguments = list(self._arguments(args, kwargs))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Argument]:
@@ -79,14 +79,14 @@ class Call:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only shows memory in another way."""
+        """Whether it only returns views."""
         if self.is_constant or any(argument.written for argument in self.arguments):
             return False
         return _returns_alias(self._func)
 
     @property
     def has_infinite_number(self) -> bool:
-        """Whether someone wrote an infinity into the call itself, as in ``masked_fill(mask, -inf)``."""
+        """Whether an argument is an infinite number, as in ``masked_fill(mask, -inf)``."""
         return any(isinstance(value, float) and math.isinf(value) for value in self._values)
 
     @property
@@ -95,16 +95,16 @@ class Call:
         return readable(self.name) if namespace == "aten" else f"{namespace}::{self.name}"
 
     def results(self, result: Any) -> list[tuple[Tensor, bool]]:
-        """The tensors it made or wrote, each once, and whether they are what it is for rather than a by-product."""
+        """The tensors it returned or wrote, each once, and whether each is a main result rather than a by-product."""
         found = {id(a.tensor): (a.tensor, True) for a in self.arguments if a.written}
-        # The running log-sum of attention is padded, or infinite for a row that is masked out altogether.
+        # The log-sum-exp of attention is padded, or infinite for a row that is masked out completely.
         by_products = "attention" in self.name and "backward" not in self.name
         for i, (_, tensor) in enumerate(tensors_in(result, "")):
             found.setdefault(id(tensor), (tensor, i == 0 or not by_products))
         return list(found.values())
 
     def bad_elements_from(self, name: str, values: Tensor, result: Tensor) -> Tensor:
-        """Which bad elements of ``result`` may come of the bad ``values`` of the argument ``name``."""
+        """Which bad elements of ``result`` may result from the bad ``values`` of the argument ``name``."""
         anywhere = torch.ones((), dtype=torch.bool, device=result.device)
         if torch.Tag.pointwise not in self._func.tags and self.name not in _ALSO_POINTWISE:
             return anywhere
@@ -122,7 +122,7 @@ class Call:
 
 
 def readable(name: str) -> str:
-    """An operation as a user knows it."""
+    """The name by which users know an operation."""
     name = name.lstrip("_")
     if name.startswith("scaled_dot_product"):
         return "scaled_dot_product_attention"
@@ -138,5 +138,5 @@ def node_name(node: Any) -> str:
 
 
 def is_leaf_node(node: Any) -> bool:
-    """Whether an autograd node is the one that accumulates into a leaf, which is its ``variable``."""
+    """Whether an autograd node accumulates into a leaf, which is its ``variable``."""
     return bool(node.name() == "torch::autograd::AccumulateGrad")

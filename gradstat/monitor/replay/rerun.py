@@ -1,4 +1,4 @@
-"""`find_culprit`: runs a step again under watch and names the first place that made a bad value."""
+"""`find_culprit`: runs a step again and names the first place that produced a NaN or Inf."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ def find_culprit(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     scaler: GradScaler | None = None,
 ) -> Culprit | None:
-    """Runs a step again, leaves everything as it was, and names the first place that made a NaN or Inf.
+    """Runs a step again, restores all state, and names the first place that produced a NaN or Inf.
 
-    The first is what the loss leads back to, if it is bad; else what the first bad gradient does, in the order in which
-    gradients were complete. Infinities that someone wrote (a mask of -Inf) count only if an
-    operation makes NaN of them, or they are all there is to blame. Many times slower than a step.
+    That is the origin of a bad loss, or else of the first bad gradient, in the order in which gradients were complete.
+    Infinities that were written on purpose (a mask of -Inf) count only if an operation turns them into NaN, or if
+    nothing else is to blame. Many times slower than a step.
 
-    While it runs, optimizers and learning-rate schedules do not step, gradients begin as None and compiled models
+    While it runs, optimizers and learning-rate schedulers do not step, gradients begin as None and compiled models
     run eagerly. Afterwards parameters, gradients, buffers, optimizers, the scaler, training flags and random states
-    are as before, whatever ``step_fn`` does or raises. Other things that it changes are not put back.
+    are as before, whatever ``step_fn`` does or raises. Other changes it makes are not undone.
 
     Args:
         model: The model whose modules and parameters are named.
         step_fn: Forward and backward, or a whole training step. Called with ``batch`` if there is one.
         state: `StepStateKeeper.states`, or one state: each forward pass of ``model`` begins with its own. None begins
-            as things are now.
+            with the current state.
         batch: What ``step_fn`` is called with. Its tensors are named if they are bad.
-        optimizer: The optimizer, or several. Others that step are put back, too, but do step.
+        optimizer: The optimizer, or several. Other optimizers do step, and are restored afterwards.
         scaler: The loss scaler.
 
     Returns:
-        None if everything was finite this time: the fault is sporadic, in hardware or a race, or depends on
-        something that was not put back.
+        The culprit. None if everything was finite this time: the fault is sporadic, in hardware or a race, or depends
+        on something that was not restored.
 
     Raises:
-        TypeError: ``model`` is no module, ``step_fn`` cannot be called, or ``state`` is not what a keeper has.
+        TypeError: ``model`` is not a module, ``step_fn`` is not callable, or ``state`` is not that of a keeper.
         RuntimeError: A backward pass is running.
-        Exception: What ``step_fn`` raised, unless there is a culprit: a step that refuses a bad loss is no surprise.
+        Exception: What ``step_fn`` raised, unless there is a culprit: a step may well raise at a bad loss.
     """
     if not isinstance(model, Module):
         raise TypeError(f"model has to be a torch.nn.Module, whose modules can be named; got {type(model).__name__}")
@@ -102,7 +102,7 @@ def find_culprit(
         with contextlib.ExitStack() as circumstances:
             circumstances.enter_context(_as_it_was(model, states, watch))
             circumstances.enter_context(torch.compiler.set_stance("force_eager"))
-            # Nodes keep where they were made. Nobody is warned again of what the step warns of.
+            # Anomaly mode keeps tracebacks with nodes. Warnings of the step are not repeated.
             circumstances.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             circumstances.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
@@ -120,18 +120,18 @@ def find_culprit(
         if failure is not None and origin is None:
             raise failure
     finally:
-        failure = None  # its traceback holds this frame, and with it all that the step made
+        failure = None  # its traceback holds this frame, and with it all tensors of the step
     return None if origin is None else origin.culprit
 
 
 def _verdict(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None:
-    """What to blame, if anything is bad that a step leaves behind."""
+    """The origin to blame, if a result of the step is bad."""
     results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_bad(t)]
     final = [*watch.reached, *filter(None, results)]
     for origin in final:
         if not origin.intended:
             return origin
-    # A step that gave up on what it saw, before there was a gradient.
+    # A step that raised or stopped before there was a gradient.
     if failed or not watch.backward_ran:
         final += [origin for origin in watch.origins if not (origin.intended or origin.unwritten)]
     final += [origin for origin in watch.origins if origin.culprit.phase == "parameter" and not origin.intended]
@@ -139,7 +139,7 @@ def _verdict(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None
 
 
 def _read(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]], may_be_masks: bool = False) -> None:
-    """Takes note of what is bad before the step begins."""
+    """Adds origins of bad values that are there before the step begins."""
     for name, tensor in named:
         if watch.is_new(tensor):
             module = None if phase == "input" else name.rpartition(".")[0]
@@ -148,7 +148,7 @@ def _read(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]
 
 
 def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
-    """The parameters of the model, and those that only an optimizer knows, each once."""
+    """The parameters of the model, and those that only an optimizer has, each once."""
     named: list[tuple[str, Tensor]] = list(model.named_parameters())
     known = {id(p) for _, p in named}
     for optimizer in optimizers:
@@ -162,7 +162,7 @@ def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tupl
 
 @contextlib.contextmanager
 def _as_it_was(model: Module, states: list[StepState], watch: NonfiniteMode) -> Iterator[None]:
-    """The i-th forward pass of ``model`` begins with the i-th of ``states``; so does what comes before the first."""
+    """Restores the i-th of ``states`` before the i-th forward pass of ``model``, and the first one at once, too."""
     todo = list(states)
 
     def before_forward(module: Module, args: Any) -> None:
@@ -181,7 +181,7 @@ def _as_it_was(model: Module, states: list[StepState], watch: NonfiniteMode) -> 
 
 
 class Replayer:
-    """Keeps what a replay of the newest step needs, the batch only with ``keep_batch``."""
+    """Keeps what a replay of the newest step needs; the batch only with ``keep_batch``."""
 
     def __init__(
         self,
@@ -199,12 +199,12 @@ class Replayer:
         self._versions: list[int] = []
 
     def see_batch(self, batch: Any) -> None:
-        """Takes note of the batch of the coming step."""
+        """Keeps the batch of the coming step, if asked to."""
         if self._keep_batch:
             self._batch = batch
 
     def note(self, parameters: list[Tensor]) -> None:
-        """A step was taken: its gradients are there, and the optimizer has not been."""
+        """Marks a step as complete: its gradients are there, and the optimizer has not stepped."""
         self._versions = [parameter._version for parameter in parameters]
         self._states.end_step()
 
@@ -214,7 +214,7 @@ class Replayer:
         if chosen is None:
             raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
         now = [parameter._version for parameter in self._model.parameters()]
-        # A fused optimizer that was told to skip counts as a writer all the same.
+        # A fused optimizer increments versions even if it was told to skip.
         if self._versions and now != self._versions and not was_skipped:
             raise RuntimeError(
                 "the parameters have changed since that step, so it cannot be run again as it was. Call replay() "
@@ -224,6 +224,6 @@ class Replayer:
         return find_culprit(self._model, chosen, state=self._states.states, **held)
 
     def remove(self) -> None:
-        """Takes the hook off the model and lets go of everything kept."""
+        """Removes the hook from the model and drops everything kept."""
         self._states.detach()
         self._batch = None

@@ -1,4 +1,4 @@
-"""`Schedule`: torch's anomaly mode on some steps only: now and then, and for a while after something was seen."""
+"""`Schedule`: torch's anomaly mode in some steps only: at regular intervals, and for a while after a trigger."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class Schedule:
-    """Switches ``torch.autograd.detect_anomaly`` on for the steps that are worth its price.
+    """Switches ``torch.autograd.detect_anomaly`` on in selected steps only, since it is slow.
 
-    A context manager to be entered once in each step, around forward and backward. Afterwards the mode is as it was
-    before. While it is on, a backward pass that makes NaN raises RuntimeError, and names the operation of the forward
-    pass behind it. It does not see Inf; `find_culprit` does.
+    A context manager to be entered once in each step, around forward and backward. It restores the previous mode on
+    exit. In anomaly mode, a backward pass that produces NaN raises RuntimeError and names the operation of the forward
+    pass whose derivative it was. The mode does not detect Inf; `find_culprit` does.
 
     Example:
         >>> schedule = Schedule(every=1000, after_trigger=20)
@@ -35,15 +35,15 @@ class Schedule:
     def __init__(
         self, every: int | None = None, after_trigger: int = 10, backoff: float = 2.0, *, check_nan: bool = True
     ) -> None:
-        """A schedule that has seen no step yet.
+        """Makes a schedule that starts at step 0.
 
         Args:
             every: Step 0 and each ``every``-th after it run in anomaly mode; None for none.
-            after_trigger: So many steps do after `trigger`.
+            after_trigger: Number of steps in anomaly mode after `trigger`.
             backoff: A burst that caught nothing is followed by a pause, in which `trigger` does nothing: first as
-                long as the burst, then each time longer by this factor, until all was quiet for as long. 1 keeps the
-                pause as it is.
-            check_nan: Whether the mode raises on NaN, as torch's argument of that name.
+                long as the burst, then longer by this factor each time, until there was no trigger for that long. 1
+                keeps the pause constant.
+            check_nan: Whether the mode raises on NaN, like torch's argument of that name.
 
         Raises:
             TypeError: ``every`` or ``after_trigger`` is not a whole number, or ``backoff`` not a number.
@@ -78,25 +78,25 @@ class Schedule:
         return self.steps < self._burst_ends or (self.every is not None and self.steps % self.every == 0)
 
     def trigger(self) -> bool:
-        """Something was seen: the next ``after_trigger`` steps run in anomaly mode.
+        """Starts a burst: the next ``after_trigger`` steps run in anomaly mode. During a burst it changes nothing.
 
         Returns:
-            Whether they do. False in the pause after a burst that caught nothing. In a burst it changes nothing.
+            Whether they do: False in the pause after a burst that caught nothing.
         """
         self.triggers += 1
-        now = self.steps + self._inside  # the step that runs has begun without
+        now = self.steps + self._inside  # a running step has begun without anomaly mode
         if now < self._burst_ends:
             return True
         if now < self._pause_ends:
             return False
-        if now - self._pause_ends > self._pause:  # it was quiet for long: another fault
+        if now - self._pause_ends > self._pause:  # after a long quiet time it is another fault
             self._pause = self.after_trigger
         self._in_burst = True
         self._burst_ends = now + self.after_trigger
         return True
 
     def reset(self) -> None:
-        """Ends burst and pause, and lets pauses begin short again. Counts are kept."""
+        """Ends the burst or pause, and resets the length of pauses. Counts are kept."""
         self._burst_ends = self._pause_ends = 0
         self._pause = self.after_trigger
         self._in_burst = False

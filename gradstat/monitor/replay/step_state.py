@@ -1,4 +1,4 @@
-"""What a forward pass depends on besides parameters and batch, kept so that a step can be run again."""
+"""The state that a forward pass depends on besides parameters and batch, kept so that a step can be run again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.nn import Module
 
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 
-# Running statistics change without a new version, so small buffers are always copied; large ones are masks and tables.
+# Running statistics change without a new version, so buffers up to this size are always copied. Larger ones are masks
+# and tables.
 ALWAYS_COPIED = 1 << 16
 
 
@@ -36,14 +37,14 @@ class RngState(NamedTuple):
 
     @classmethod
     def capture(cls) -> RngState:
-        """The states now. Never initialises CUDA; without those of CUDA while a CUDA graph is captured."""
+        """The current states. Never initialises CUDA; leaves out those of CUDA while a CUDA graph is captured."""
         cuda: tuple[Tensor, ...] = ()
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             cuda = tuple(torch.cuda.get_rng_state_all())
         return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())  # noqa: NPY002
 
     def restore(self) -> None:
-        """Puts the generators back."""
+        """Restores the generators."""
         torch.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
@@ -52,14 +53,14 @@ class RngState(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    """A copy of a buffer, and what tells whether it is still good."""
+    """A copy of a buffer, and what tells whether it is still valid."""
 
     original: weakref.ref[Tensor]
     version: int
     copy: Tensor
 
     def is_good_for(self, buffer: Tensor) -> bool:
-        """Whether ``buffer`` surely holds what the copy does."""
+        """Whether ``buffer`` certainly has the values of the copy."""
         unchanged = self.original() is buffer and self.version == _version(buffer) >= 0
         return unchanged and buffer.numel() > ALWAYS_COPIED
 
@@ -79,10 +80,10 @@ class StepState:
         return cls(RngState.capture(), {name: _copied(b, known.get(name)) for name, b in model.named_buffers()})
 
     def restore(self, model: Module, before_write: Callable[[Tensor], None] = lambda buffer: None) -> None:
-        """Puts random states and buffers back, the latter in place and behind autograd's back.
+        """Restores random states and the buffers of ``model``, the latter in place and without new versions.
 
-        ``before_write`` is called with each buffer that is written. Buffers that the model has gained are left alone,
-        and so are those it has lost or that have other sizes now.
+        ``before_write`` is called with each buffer before it is written. Buffers that were added, removed or resized
+        are left alone.
         """
         with torch.no_grad():
             for name, buffer in model.named_buffers():
@@ -90,7 +91,7 @@ class StepState:
                 if kept is None or kept.copy.shape != buffer.shape or kept.is_good_for(buffer):
                     continue
                 before_write(buffer)
-                # Graphs of earlier forward passes may have saved it, with the values that it is given again.
+                # Graphs of earlier forward passes may have saved it, with the values that are restored here.
                 with same_version(buffer):
                     buffer.copy_(kept.copy)
         self.rng.restore()
@@ -107,7 +108,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def same_version(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Writes to ``tensor`` inside do not count as changes of it."""
+    """Writes to ``tensor`` inside do not increment its version."""
     if tensor.is_inference():
         return contextlib.nullcontext()
     keeps: contextlib.AbstractContextManager[object] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
@@ -117,8 +118,8 @@ def same_version(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 class StepStateKeeper:
     """Keeps the `StepState` of each forward pass of the current step, so that the step can be run again.
 
-    A step of gradient accumulation has several. The recomputation of a checkpointed model is not one of them, nor are
-    the forward passes of a replay, and of evaluations between steps.
+    A step with gradient accumulation has several. Recomputations of checkpoints, replays and evaluations between steps
+    are not kept.
 
     Example:
         >>> keeper = StepStateKeeper(model)
@@ -130,15 +131,15 @@ class StepStateKeeper:
 
     Attributes:
         states: The `StepState` of each forward pass since `begin_step`, in order.
-        inputs: What the model was called with, arguments and keyword arguments of each; empty without ``keep_batch``.
+        inputs: Arguments and keyword arguments of each of these forward passes; empty without ``keep_batch``.
     """
 
     def __init__(self, model: Module, *, keep_batch: bool = False) -> None:
-        """Attaches itself to ``model``.
+        """Registers a hook on ``model``.
 
         Args:
             model: The outermost module that is called; a compiled one as ``torch.compile`` returned it.
-            keep_batch: Whether to keep what the model is called with, too, and with it that memory until the next step.
+            keep_batch: Whether to keep the arguments of the model, too, which holds their memory until the next step.
         """
         self.states: list[StepState] = []
         self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -147,7 +148,7 @@ class StepStateKeeper:
         self._last: StepState | None = None
         hook: Any = Hook(self._before_forward)
         if getattr(model, "_compiled_call_impl", None) is not None:
-            hook = torch.compiler.disable(hook)  # compiled in place, with its hooks
+            hook = torch.compiler.disable(hook)  # ``model.compile()`` compiles hooks, too
         handle = hook_forward(model, hook, before=True, prepend=True, with_kwargs=keep_batch)
         self._remove = removed_with(self, [handle])
 
@@ -170,22 +171,22 @@ class StepStateKeeper:
         self._ended = False
 
     def end_step(self) -> None:
-        """Says that the next forward pass begins a new step; until then this one can be run again."""
+        """Lets the next forward pass begin a new step; until then this one can be run again."""
         self._ended = True
 
     def detach(self) -> None:
-        """Takes the hook off the model and lets go of everything kept."""
+        """Removes the hook from the model and drops everything kept."""
         self._remove()
         self.begin_step()
         self._last = None
 
 
-_replays: list[object] = []  # those that run now
+_replays: list[object] = []  # one entry for each running replay
 
 
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
-    """No `StepStateKeeper` keeps anything inside."""
+    """Keeps every `StepStateKeeper` from recording inside."""
     _replays.append(None)
     try:
         yield
@@ -194,7 +195,7 @@ def replaying() -> Iterator[None]:
 
 
 def is_replaying() -> bool:
-    """Whether a replay runs now."""
+    """Whether a replay is running."""
     return bool(_replays)
 
 

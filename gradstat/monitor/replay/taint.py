@@ -1,4 +1,4 @@
-"""Which memory holds bad values, and which operation made them first: `Origin`, `Taint`."""
+"""Tracks which memory holds bad values (NaN or Inf), and which operation produced them: `Origin`, `Taint`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gradstat.report import Report
 
 @dataclass(eq=False)
 class Origin:
-    """A place where bad values were made, the ``index``-th of a replay."""
+    """A place where bad values were produced, the ``index``-th of a replay."""
 
     index: int
     culprit: Culprit
-    intended: bool = False  # infinities that someone wrote on purpose, such as those of a mask
-    unwritten: bool = False  # memory that nothing has been seen to write; bad only once it is read and is
+    intended: bool = False  # infinities written on purpose, such as those of a mask
+    unwritten: bool = False  # memory without an observed write; it counts once bad values are read from it
 
     def settle(self, tensor: Tensor) -> None:
-        """Unwritten memory was read, and is bad: now it is known how."""
+        """Completes the culprit of unwritten memory by the bad ``tensor`` that was read from it."""
         if self.unwritten:
             self.culprit = replace(self.culprit, kind=kind_of(tensor), output=report_of({"memory": tensor}))
             self.unwritten = False
 
 
 def first(origins: Iterable[Origin]) -> Origin | None:
-    """The earliest that nobody intended; else the earliest."""
+    """The earliest origin that is not intended, or else the earliest."""
     return min(origins, key=lambda origin: (origin.intended, origin.index), default=None)
 
 
@@ -42,8 +42,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None  # what is inside comes by on its own
-    local = getattr(tensor, "_local_tensor", tensor)  # a distributed tensor: its shard here
+        return None  # the wrapped tensor is dispatched separately
+    local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a distributed tensor
     if local.layout is torch.sparse_coo:
         local = local._values()
     return None if local.layout is not torch.strided or local.numel() == 0 else local
@@ -55,12 +55,12 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def is_bad(tensor: Tensor) -> bool:
-    """Whether a tensor holds NaN or Inf. One sync on a GPU."""
+    """Whether a tensor holds NaN or Inf. One sync on a GPU, or two if its sum is not finite."""
     values = values_of(tensor)
     if values is None:
         return False
     if values.element_size() > 1:
-        # A finite sum has no bad part, and costs one read and no memory. The sum of finite values may overflow, though.
+        # A finite sum proves that all values are finite, in one read and no memory. Another sum may be an overflow.
         total = values.sum(dtype=torch.float32 if values.element_size() == 2 else None)
         if cmath.isfinite(total.item()):
             return False
@@ -73,7 +73,7 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def kind_of(tensor: Tensor) -> Literal["nan", "inf"]:
-    """Of a bad tensor."""
+    """Whether a bad tensor holds NaN, or only Inf."""
     return "nan" if has_nan(tensor) else "inf"
 
 
@@ -87,7 +87,7 @@ def looks_like_mask(tensor: Tensor) -> bool:
 
 
 def report_of(tensors: dict[str, Tensor]) -> Report | None:
-    """Statistics of those tensors that have some; None if none has."""
+    """A report on the tensors that can be measured; None if there are none."""
     measurable = {name: tensor.detach() for name, tensor in tensors.items() if values_of(tensor) is not None}
     if not measurable:
         return None
@@ -98,7 +98,7 @@ def report_of(tensors: dict[str, Tensor]) -> Report | None:
 
 
 class Taint:
-    """From memory to the origins of the bad values in it, by ranges of bytes; storages are known, not kept alive."""
+    """Maps byte ranges of storages to the origins of the bad values in them; does not keep storages alive."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Origin]]]] = {}
@@ -114,7 +114,7 @@ class Taint:
             ranges.append(entry)
 
     def of(self, tensor: Tensor) -> Iterator[Origin]:
-        """The origins of whatever may be bad in a tensor."""
+        """The origins of bad values that a tensor may hold."""
         values = values_of(tensor)
         if values is not None:
             begin, end = _bytes(values)
@@ -122,7 +122,7 @@ class Taint:
             yield from (origin for b, e, origin in ranges if b < end and e > begin)
 
     def clear(self, tensor: Tensor) -> None:
-        """All of a tensor was overwritten: what was known of that memory is history."""
+        """Drops the origins in the memory of a tensor that was overwritten."""
         values = values_of(tensor)
         key = 0 if values is None else values.untyped_storage()._cdata
         if values is None or key not in self._entries:
@@ -135,7 +135,7 @@ class Taint:
 
 
 def _bytes(values: Tensor) -> tuple[int, int]:
-    """The first byte in its storage, and the one behind the last."""
+    """The range of bytes in the storage, end exclusive."""
     size = values.element_size()
     begin = int(values.storage_offset())
     extent = sum(int(n - 1) * int(stride) for n, stride in zip(values.shape, values.stride(), strict=True))

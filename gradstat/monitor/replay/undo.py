@@ -1,4 +1,4 @@
-"""Sets aside what a step changes, and puts it back: `Undo`."""
+"""`Undo`: saves what a training step changes, and restores it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_ver
 
 
 class Undo:
-    """Everything about a training step that running it again would change; what is large is copied `before_write`."""
+    """Saves and restores what running a step again would change; large tensors are copied only `before_write`."""
 
     def __init__(self) -> None:
         self._protected: dict[int, list[Tensor]] = {}
@@ -29,31 +29,31 @@ class Undo:
         self._optimizers: set[int] = set()
 
     def protect(self, tensor: Tensor) -> None:
-        """Will copy ``tensor`` before it is written."""
+        """Registers ``tensor``, to be copied before it is written."""
         key = _storage_of(tensor)
         if key is not None:
             self._protected.setdefault(key, []).append(tensor)
 
     def copy(self, tensor: Tensor) -> None:
-        """Copies ``tensor`` now, if that was not done yet."""
+        """Copies ``tensor`` now, if it was not copied yet."""
         if id(tensor) not in self._copies:
             with torch.no_grad():
                 self._copies[id(tensor)] = tensor, tensor.detach().clone()
 
     def before_write(self, tensor: Tensor) -> None:
-        """``tensor`` is about to be written."""
+        """Copies what is protected in the memory of ``tensor``, which is about to be written."""
         for protected in self._protected.pop(_storage_of(tensor) or 0, ()):
             self.copy(protected)
 
     def restore(self) -> None:
-        """Puts everything back, whatever happens in between: tensors, then the rest, the last first."""
+        """Restores everything, even if something raises: tensors first, then the rest in reverse order."""
         self._protected.clear()
         with self._then:
-            for tensor, copy in reversed(self._copies.values()):  # of one memory the first copy is the right one
+            for tensor, copy in reversed(self._copies.values()):  # of shared memory, the first copy is right
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
                     tensor.copy_(copy)
 
-    # Things of a training step ----------------------------------------------------------------------------
+    # What a training step changes -------------------------------------------------------------------------
 
     def rng(self) -> None:
         self._then.callback(RngState.capture().restore)
@@ -69,7 +69,7 @@ class Undo:
                 self._mapping(held, tensors=False)
 
     def parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Values, and gradients, which are None until they are put back."""
+        """Values and gradients; gradients are None until they are restored."""
         for parameter in parameters:
             data = parameter.data  # an alias, in case the step gives the parameter other memory
             self.protect(data)
@@ -78,7 +78,7 @@ class Undo:
             self.gradient(parameter)
 
     def gradient(self, leaf: Tensor) -> None:
-        """Sets the gradient of ``leaf`` to None for the while."""
+        """Sets the gradient of ``leaf`` to None until it is restored."""
         gradient = leaf.grad
         self._then.callback(setattr, leaf, "grad", gradient)
         leaf.grad = None
@@ -87,7 +87,7 @@ class Undo:
         self._then.callback(_set_attribute, owner, name, getattr(owner, name))
 
     def optimizer(self, optimizer: Optimizer) -> None:
-        """State, hyper-parameters and other attributes, which may be changed from now on."""
+        """State, hyperparameters and other attributes."""
         if id(optimizer) in self._optimizers:
             return
         self._optimizers.add(id(optimizer))
@@ -102,7 +102,7 @@ class Undo:
         self._mapping(vars(optimizer), tensors=False)
 
     def scaler(self, scaler: GradScaler) -> None:
-        """Scale and counters; what it keeps of optimizers between calls is empty for the while."""
+        """Scale and counters; its per-optimizer states are empty until they are restored."""
         state: dict[str, Any] = scaler.__dict__
         for value in state.values():
             for held in (value, *vars(value).values()) if hasattr(value, "__dict__") else (value,):
@@ -128,14 +128,14 @@ class Undo:
         else:
             self.protect(tensor)
 
-    # Things that must not happen --------------------------------------------------------------------------
+    # What is prevented ------------------------------------------------------------------------------------
 
     def no_steps(self, optimizers: Iterable[Optimizer]) -> None:
-        """``step`` of ``optimizers`` does nothing for the while, but for calling its closure.
+        """Until restored, ``step`` of ``optimizers`` does nothing except call its closure.
 
-        Any other optimizer that steps is put back as it was. Learning-rate schedules stand still.
+        Any other optimizer that steps is restored. Learning-rate schedulers do not step.
         """
-        counts = dict(_counters)  # of guarded steps, which are counted by kernels, before any hook of an optimizer
+        counts = dict(_counters)  # of guarded steps, updated by kernels before any hook of an optimizer
         for counters in counts.values():
             self.copy(counters.tensor)
         guards = dict(_guards)
@@ -156,7 +156,7 @@ class Undo:
 
 
 def _forget_guards(known: dict[Optimizer, SpikeGuard]) -> None:
-    """Those that began in the meantime."""
+    """Resets guards that were first used in the meantime."""
     for guard in {*_guards.values()} - {*known.values()}:
         guard._memory = None
     _set_contents(_guards, known)

@@ -1,4 +1,4 @@
-"""The rules that come with gradstat. Each is a small class whose thresholds are arguments."""
+"""The built-in rules. Each is a small class whose thresholds are arguments."""
 
 from gradstat.monitor.rules.base import Rule, rule
 from gradstat.monitor.rules.data import (
@@ -34,14 +34,14 @@ from gradstat.monitor.rules.training import (
 from gradstat.monitor.rules.weights import GradientWeightRatio, ParameterJump, UnchangedParameter, UpdateWeightRatio
 
 RULES: tuple[type[Rule], ...] = (
-    # What goes into a step.
+    # The inputs of a step.
     NonfiniteBatch,
     BatchRange,
     LabelRange,
     ConstantFeature,
     RepeatedBatch,
     LearningRateJump,
-    # The state it begins with: the optimizer's made the parameters what they are.
+    # The state it begins with. The optimizer's comes first, since it produced the parameters.
     OptimizerCoverage,
     ReplicaMismatch,
     NonfiniteOptimizerState,
@@ -50,7 +50,7 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteParameter,
     ParameterJump,
     NonfiniteBuffer,
-    # Its forward pass, and what explains all that is not finite in it.
+    # Its forward pass, and the rule that explains sporadic NaN anywhere.
     SporadicNonfinite,
     NonfiniteActivation,
     NonfiniteLoss,
@@ -67,14 +67,14 @@ RULES: tuple[type[Rule], ...] = (
     VanishingGradient,
     ExplodingGradient,
     GradientWeightRatio,
-    # What comes of it.
+    # Its results.
     UpdateWeightRatio,
     UnchangedParameter,
     SmallSecondMoment,
     RefusedStep,
     ClipActivity,
 )
-"""All of them, in the order in which they are asked: causes go before effects, as far as both show in one step."""
+"""All built-in rules, in the order in which they run: causes before effects, if both show in one step."""
 
 
 def default_rules() -> list[Rule]:

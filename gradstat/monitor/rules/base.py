@@ -14,9 +14,9 @@ from gradstat.monitor.findings import SEVERITIES, Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
 
 Band = tuple[float, float]
-"""A closed interval of a scalar in which a rule has nothing to say."""
+"""A closed interval of a scalar; a step outside of it is reviewed at once."""
 
-# What rules of weights and of gradients say of a parameter that nobody has set.
+# Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
     "causes": ("memory that was never initialised: to_empty() and no reset_parameters() of that module after",),
     "advice": ("initialise it, or load a checkpoint that has it, and look which other modules were left out",),
@@ -24,16 +24,16 @@ NEVER_INITIALISED: dict[str, Any] = {
 
 
 class Rule:
-    """Looks at new steps and tells what is wrong. A subclass sets the attributes and writes `review`.
+    """Reviews new steps and reports problems. A subclass sets the attributes and implements `review`.
 
-    Rules are reviewed every few steps at once, over arrays, so that a healthy step costs next to nothing; a step in
-    which a scalar leaves the rule's `bands`, or in which something is not finite, is reviewed at once.
+    Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing; a step in which a scalar
+    leaves the rule's `bands`, or in which something is not finite, is reviewed at once.
 
     Attributes:
-        name: What it is called in findings.
-        severity: Of its findings, unless a finding says otherwise.
-        causes, advice: What goes into its findings: likely causes and what to try, first things first.
-        quiet: After so many steps without it, the same is reported again.
+        name: Its name in findings.
+        severity: Severity of its findings, unless a finding has its own.
+        causes, advice: Default causes and advice of its findings, the most important first.
+        quiet: After this many steps without it, the same problem is reported again.
     """
 
     name: ClassVar[str] = ""
@@ -46,21 +46,21 @@ class Rule:
         self._episodes = Episodes(self.quiet)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        """What is wrong in the steps of ``window``, which are looked at once, in order.
+        """Finds problems in the steps of ``window``.
 
-        Called with every step once, up to 64 at a time; what a rule needs of earlier steps it keeps itself, in
+        Every step is reviewed once, in order, up to 64 at a time. A rule keeps what it needs of earlier steps in
         attributes that begin with an underscore, which `state_dict` saves. A rule that raises is switched off.
 
         Args:
             window: The new steps, as `gradstat.monitor.rows.Window`.
 
         Returns:
-            Findings, best made by `found`.
+            Findings, preferably made by `found`.
         """
         raise NotImplementedError
 
     def bands(self) -> Mapping[str, Band]:
-        """By scalar, the values that need no look before the next review."""
+        """By scalar, the interval in which a step needs no immediate review."""
         return {}
 
     def found(
@@ -79,10 +79,10 @@ class Rule:
         Args:
             step: The step in which it began.
             name: What it is about: a parameter, a module or a series.
-            text: What was seen, in one sentence.
-            about: Of which kind ``name`` is, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
+            text: What was found, in one sentence.
+            about: The kind of ``name``, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
             severity, causes, advice: None takes those of the rule.
-            evidence: The numbers it rests on, by name.
+            evidence: The numbers it is based on, by name.
         """
         return Finding(
             self.name,
@@ -97,7 +97,7 @@ class Rule:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, in plain values."""
+        """Its state, as plain values."""
         return {key: _plain(value) for key, value in vars(self).items() if key.startswith("_")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Rule:
 
 
 def _plain(value: Any) -> Any:
-    """Numpy's numbers and arrays as Python's."""
+    """Converts numpy numbers and arrays to Python's."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, PerName):
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 
 class PerName:
-    """One number for each tensor, at first ``initial``, kept from window to window while tensors come and go."""
+    """One number for each tensor, ``initial`` at first, kept across windows while tensors are added and removed."""
 
     def __init__(self, initial: float) -> None:
         self.initial = initial
@@ -139,7 +139,7 @@ class PerName:
         self._values: Floats = np.empty(0)
 
     def of(self, names: tuple[str, ...]) -> Floats:
-        """``[n]`` float64 in the order of ``names``; change it in place."""
+        """``[n]`` float64 in the order of ``names``, to be changed in place."""
         if names is not self._names and names != self._names:
             known = dict(zip(self._names, self._values.tolist(), strict=True))
             self._values = np.array([known.get(name, self.initial) for name in names])
@@ -154,28 +154,28 @@ class PerName:
 
 
 class Episodes(dict[str, int]):
-    """When things were there last; after ``quiet`` steps without it, one begins again, else it goes on."""
+    """The last step of each problem, by name; after ``quiet`` steps without it, a new episode begins."""
 
     def __init__(self, quiet: int = 100) -> None:
         super().__init__()
         self.quiet = quiet
 
     def begins(self, name: str, step: int) -> bool:
-        """Notes that it is there in ``step``; whether that is a new episode."""
+        """Records ``name`` in ``step``; returns whether that begins a new episode."""
         last = self.get(name)
         self[name] = int(step)
         return last is None or step - last > self.quiet
 
 
 def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
-    """The steps and values of a scalar; none if it is not known in these steps."""
+    """The steps and values of the scalar ``name``; empty if it has none in these steps."""
     return zip(window.steps.tolist(), window.scalars.get(name, np.empty(0)).tolist(), strict=name in window.scalars)
 
 
 def runs(condition: Bools, before: Floats) -> Iterator[tuple[int, Floats]]:
-    """For each look its number, and for how many looks in a row each tensor's ``condition``, ``[m, n]``, has held.
+    """Yields for each row of ``condition``, ``[m, n]``, its index and for how many rows in a row each tensor's holds.
 
-    ``before`` are the lengths so far, ``[n]``; changed in place. Yields nothing if no condition holds.
+    ``before`` are the lengths so far, ``[n]``; updated in place. Yields nothing if no condition holds.
     """
     if not condition.any():
         before[:] = 0
@@ -187,7 +187,7 @@ def runs(condition: Bools, before: Floats) -> Iterator[tuple[int, Floats]]:
 
 
 class LastingRule(Rule):
-    """Something that tensors do for so many looks in a row."""
+    """Base of rules about a condition that holds for several measurements ("looks") of a tensor in a row."""
 
     quiet = 1000
 
@@ -196,16 +196,16 @@ class LastingRule(Rule):
         self._lasts_for, self._since, self._times = PerName(0.0), PerName(0.0), PerName(0.0)
 
     def come_and_go(self, names: tuple[str, ...]) -> bool:
-        """Whether it has begun more than once for one of the tensors ``names``."""
+        """Whether the condition has begun more than once for one of the tensors ``names``."""
         return bool((self._times.of(names) > 1).any())
 
     def lasting(
         self, rows: Rows, condition: Bools, looks: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
-        """Where ``condition``, ``[m, n]``, has held for ``looks`` of them and begins an episode.
+        """Finds tensors whose ``condition``, ``[m, n]``, has held for ``looks`` rows and begins an episode.
 
-        Yields the look, the positions of those that are new, and of all tensors for how many looks and since which
-        step. ``looks`` is one number or broadcasts to ``[m, n]``; ``names`` are those of episodes, if not of the rows.
+        Yields the row, the positions of these tensors, and for all tensors for how many rows and since which step it
+        has held. ``looks`` is a number or broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
         """
         names = rows.names if names is None else names
         before, since, times = self._lasts_for.of(names), self._since.of(names), self._times.of(names)
@@ -226,7 +226,7 @@ class LastingRule(Rule):
 def rule(
     name: str, *, severity: Severity = "warning", causes: Sequence[str] = (), advice: Sequence[str] = ()
 ) -> Callable[[Callable[[Rule, Window], Iterable[Finding]]], type[Rule]]:
-    """Makes a rule of a function ``(rule, window) -> findings``::
+    """Turns a function ``(rule, window) -> findings`` into a rule::
 
         @gradstat.monitor.rule("loss-negative", advice=["look at the sign of the loss"])
         def loss_negative(rule, window):

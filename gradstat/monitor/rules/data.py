@@ -1,4 +1,4 @@
-"""Rules about batches and about what several ranks have in common."""
+"""Rules about batches, and about differences between ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradstat.monitor.rules.base import Episodes, Rule
 
 
 class BatchRange(Rule):
-    """Inputs far outside of what they were: not normalised, another unit, damaged.
+    """Inputs far outside of their previous range: not normalised, in another unit, or damaged.
 
     Args:
-        factor: Largest magnitude beside the largest of the looks before.
-        looks: At least so many before.
+        factor: Largest magnitude over the largest one before.
+        looks: Minimum number of earlier measurements.
     """
 
     name = "batch-range"
@@ -51,12 +51,12 @@ class BatchRange(Rule):
 class ConstantFeature(Rule):
     """Features that are the same in every sample of a batch.
 
-    In sparse inputs most are, so of those that are mostly zeros only a batch without any difference counts; and a
-    tensor with one value throughout is a mask or the like.
+    Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
+    are. A tensor of a single value never counts: it is a mask or the like.
 
     Args:
-        share: Of features.
-        looks: For so many looks in a row.
+        share: Fraction of features.
+        looks: Number of measurements in a row.
     """
 
     name = "constant-feature"
@@ -113,7 +113,7 @@ class LabelRange(Rule):
 
 
 class _RankRule(Rule):
-    """What a comparison of ranks brings to light; ``observed`` is what it is called."""
+    """Base of rules about a comparison of ranks; ``observed`` is the kind of its observations."""
 
     severity = "error"
     quiet = 1000
@@ -129,7 +129,7 @@ class _RankRule(Rule):
 
 
 class RepeatedBatch(_RankRule):
-    """Ranks that train on the same batch; looks at ``watch={"batches": n}``."""
+    """Ranks that train on the same batch; needs ``watch={"batches": n}``."""
 
     name = "repeated-batch"
     observed = "batches"
@@ -142,7 +142,7 @@ class RepeatedBatch(_RankRule):
 
 
 class ReplicaMismatch(_RankRule):
-    """Replicas that have come apart; looks at ``watch={"replicas": n}``."""
+    """Replicas whose parameters differ; needs ``watch={"replicas": n}``."""
 
     name = "replica-mismatch"
     observed = "replicas"
@@ -158,7 +158,7 @@ class ReplicaMismatch(_RankRule):
 
 
 class BadRank(_RankRule):
-    """The rank that brought NaN or Inf into reduced gradients; looks at ``watch={"origin": 1}``."""
+    """The rank that brought NaN or Inf into reduced gradients; needs ``watch={"origin": 1}``."""
 
     name = "bad-rank"
     observed = "origin"
@@ -170,6 +170,6 @@ class BadRank(_RankRule):
         names = list(report.nonfinite)  # without the prefix of DDP
         as_watched = {name.removeprefix("module."): name for name in facts.backward_order}
         name = facts.first_in_backward([as_watched.get(name, name) for name in names])
-        severity: Severity = "info" if facts.is_scaled else self.severity  # an overflow now and then is normal
+        severity: Severity = "info" if facts.is_scaled else self.severity  # occasional overflows are normal
         ranks = sorted({report.rank_of(name) for name in names})
         return self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)

@@ -14,7 +14,7 @@ from gradstat.monitor.rules.base import Rule, series
 
 
 def _bad_looks(window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
-    """The looks in which something is not finite: its rows, which look, its step, and the names of what is not."""
+    """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors."""
     rows = window.rows(kind)
     if rows is not None and rows.nonfinite.any():
         for look in np.flatnonzero(rows.nonfinite.any(1)).tolist():
@@ -39,7 +39,7 @@ def _in_words(counted: dict[str, Any]) -> str:
 
 
 class NonfiniteBatch(Rule):
-    """NaN or Inf in a batch that was shown to the monitor."""
+    """NaN or Inf in a batch that was passed to ``monitor.batch``."""
 
     name = "nonfinite-batch"
     severity = "error"
@@ -63,8 +63,8 @@ _CLIP = "a clip before the gradients were measured: it multiplies all by its nor
 class NonfiniteGradient(Rule):
     """NaN or Inf in a gradient; names the parameter whose gradient went bad first in the backward pass.
 
-    With a loss scaler an overflow now and then is how the scale is found, so a step that is not finite is only noted
-    (`LossScale` tells when it is more than that).
+    With a loss scaler, occasional overflows are expected, so a step that is not finite is only an info; `LossScale`
+    reports too many of them.
     """
 
     name = "nonfinite-gradient"
@@ -111,9 +111,9 @@ class NonfiniteGradient(Rule):
     def _all_nan(
         self, window: Window, step: int, causes: tuple[str, ...], advice: tuple[str, ...]
     ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-        """What to add to the text, causes and advice where every element of every gradient is NaN.
+        """The addition to the text, the causes and the advice if every element of every gradient is NaN.
 
-        A loss that is NaN leaves them so, a weight, or an operation near the loss; and a clip, by a norm that is.
+        That results from a NaN in the loss, in a weight or in an operation near the loss, or from a clip by a NaN norm.
         """
         known = {name: values[window.steps == step] for name, values in window.scalars.items()}
         if (known.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
@@ -125,7 +125,7 @@ class NonfiniteGradient(Rule):
             causes = (_CLIP, *causes)
             advice = ("measure before the clip, monitor.step() above clip_grad_norm_, to see which one it was", *advice)
         else:
-            causes = (*causes, _CLIP)  # gradstat is called before those that it knows
+            causes = (*causes, _CLIP)  # gradstat runs before the clips that it knows
         if np.isfinite(known.get("loss", np.empty(0))).any():
             return "; every element is NaN" + ", as a clip leaves them if one was NaN before" * by_hand, causes, advice
         causes = ("a loss that was NaN, because of the batch or in the forward pass", *causes)
@@ -159,10 +159,10 @@ class NonfiniteLoss(Rule):
 
 
 class LostLoss(Rule):
-    """A loss that is not finite several times in a row: nothing will bring it back.
+    """A loss that is not finite for several steps in a row: training will not recover.
 
     Args:
-        in_a_row: How many times. Three, as a single bad batch gives one.
+        in_a_row: Number of steps. A single bad batch accounts for one.
     """
 
     name = "lost-loss"
@@ -190,7 +190,7 @@ class _NonfiniteTensor(Rule):
 
     severity = "error"
     kind = what = ""
-    causes_at_first: tuple[str, ...] = ()  # in the first step, which no other can have spoilt
+    causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
@@ -224,7 +224,7 @@ class NonfiniteParameter(_NonfiniteTensor):
 class NonfiniteBuffer(_NonfiniteTensor):
     """NaN or Inf in a buffer, such as the running variance of a batch norm.
 
-    Training may go on as if nothing were wrong, and every evaluation is NaN.
+    Training may look healthy while every evaluation is NaN.
     """
 
     name = "nonfinite-buffer"
@@ -266,14 +266,14 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
 
 
 class SporadicNonfinite(Rule):
-    """Gradients that are not finite now and then, each time in other places, with healthy steps in between.
+    """Gradients that are occasionally not finite, each time in another place, with healthy steps in between.
 
-    A fault of the program strikes in the same place; one of the hardware, or a race, does not. Silent data corruption
-    shows like this (P. H. Hochschild and others, Cores that don't count, HotOS 2021).
+    A bug in the program strikes in the same place; a hardware fault or a race does not. Silent data corruption looks
+    like this (P. H. Hochschild and others, Cores that don't count, HotOS 2021).
 
     Args:
-        times: From how many separate incidents with different first parameters on.
-        within: In how many steps.
+        times: Number of separate incidents that begin in different parameters.
+        within: Number of steps in which they occur.
     """
 
     name = "sporadic-nonfinite"

@@ -16,11 +16,11 @@ from gradstat.monitor.rules.spikes import SpikeRule
 
 
 class ExplodingGradient(SpikeRule):
-    """A total norm that is too large beside those of the steps before.
+    """A total norm that is too large compared to those of earlier steps.
 
     Args:
         sigmas, log_sigmas, factor, back, times, within, beyond, early, window: As for `SpikeRule`. Norms have heavy
-            tails, so three standard deviations alone are exceeded by healthy steps every day.
+            tails, so healthy steps often exceed three standard deviations.
     """
 
     name = "exploding-gradient"
@@ -76,15 +76,15 @@ class ExplodingGradient(SpikeRule):
 
 
 class VanishingGradient(Rule):
-    """Gradients that are next to nothing, all together or ever less from layer to layer.
+    """Gradients that are almost zero in total, or that shrink from layer to layer.
 
     Args:
         limit: A total norm below it is vanishing.
-        ratio: Of the root mean squares of weight gradients along the backward pass, smallest to largest: below it, and
-            falling in nearly straight line on a logarithmic scale, they vanish layer by layer.
-        correlation: How nearly (the size of Pearson's correlation of depth and logarithm).
-        layers: At least so many weights of two dimensions and more.
-        in_a_row: For so many steps.
+        ratio: Smallest over largest root mean square of the weight gradients. Below it, with a nearly linear decay over
+            depth on a logarithmic scale, gradients vanish layer by layer.
+        correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
+        layers: Minimum number of weights of two dimensions and more.
+        in_a_row: Number of steps in a row.
     """
 
     name = "vanishing-gradient"
@@ -107,7 +107,7 @@ class VanishingGradient(Rule):
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        # What is left beside NaN may well be small; zero is for `DeadGradient`, and no gradient for `MissingGradient`.
+        # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
         norms = window.scalars.get("norm", np.empty(0))
         if len(norms) and not ((norms > 0) & (norms < self.limit)).any():
             self._low = 0
@@ -125,7 +125,7 @@ class VanishingGradient(Rule):
         weights = np.flatnonzero(rows.layout.matrices)
         if len(weights) < self.layers:
             return
-        # Once for all of these steps: it does not come and go.
+        # Only the last of these steps is examined, since the decay does not come and go.
         sizes = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:]).rms[0, weights]
         there = np.isfinite(sizes) & (sizes > 0)
         if there.sum() < self.layers:
@@ -151,9 +151,9 @@ def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-# Steps after which it is told that there are no gradients at all, or that a weight is zero and stays so.
+# Number of steps before reporting that there are no gradients at all, or that a weight stays zero.
 _SOON = 5
-# Whether monitor.step() is called by hand, else by gradstat in front of the optimizer's step: where the call belongs,
+# By whether the user calls monitor.step(), rather than gradstat before the optimizer's step: where the call belongs,
 # causes, advice.
 _LOOKED_TOO_EARLY_OR_LATE = {
     True: (
@@ -176,9 +176,9 @@ _LOOKED_TOO_EARLY_OR_LATE = {
 
 
 class _GoneRule(LastingRule):
-    """Gradients that are gone for ``in_a_row`` steps; ``others`` are those that are as the one that is named.
+    """Base of rules about gradients that are zero or missing for ``in_a_row`` steps.
 
-    An info in a model in which gradients come and go, as those of experts do that are chosen by a router.
+    An info if gradients come and go, as for experts chosen by a router. ``others`` introduces further parameters.
     """
 
     others = ""
@@ -198,7 +198,7 @@ class _GoneRule(LastingRule):
         return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
 
     def _of_all(self, window: Window, began: float, text: str, looks: int) -> Finding:
-        """That all are gone, which is no matter of one parameter but of where the monitor looks."""
+        """The finding if all are gone, which is due to where the monitor is called, not to a parameter."""
         where, causes, advice = _LOOKED_TOO_EARLY_OR_LATE[window.facts.is_called_by_hand]
         text = f"{text} for {looks} steps: {where}"
         all_causes, all_advice = (*causes, *self.causes), (*advice, *self.advice)
@@ -215,11 +215,11 @@ _ALL_ZERO: dict[str, Any] = {
 
 
 class DeadGradient(_GoneRule):
-    """Gradients that are zero throughout, step after step.
+    """Gradients whose elements are all zero, step after step.
 
     Args:
-        in_a_row: For so many steps; some models begin with a factor of zero, which the first steps change. It takes
-            five for a weight that is zero itself since the run began, as memory is that was never initialised.
+        in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change. Five
+            are enough for a weight that has itself been zero since the run began, like memory never initialised.
     """
 
     name = "dead-gradient"
@@ -252,24 +252,24 @@ class DeadGradient(_GoneRule):
             if stuck[fresh].any():
                 name = window.facts.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
                 steps = int(lengths[fresh[0]])
-                for i in np.flatnonzero(lengths >= steps):  # which are told with it
+                for i in np.flatnonzero(lengths >= steps):  # reported in this finding
                     self._episodes.begins(rows.names[i], int(rows.steps[look]))
                 text = f"{name} is zero throughout, and so has its gradient been for {steps} steps: it stays as it is"
                 yield self._finding(rows, lengths, since, name, text, **_ALL_ZERO)
                 continue
-            # What is nearest to the loss is the cause, and the others are behind it. But where the bias beside a
-            # weight lives, the weight has a zero for its input, and the cause is what makes that.
+            # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
+            # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
             alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
             names = [rows.names[i] for i in fresh]
             whole = [name for name in names if _module(name) not in alive]
             name = window.facts.first_in_backward(whole or names)
-            # A bias that the loss does not see, as that of a critic of which only differences count.
+            # The loss may not depend on a bias, for example that of a critic of which only differences count.
             is_serious = bool(whole or rows.layout.matrices[fresh].any())
             text = f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
             yield self._finding(rows, lengths, since, name, text, is_serious)
 
     def _stuck(self, window: Window, rows: Rows, dead: Bools) -> Bools:
-        """Which weights, ``[n]``, are zero, as was their gradient since the run began, while others had one."""
+        """Which weights, ``[n]``, are zero and had zero gradients since the run began, while others had gradients."""
         never_alive = self._never_alive.of(rows.names)
         parameters = window.latest.get("parameter")
         if parameters is None:
@@ -282,12 +282,12 @@ class DeadGradient(_GoneRule):
 
 
 class MissingGradient(_GoneRule):
-    """Parameters that require a gradient and get none, and are in the optimizer.
+    """Parameters in the optimizer that require a gradient and get none.
 
     Args:
-        in_a_row: For so many steps.
-        chosen: For so many, where each of them has a twin with a gradient: one of the same shape, whose name differs
-            in numbers alone. A router may leave some of its experts out for long before they take turns.
+        in_a_row: Number of steps in a row.
+        chosen: Number of steps if each of them has a twin with a gradient: one of the same shape whose name differs
+            only in digits. A router may leave out some of its experts for long.
     """
 
     name = "missing-gradient"
@@ -304,10 +304,10 @@ class MissingGradient(_GoneRule):
     def __init__(self, in_a_row: int = 30, chosen: int = 300) -> None:
         super().__init__(in_a_row)
         self.chosen = chosen
-        self._resting: list[str] = []  # as a target network does, which `OptimizerCoverage` tells of
+        self._resting: list[str] = []  # such as a target network's: `OptimizerCoverage` reports these
 
     def come_and_go(self, names: tuple[str, ...]) -> bool:
-        # One that came back is enough. Zeros, too, end where a factor begins at zero (LoRA), in any model.
+        # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
         came_back = (self._times.of(names) > 0) & (self._lasts_for.of(names) == 0)
         return super().come_and_go(names) or bool(came_back.any())
 
@@ -318,7 +318,7 @@ class MissingGradient(_GoneRule):
         if rows is None:
             return
         missing = np.zeros(rows.present.shape, dtype=bool)
-        for seen in window.observed("missing"):  # rows do not tell which parameters are frozen
+        for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, self._resting)
@@ -329,13 +329,13 @@ class MissingGradient(_GoneRule):
             if not rows.present[look].any():
                 yield self._of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)
                 continue
-            name = rows.names[fresh[-1]]  # the one nearest to the loss: those before it are cut off with it
+            name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
             text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: it is detached from the loss"
             yield self._finding(rows, lengths, since, name, text)
 
 
 def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:
-    """``[m, 1]``: in which steps all that are ``missing`` have twins with a gradient."""
+    """``[m, 1]``: in which steps all ``missing`` parameters have twins with a gradient."""
     parameters = window.latest.get("parameter")
     if parameters is None:
         return np.zeros((len(rows), 1), dtype=bool)

@@ -1,4 +1,4 @@
-"""Rules about the states of optimizers; they look at ``watch={"optimizer": n}``."""
+"""Rules about optimizer states, as measured by ``watch={"optimizer": n}``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
 
 def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows, tuple[str, ...]]]:
-    """Of each kind there is: its name, its rows, and names of its tensors that no other kind has."""
+    """For each measured kind, its name, its rows, and names of its tensors that are unique among kinds."""
     for kind in kinds:
         rows = window.rows(kind)
         if rows is not None:
@@ -23,11 +23,11 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
 
 
 class MomentumDrift(Rule):
-    """Momentum far larger than gradients can have made it: overwritten, or restored wrongly.
+    """Momentum far larger than gradients can make it: overwritten, or restored wrongly.
 
     Args:
-        factor: Norm over the largest total norm that gradients had so far, so that weight decay does not matter. A
-            momentum of 0.99 without dampening comes to 100 times a gradient that stays as it is.
+        factor: Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not
+            matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
     """
 
     name = "momentum-drift"
@@ -48,7 +48,7 @@ class MomentumDrift(Rule):
         self._largest = float(norms[-1])
         for kind, rows, names in _states(window, _MOMENTA):
             for look, step in enumerate(rows.steps.tolist()):
-                largest = norms[np.searchsorted(window.steps, step)]  # in steps before: they have made the state
+                largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
                 sizes = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
                 due = np.flatnonzero((sizes > self.factor * largest) & (largest > 0)).tolist()
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
@@ -61,13 +61,13 @@ class MomentumDrift(Rule):
 
 
 class SecondMomentDrop(Rule):
-    """A second moment that is smaller than it can be: overwritten, cleared, or restored wrongly.
+    """A second moment that has shrunk faster than it can: overwritten, cleared, or restored wrongly.
 
-    It is an average of squares with weights that fall by a factor of beta2 with each step, so of what it was, at least
-    ``beta2 ** steps`` are left. Where beta2 is not known nothing is said.
+    It is an average of squares whose weights decay by beta2 per step, so a fraction of at least ``beta2 ** steps``
+    remains of it. Nothing is reported if beta2 is not known.
 
     Args:
-        factor: Below so much of what must be left: optimizers may step several times in a step of the monitor.
+        factor: Reported below this fraction of what must remain: optimizers may step several times per monitored step.
     """
 
     name = "second-moment-drop"
@@ -106,15 +106,15 @@ class SecondMomentDrop(Rule):
 
 
 class SmallSecondMoment(LastingRule):
-    """A second moment so small that the optimizer divides by its eps rather than by it.
+    """A second moment so small that eps dominates the optimizer's denominator.
 
-    Then updates shrink with the gradients, and the parameter ceases to learn (M. Wortsman and others, Small-scale
+    Then updates shrink with the gradients, and the parameter stops learning (M. Wortsman and others, Small-scale
     proxies for large-scale Transformer training instabilities, arXiv 2309.14322). Only weights of two dimensions and
-    more are judged: a bias before a batch norm has no gradient but for rounding, and none is missed.
+    more are judged: the gradient of a bias before a batch norm is rounding error, and no problem.
 
     Args:
-        beside_eps: The root of no element is larger than so many times eps.
-        looks: For so many looks in a row.
+        beside_eps: The square roots of all elements are below this many times eps.
+        looks: Number of measurements in a row.
     """
 
     name = "small-second-moment"
@@ -134,7 +134,7 @@ class SmallSecondMoment(LastingRule):
         limit = (self.beside_eps * eps) ** 2
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
             largest = rows.field("max")
-            # All zero means no gradient yet, which is another rule's business.
+            # All zero means no gradient yet, which other rules report.
             low = rows.layout.matrices & (largest < limit) & (largest > 0)
             for look, fresh, _, since in self.lasting(rows, low, self.looks, names):
                 i = fresh[0]

@@ -12,21 +12,21 @@ from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import LastingRule, Rule
 
-# The smallest normal numbers of the types that gradients underflow in.
+# The smallest normal numbers of the dtypes in which gradients underflow.
 _FLOORS = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float16, torch.bfloat16)}
 
 
 class Underflow(LastingRule):
-    """Gradients of half precision that vanish into zeros and subnormals.
+    """Half-precision gradients that underflow to zeros and subnormals.
 
-    Told from zeros that mean something by size: the elements that are left have a root mean square of few times the
-    smallest normal number of their type (6.1e-5 for float16), so their neighbours must be below it. Under a loss scale
-    the gradients are judged as they were computed, with the scale, and as float16 whatever they are kept in.
+    Distinguished from meaningful zeros by size: the root mean square of the nonzero elements is a few times the
+    smallest normal number of their dtype (6.1e-5 for float16), so their neighbours must be below it. With a loss scale
+    the gradients are judged as they were computed, with the scale, and as float16 whatever their dtype.
 
     Args:
-        share: Of elements that are zero.
-        normals: The root mean square of the others, in smallest normal numbers.
-        in_a_row: For so many steps.
+        share: Fraction of elements that are zero.
+        normals: Limit of the root mean square of the others, in units of the smallest normal number.
+        in_a_row: Number of steps in a row.
     """
 
     name = "underflow"
@@ -68,12 +68,12 @@ class Underflow(LastingRule):
 
 
 class LossScale(Rule):
-    """A loss scale that finds no rest, or none that it would need.
+    """A loss scale that does not stop falling, or that is not needed.
 
     Args:
-        in_a_row: Steps skipped one after the other; finding a first scale takes a few.
-        runaway: A scale above it, that has never been too large: float16 ends at 2**16, so at 2**32 nothing is computed
-            in float16, or the loss does not depend on the parameters.
+        in_a_row: Number of skipped steps in a row; finding a first scale takes a few.
+        runaway: A scale above it that caused no overflow is reported: float16 ends at 2**16, so at 2**32 nothing is
+            computed in float16, or the loss does not depend on the parameters.
     """
 
     name = "loss-scale"
@@ -96,7 +96,7 @@ class LossScale(Rule):
         scales = window.scalars.get("loss_scale")
         if scales is None or not window.facts.is_scaled:
             return
-        bad = window.scalars.get("nonfinite", np.zeros(len(scales)))  # not there if all steps were finite
+        bad = window.scalars.get("nonfinite", np.zeros(len(scales)))  # absent if all steps were finite
         for step, scale, count in zip(window.steps.tolist(), scales.tolist(), bad.tolist(), strict=True):
             if math.isnan(scale):
                 continue

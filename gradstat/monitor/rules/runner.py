@@ -15,7 +15,7 @@ from gradstat.monitor.rules.base import Band
 
 
 class RuleRunner:
-    """Asks the rules; at most ``every`` healthy steps are between two reviews."""
+    """Runs the rules; at most ``every`` healthy steps are between two reviews."""
 
     def __init__(self, rules: Sequence[Rule], every: int) -> None:
         self.rules = list(rules)
@@ -26,11 +26,11 @@ class RuleRunner:
         self.refresh(0)
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time to review after ``step``."""
+        """Whether a review is due after ``step``."""
         return step + 1 >= self._next
 
     def is_out_of_band(self, scalars: Mapping[str, float]) -> bool:
-        """Whether a scalar has left the band of a rule, so that a step is reviewed at once."""
+        """Whether one of ``scalars`` is outside of a rule's band, so that the step is reviewed at once."""
         for name, low, high in self._bands:
             value = scalars.get(name)
             if value is not None and not low <= value <= high:
@@ -38,9 +38,9 @@ class RuleRunner:
         return False
 
     def review(self, window: Window) -> list[Finding]:
-        """What the rules find, in the order of the steps in which it began."""
+        """The findings of the rules, by the steps in which they began."""
         found: list[Finding] = []
-        # Squares and sums of huge float64 numbers overflow, and comparisons with them are right all the same.
+        # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for rule in self.rules:
                 if id(rule) in self._failed:
@@ -48,7 +48,7 @@ class RuleRunner:
                 try:
                     found += list(rule.review(window))
                 except Exception:
-                    # Watching must not end what is watched. The rule is not asked again.
+                    # Monitoring must not end the training. The rule does not run again.
                     self._failed.add(id(rule))
                     warn_of_failure(f"the rule {rule.name!r} failed and is switched off")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
@@ -56,7 +56,7 @@ class RuleRunner:
         return found
 
     def refresh(self, steps: int | None) -> None:
-        """Asks the rules for their bands; with ``steps`` so far, sets when to review next."""
+        """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review."""
         joined: dict[str, Band] = {}
         for rule in self.rules:
             for name, (low, high) in rule.bands().items():
@@ -64,5 +64,5 @@ class RuleRunner:
                 joined[name] = (max(low, before[0]), min(high, before[1]))
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
-            # The first steps are looked at soon: what is wrong from the start should be told at the start.
+            # The first steps are reviewed soon, so that problems from the start are reported early.
             self._next = steps + min(max(steps, 1), self._every)

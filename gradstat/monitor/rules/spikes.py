@@ -1,4 +1,4 @@
-"""The rule that loss and gradient-norm spikes share: a value far above its running median."""
+"""The base of the rules on loss and gradient-norm spikes: a value far above its running median."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from collections.abc import Callable, Sequence
 
 from gradstat.monitor.rules.base import Episodes, Rule
 
-# Makes the median absolute deviation of a normal distribution its standard deviation.
+# Standard deviation of a normal distribution over its median absolute deviation.
 _MAD = 1.4826
 
-# So many values tell where training began.
+# Number of values that define the initial level.
 _BEGINNING = 20
 
-# So many values are the least that tell what is far too much.
+# Minimum number of values before there is any limit.
 _FEW = 5
 
-# Limits are set anew after so many values, however long windows are.
+# Limits are updated after this many values, whatever the length of windows.
 _EVERY = 32
 
 
 class SpikeRule(Rule):
-    """A series that leaps and stays up, or that leaps beyond anything there was.
+    """A series that jumps and stays high, or that jumps beyond all earlier values.
 
-    A leap of one step means little: the better a model has learned, the more a single hard sample stands out, at any
-    ratio to the median, until it brings back the values with which training began. So it takes several values above
-    the limit within few steps, or one that is beyond those of the beginning.
+    A jump of one step means little: the better a model has learned, the more a single hard sample stands out, at any
+    ratio to the median, up to the values with which training began. So a finding takes several values above the limit
+    within few steps, or one that is beyond the initial level.
 
     Args:
-        sigmas, factor: The limit is so many robust standard deviations (1.4826 times the median absolute deviation)
+        sigmas, factor: The limit is ``sigmas`` robust standard deviations (1.4826 times the median absolute deviation)
             above the median of the window, and at least ``factor`` times the median.
-        log_sigmas: And so many of the logarithms of magnitudes: on this scale tails that are heavy because samples
-            differ by factors, or because a loss is a sum over more here and less there, are no heavier than those of a
-            normal distribution.
-        back: And at least so far above the median, as a share of the way back to where training began: the third
-            quartile of the first 20 values.
-        floor: And at least so far above it.
-        times, within: So many values above the limit within so many steps are a leap, told of the first of them.
-        beyond: A single value is one if it is above so many times that of the beginning and the largest before it.
-        early: Before half a window is known, it takes so many times the largest of at least five.
-        window: Of how many steps; compared from half of them on.
-        quiet: A leap so many steps after the last is another one.
+        log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
+            this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
+            counts, are no heavier than those of a normal distribution.
+        back: It is also at least this fraction of the way from the median back to the initial level, the third quartile
+            of the first 20 values.
+        floor: It is also at least this far above the median.
+        times, within: ``times`` values above the limit in ``within`` steps are a jump, which began with the first one.
+        beyond: A single value is a jump if it is above this many times the initial level and the largest in the window.
+        early: Until half a window is known, the limit is this many times the largest of at least five values.
+        window: Number of steps in the window.
+        quiet: A jump this many steps after the last one is a new finding.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class SpikeRule(Rule):
         self._leaps: list[int] = []
         self._new = 0
         self._median = math.nan  # of the window, when it is half full
-        self._scatter = 1.0  # the factor by which values of this series differ anyhow
+        self._scatter = 1.0  # the factor by which values of this series usually differ
         self._high = self._beyond = math.inf
         self._episodes = Episodes(quiet)
 
     def leapt(self, step: int, value: float) -> int | None:
-        """Takes in a finite value; the step in which a leap began that shows now, or None."""
+        """Adds a finite value; returns the step in which a jump detected now began, or None."""
         began = None
         alone, is_high = value > self._beyond, value > self._high
         if is_high:
@@ -70,12 +70,12 @@ class SpikeRule(Rule):
         if self.beyond * value > self._beyond and value <= self.factor * max(
             self._values[-self.within :], default=math.inf
         ):
-            self._beyond = self.beyond * value  # what grows from step to step is no single leap
+            self._beyond = self.beyond * value  # steady growth is not a jump
         if len(self._first) < _BEGINNING:
             self._first.append(value)
         self._values.append(value)
         self._new += 1
-        # By the count of values, so that it does not matter where one review ends and the next begins.
+        # Counted in values, so that results do not depend on where one review ends and the next begins.
         if self._new == _EVERY:
             self._new = 0
         if not self._new or len(self._values) in (_FEW, self.window // 2):
@@ -83,17 +83,17 @@ class SpikeRule(Rule):
         return began
 
     def beginning(self) -> float:
-        """The value with which training began."""
+        """The initial level: the third quartile of the first values."""
         return sorted(self._first)[len(self._first) * 3 // 4]
 
     def set_limits(self) -> None:
-        """Sets the limits for the next steps."""
+        """Updates the limits for the next steps."""
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
             largest = max(self._values)
             self._high = self._beyond = self.early * largest if largest > 0 else math.inf
             return
-        # Sorting a hundred numbers is quicker than numpy's median of them.
+        # Sorting a hundred numbers is faster than numpy's median of them.
         values = sorted(self._values)
         self._median = median = values[len(values) // 2]
         first = self.beginning()
@@ -107,11 +107,11 @@ class SpikeRule(Rule):
 
 
 def _spread(values: Sequence[float], scale: Callable[[float], float] = float) -> float:
-    """A robust standard deviation of sorted ``values``, on a ``scale`` that keeps their order."""
+    """A robust standard deviation of sorted ``values``, on a monotonic ``scale``."""
     half = len(values) // 2
     median = scale(values[half])
-    # The nearest ``half`` neighbours of the median are a range of values. It is found by bisection, where the value
-    # below the range comes to be farther away than the one above it.
+    # The ``half`` nearest neighbours of the median are contiguous. Bisection finds where they begin: the first value
+    # that is no farther from the median than the one just above the range.
     low, high = 0, len(values) - half - 1
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Rules about the course of training: loss, learning rate, clipping, outputs, which parameters the optimizer has."""
+"""Rules about the course of training: loss, learning rate, clipping, outputs, parameters of the optimizer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradstat.monitor.rules.spikes import SpikeRule
 
 
 class LossSpike(SpikeRule):
-    """A loss that leaps and stays up, leaps beyond anything there was, or has climbed well above where it was.
+    """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
     Args:
         sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `SpikeRule`.
-        climb, climbed_back: The mean of twenty steps has climbed if it is more than so many times the lowest mean of a
-            window so far (which is as far below the beginning), and than values differ anyhow; and if it is above it by
-            ``floor``, by so large a share of the way back to where training began, and by five standard errors.
+        climb, climbed_back: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the factor
+            ``climb``, as the initial loss must, and by the usual scatter of values; and also by ``floor``, by the
+            fraction ``climbed_back`` of the way back to the initial loss, and by five standard errors.
     """
 
     name = "loss-spike"
@@ -62,7 +62,7 @@ class LossSpike(SpikeRule):
             mean = sum(self._values) / count
             if mean < self._lowest:
                 self._lowest = mean
-                # The standard error of a mean of twenty.
+                # The standard error of a mean of 20 values.
                 self._error = math.sqrt(sum((value - mean) ** 2 for value in self._values) / (20 * count))
 
     def bands(self) -> Mapping[str, Band]:
@@ -80,7 +80,7 @@ class LossSpike(SpikeRule):
             if not 0 < self._lowest < math.inf:
                 continue
             mean = sum(self._values[-20:]) / 20
-            # What has never been far below its beginning does not fall, as errors of values that grow do not.
+            # Skip a loss that never fell far below its initial level, such as an error of values that grow.
             if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
                 continue
             least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest), 5 * self._error)
@@ -90,13 +90,13 @@ class LossSpike(SpikeRule):
 
 
 class LearningRateJump(Rule):
-    """A learning rate that jumps, or that is no learning rate.
+    """A learning rate that jumps, stays 0, or is negative or NaN.
 
     Args:
-        up: From one step to the next it has grown by more than this factor, beyond all there was and beyond what its
-            scheduler has noted as ``initial_lr``: a warm-up that is stepped per epoch may come there at once.
-        down: It has fallen by more than this factor; schedules by steps divide by 10.
-        zeros: It has been 0 for so many steps, after it was not. Schedules touch 0 at an end.
+        up: It grows by more than this factor in one step, above all earlier rates and above the ``initial_lr`` of its
+            scheduler, which a warm-up that is stepped per epoch may reach at once.
+        down: It falls by more than this factor in one step; step schedules divide by 10.
+        zeros: It is 0 for this many steps after it was not. Schedules touch 0 at their end.
     """
 
     name = "learning-rate-jump"
@@ -142,7 +142,7 @@ class LearningRateJump(Rule):
             if self._zero_for == self.zeros:
                 since = step - self.zeros + 1
                 yield self.found(since, "lr", f"the learning rate has been 0 for {self.zeros} steps", lr=0.0)
-            # From 0, and from what is small beside what has been, a warm-up may begin.
+            # A warm-up may begin at 0, or far below earlier rates.
             grown = before > 0 and rate > self.up * before and rate > max(self._largest, self._scheduled * (1 + 1e-9))
             fallen = before > 0 and rate < before / self.down and rate > 0
             if (grown or fallen) and self._episodes.begins("jump", step):
@@ -155,8 +155,8 @@ class ClipActivity(Rule):
     """Clipping that is active on nearly all steps, or on none; needs ``Monitor(..., max_norm=...)``.
 
     Args:
-        often: Share of steps from which clipping rather scales the learning rate than catches outliers.
-        window: Of how many steps.
+        often: Fraction of clipped steps from which clipping scales the learning rate rather than catching outliers.
+        window: Number of steps in which they are counted.
     """
 
     name = "clip-activity"
@@ -188,10 +188,10 @@ class ClipActivity(Rule):
 
 
 class RefusedStep(Rule):
-    """A `gradstat.SpikeGuard` has refused the last guarded step before the monitor's.
+    """A `gradstat.SpikeGuard` refused the last guarded step before this one.
 
     Args:
-        quiet: After so many steps without it, the next is reported.
+        quiet: After this many steps without a refusal, the next one is reported.
     """
 
     name = "refused-step"
@@ -214,15 +214,16 @@ class RefusedStep(Rule):
 
 
 class SaturatedOutput(Rule):
-    """Outputs of the model that are certain, most of them, and wrong: a softmax of them is 0 or 1.
+    """Predictions that are mostly certain, and wrong: a softmax of the logits is 0 or 1.
 
-    Certain predictions that are right are an info, as that is where training on separable data ends; and so they are
-    if the monitor was not told the number of ``classes``, since the outputs may be no logits.
+    An info if the predictions are right, since training on separable data ends there, or if the monitor was not told
+    the number of ``classes``, since the outputs may not be logits.
 
     Args:
-        share: Of predictions whose largest logit is more than 10 above the next, or the only one beyond 10.
-        loss: They are wrong if the loss is larger. The tenth of 10 nats: more than a tenth of them is.
-        looks: For so many looks in a row.
+        share: Fraction of predictions whose largest logit exceeds the next by more than 10; a single logit must exceed
+            10 in magnitude.
+        loss: Above it predictions count as wrong. A wrong one costs 10 nats, so 1.0 means a tenth of them.
+        looks: Number of measurements in a row.
     """
 
     name = "saturated-logits"
@@ -262,9 +263,9 @@ class SaturatedOutput(Rule):
 
 
 class OptimizerCoverage(Rule):
-    """Parameters that the optimizer does not have, has though they are frozen, or has from somewhere else.
+    """Parameters that are missing from the optimizer, in it but frozen, or in it but not the model's.
 
-    An info: parameters without gradients that it does not have, as those of a target network, and those that were
+    An info for missing parameters without gradients, such as those of a target network, and for parameters that were
     frozen from the start.
     """
 

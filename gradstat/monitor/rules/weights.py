@@ -1,4 +1,4 @@
-"""Rules about weights, and gradients and updates beside them: out of proportion, overwritten, not moving."""
+"""Rules about weights, and gradients and updates relative to them: out of proportion, overwritten, unchanged."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, runs
 
-# What cannot stay the same if any element changes, but by chance.
+# Fields that stay the same only by chance if any element changes.
 _SUMS = slice(_fields.INDEX["sum"], _fields.INDEX["max"] + 1)
 
 
 class GradientWeightRatio(Rule):
     """Gradients out of proportion to their weights.
 
-    Only weights of two dimensions and more are judged: biases and gains begin at 0 or 1 by convention. The weight has
-    to be looked at again before anything is said: one that begins near zero may have grown within a few steps.
+    Only weights of two dimensions and more are judged, since biases and gains begin at 0 or 1 by convention. A weight
+    is measured again before it is reported, since one that begins near zero may have grown within a few steps.
 
     Args:
-        std_ratio: Standard deviation of the gradient over that of the weight: above it, and above so many times what
-            it is in the median weight. A loss that is a sum, or multiplied, makes all ratios large.
+        std_ratio: Limit of the gradient's standard deviation over the weight's; also of that ratio over the median
+            ratio of all weights, since a loss that is summed or multiplied makes all ratios large.
         norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn by plain SGD. An info, since
-            Adam does not mind, and large models trained on large batches come there by themselves.
-        in_a_row, long: For so many steps.
+            Adam is not affected, and large models trained on large batches reach it in healthy training.
+        in_a_row, long: Number of steps in a row, for ``std_ratio`` and for ``norm_ratio``.
     """
 
     name = "gradient-weight-ratio"
@@ -49,7 +49,7 @@ class GradientWeightRatio(Rule):
             return
         parameters = parameters.of(gradients.names)
         spread, size = parameters.std[-1], parameters.l2_norm[-1]
-        # Weights that were all zero have begun there on purpose, and constants have no spread.
+        # Weights that were all zero were initialised so on purpose, and constants have no spread.
         zero = self._zero.of(gradients.names)
         zero += size == 0
         judged = parameters.layout.matrices & (zero == 0)
@@ -86,14 +86,14 @@ class GradientWeightRatio(Rule):
 
 
 class UpdateWeightRatio(LastingRule):
-    """Updates out of proportion to their weights; looks at ``watch={"updates": n}``.
+    """Updates out of proportion to their weights; needs ``watch={"updates": n}``.
 
     Around 1e-3 is what practitioners aim at (A. Karpathy, lecture notes of Stanford's CS231n, "Babysitting the learning
     process").
 
     Args:
-        high, low: Of ``|update| / |weight|``.
-        looks: For so many looks in a row.
+        high, low: Limits of ``|update| / |weight|``.
+        looks: Number of measurements in a row.
     """
 
     name = "update-weight-ratio"
@@ -121,14 +121,14 @@ class UpdateWeightRatio(LastingRule):
 
 
 class ParameterJump(Rule):
-    """A parameter whose largest magnitude has leapt since the last look: overwritten, or hit by a wild update.
+    """A parameter whose largest magnitude jumped since its last measurement: overwritten, or hit by a bad update.
 
-    It has to leap beyond all weights there were, too: what begins near zero may grow by any factor. Or one with a
-    gradient that is huge at the first look.
+    It must also exceed all earlier weights, since one that begins near zero may grow by any factor. A parameter with a
+    gradient that is huge when first measured is reported, too.
 
     Args:
-        factor: By how much.
-        huge: Above it nothing begins that was initialised.
+        factor: Factor of the jump.
+        huge: Magnitude above which no initialised parameter begins.
     """
 
     name = "parameter-jump"
@@ -173,13 +173,13 @@ class ParameterJump(Rule):
 
 
 class UnchangedParameter(Rule):
-    """A parameter with gradients that stays exactly as it is.
+    """A parameter that has gradients and does not change at all.
 
     Args:
-        looks: At least so many looks at parameters in a row without any change.
-        steps: And for at least so many steps: after something odd, looks are close together.
-        rounding: Elements of its gradient are above such a share of the largest one in the model. Below it is what
-            rounding leaves of sums that are zero, as for a bias before a batch norm.
+        looks: Minimum number of measurements in a row without any change.
+        steps: Minimum number of steps without any change: after an incident, measurements are close together.
+        rounding: Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the
+            rounding error of sums that are zero, as for a bias before a batch norm.
     """
 
     name = "unchanged-parameter"
@@ -212,7 +212,7 @@ class UnchangedParameter(Rule):
             same = np.zeros(len(rows.names), dtype=bool)
             if self._sums is not None and self._names == list(rows.names):
                 same = (sums == np.asarray(self._sums)).all(1) & moved
-                same &= rows.rms[look] < (1 - 1e-6) * rows.max_abs[look]  # else every element may be at a bound
+                same &= rows.rms[look] < (1 - 1e-6) * rows.max_abs[look]  # otherwise all may be clamped to a bound
             self._names, self._sums = list(rows.names), sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)

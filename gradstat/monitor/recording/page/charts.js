@@ -1,4 +1,4 @@
-// Lines over the steps: one chart for each series, what is not finite marked, a cursor at the step looked at.
+// Line charts over the steps: one for each series, with marks at values that are not finite and a cursor.
 
 const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "reset" };
 const cursors = new Set();
@@ -15,7 +15,7 @@ function axis(more = {}) {
   return { gridcolor: color("grid"), zeroline: false, linecolor: color("line"), fixedrange: true, ...more };
 }
 
-// Whole powers of ten within a range of logarithms, at most so many of them.
+// Integer powers of ten within a range of logarithms, at most `most` of them.
 function powers(low, high, most) {
   const first = Math.ceil(low), count = Math.floor(high) - first + 1;
   const every = Math.max(1, Math.ceil(count / most));
@@ -24,17 +24,17 @@ function powers(low, high, most) {
 
 const power = (z) => (z === 0 ? "1" : z === 1 ? "10" : `10<sup>${String(z).replace("-", "\u2212")}</sup>`);
 
-// Where a value of x lies in a drawn chart, in its own pixels.
+// The horizontal pixel of `x` in a drawn chart.
 function pixel(plot, x) {
   const { xaxis } = plot._fullLayout;
   return xaxis._offset + Math.min(xaxis._length, Math.max(0, xaxis.d2p(x)));
 }
 
-// Draws a series of the steps into `box`.
-//   steps, values   what is drawn; NaN and Inf become marks at the upper edge
-//   missing         says of a place whether nothing was measured there, which is a gap and no mark
-//   marks           [{at, text, severity}]: what was found about it
-//   onStep          called with the place of a click
+// Draws a series over the steps into `box`.
+//   steps, values   the data; NaN and Inf become marks at the upper edge
+//   missing         whether nothing was measured at an index, which is drawn as a gap
+//   marks           [{at, text, severity}]: findings about the series
+//   onStep          called with the index that was clicked
 function drawSeries(box, { name, label, steps, values, missing, marks = [], bad = [], format = short, onStep }) {
   const value = element("span", { className: "value" }), plot = element("div", { className: "plot" });
   const cursor = element("div", { className: "cursor" });
@@ -87,12 +87,12 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], bad 
       value.textContent = missing(step) ? "\u2013" : format(values[step]);
     },
   };
-  plot.on("plotly_afterplot", () => { if (follow.step !== null) follow.move(follow.step); }); // of another size now
+  plot.on("plotly_afterplot", () => { if (follow.step !== null) follow.move(follow.step); }); // the size may have changed
   cursors.add(follow);
   return follow;
 }
 
-// Takes out the charts of a part of the page, with what Plotly holds for them.
+// Removes the charts in a part of the page, and Plotly's state for them.
 function clearCharts(part) {
   for (const follow of [...cursors]) {
     if (part.contains(follow.box)) {
@@ -107,7 +107,7 @@ const LABELS = { norm: "gradient norm", lr: "learning rate", loss_scale: "loss s
   missing: "gradients missing", finite_norm: "norm of the finite elements" };
 const FIRST = ["loss", "norm", "lr", "loss_scale"];
 
-// The scalars of the run: a chart for each that changes, a sentence for the others.
+// Draws the scalars of the run: a chart for each that changes, a sentence about the others.
 function drawScalars(data, onStep) {
   const place = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   const series = [...data.scalars].sort((a, b) => place(a) - place(b));
@@ -130,7 +130,7 @@ function drawScalars(data, onStep) {
   byId("constant").textContent = constant.length ? `The same in every step: ${constant.join(" \u00b7 ")}.` : "";
 }
 
-// Whether the norm tells what this one does, in which case one chart is enough.
+// Whether the values equal the norm wherever that is finite, so that one chart is enough.
 function sameWhereFinite(data, values) {
   const norm = data.scalars.find((s) => s.name === "norm");
   return norm && values.every((x, i) => !Number.isFinite(norm.values[i]) || norm.values[i] === x);

@@ -1,4 +1,4 @@
-// The recording as the page holds it: what gradstat/monitor/recording/page_data.py packed, unpacked, and its words and numbers.
+// Unpacks the recording that gradstat/monitor/recording/page_data.py packed, and formats its names and numbers.
 
 const COLUMN_LABELS = {
   l2_norm: "L2 norm", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
@@ -19,14 +19,14 @@ async function unpacked(text, width) {
   return width === 4 ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer);
 }
 
-// Tensors of one kind. `at` are places in the page's steps; a measurement is a place in `at`.
+// Tensors of one kind. `at` are indices into the page's steps; a measurement is an index into `at`.
 class Table {
   constructor(packed, columns, values) {
     const { kind, names, numel, at } = packed;
     Object.assign(this, { kind, names, numel, at, n: names.length, m: at.length, columns, values, usual: new Map() });
   }
 
-  // [n * m], one tensor's steps beside each other.
+  // [n * m], contiguous over the steps of a tensor.
   column(name) {
     if (name !== "max_abs") {
       const c = this.columns.indexOf(name), size = this.n * this.m;
@@ -41,14 +41,14 @@ class Table {
   bad(j, i) { return this.value("nan_count", j, i) > 0 || this.value("inf_count", j, i) > 0; }
   absent(j, i) { return Number.isNaN(this.value("nan_count", j, i)); }
 
-  // The last measurement that is not after a step; -1 if there is none.
+  // The last measurement at or before a step; -1 if there is none.
   measurement(step) { return this.at.findLastIndex((place) => place <= step); }
 
-  // The median of a tensor's norm over the steps in which it was finite, to see what is unusual.
+  // The median of a tensor's norm over the steps in which it was finite.
   usualNorm(j) {
     if (!this.usual.has(j)) {
       const norms = this.column("l2_norm").slice(j * this.m, (j + 1) * this.m)
-        .filter((_, i) => !this.bad(j, i) && !this.absent(j, i)).sort(); // typed: as numbers
+        .filter((_, i) => !this.bad(j, i) && !this.absent(j, i)).sort(); // a typed array sorts numerically
       this.usual.set(j, norms.length ? norms[norms.length >> 1] : NaN);
     }
     return this.usual.get(j);
@@ -84,11 +84,11 @@ function shown(column, x) {
 
 function shortened(name, length) {
   if (name.length <= length) return name;
-  const head = length < 20 ? 0 : Math.floor(length / 3); // of short ones the end, where names differ
+  const head = length < 20 ? 0 : Math.floor(length / 3); // of short labels keep the end, where names differ
   return `${name.slice(0, head)}\u2026${name.slice(head + 1 - length)}`;
 }
 
-// Plotly reads a kind of HTML in its texts.
+// Plotly interprets a subset of HTML in texts.
 function escaped(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }

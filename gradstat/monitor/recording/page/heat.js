@@ -1,4 +1,4 @@
-// The heat map of one field, tensors by steps, and beside it the same rows in the step looked at.
+// The heat map of one field, tensors by steps, and beside it a profile of the selected step.
 
 const SEQUENTIAL = {
   light: ["#f0eee8", "#cbd8e0", "#8db2cc", "#4b83ad", "#22527d", "#0d2846"],
@@ -17,13 +17,13 @@ const scale = (colors) => {
   return list.map((c, i) => [i / (list.length - 1), c]);
 };
 
-// Five ticks from low to high; `back` gives the value of each.
+// Five evenly spaced ticks from low to high; `back` maps z back to a value.
 function evenly(low, high, back) {
   const zs = Array.from({ length: 5 }, (_, i) => low + ((high - low) * i) / 4);
   return zs.map((z) => ({ z, text: short(Number(back(z).toPrecision(1))) }));
 }
 
-// How values of a field become colours, by a `map` from value to z, and what is written beside them.
+// The colour scale of a field: a `map` from value to z, the range of z, and ticks.
 function colouring(table, column) {
   const values = table.column(column).filter(Number.isFinite);
   if (COUNTS.has(column)) {
@@ -35,16 +35,16 @@ function colouring(table, column) {
     const ticks = [0, 0.25, 0.5, 0.75, 1].map((z) => ({ z, text: `${100 * z} %` }));
     return { map: (x) => x, low: 0, high: 1, ticks, scale: scale(SEQUENTIAL) };
   }
-  const sizes = values.map(Math.abs).filter((x) => x > 0).sort(); // typed: as numbers
+  const sizes = values.map(Math.abs).filter((x) => x > 0).sort(); // a typed array sorts numerically
   const largest = sizes.length ? Math.log10(sizes[sizes.length - 1]) : 0;
   if (MAGNITUDES.has(column)) {
-    // A few tiny values do not take the colours from all others.
+    // Starts at a low percentile, so that a few tiny values do not stretch the scale.
     const smallest = sizes.length ? Math.log10(sizes[Math.floor(sizes.length * 0.01)]) : -1;
     const low = Math.min(smallest, largest - 0.5), exact = powers(low, largest, 6);
     const ticks = exact.length > 1 ? exact.map((z) => ({ z, text: power(z) })) : evenly(low, largest, (z) => 10 ** z);
     return { map: (x) => (x > 0 ? Math.log10(x) : x === 0 ? low : NaN), low, high: largest, ticks, scale: scale(SEQUENTIAL) };
   }
-  // Signed: logarithmic on both sides of a middle that is a thousandth of the median.
+  // Signed values: logarithmic on both sides of zero, from a thousandth of the median up.
   const floor = sizes.length ? sizes[sizes.length >> 1] / 1e3 : 1;
   const map = (x) => Math.sign(x) * Math.max(0, Math.log10(Math.abs(x) / floor));
   const high = Math.max(1, largest - Math.log10(floor));
@@ -70,7 +70,7 @@ class HeatMap {
     this.table = table;
     this.column = column;
     this.colours = colouring(table, column);
-    // As many columns as there are pixels; of several steps in one column the largest is shown, and each bad one.
+    // Steps are pooled into at most MOST_COLUMNS columns, which show the largest value, and any bad one.
     this.pooled = Math.max(1, Math.ceil(table.m / MOST_COLUMNS));
     this.bins = Math.ceil(table.m / this.pooled);
     const { z, bad, absent } = this.cells();
@@ -106,8 +106,8 @@ class HeatMap {
       ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
   }
 
-  // Where cells are too small to be seen, an arrow to the first bad one of each stretch; drawn before it, where the
-  // curtain does not hide it.
+  // If cells are too small to be seen, an arrow marks the first bad cell of each run; left of it, where the curtain
+  // does not hide it.
   pointers(bad, left, height) {
     const width = (this.plot.clientWidth - left - 70) / this.bins;
     const x = [], y = [];
@@ -122,7 +122,7 @@ class HeatMap {
     };
   }
 
-  // Rows of the values' colours, and of where there is something bad, or nothing.
+  // Rows of z values, and masks of the cells that are bad or absent.
   cells() {
     const { table, pooled, bins } = this;
     const { map } = this.colours;
@@ -161,7 +161,7 @@ class HeatMap {
     return { tickvals: bins, ticktext: bins.map((b) => String(this.data.steps[this.table.at[b * this.pooled]])) };
   }
 
-  // Uncovers what had been measured by a step, and draws that step's profile.
+  // Uncovers the measurements up to a step, and draws that step's profile.
   show(step) {
     this.step = step;
     this.cover();
@@ -180,7 +180,7 @@ class HeatMap {
   drawProfile(i) {
     const { table, column } = this;
     const { map, low, high, scale, ticks } = this.colours;
-    // Bars in the map's own scale, so that long is dark; they begin where the colours do.
+    // Bars have the scale of the map, so that longer is darker, and begin where the colours do.
     const base = SIGNED.has(column) ? 0 : low;
     const zs = table.names.map((_, j) => {
       const x = i < 0 ? NaN : table.value(column, j, i);
@@ -203,7 +203,7 @@ class HeatMap {
     this.shownAt = i;
   }
 
-  // Listens to a chart, once it is drawn; `range` are the measurements under the pointer, from one to before another.
+  // Registers the events of a drawn chart; `range` gives the measurements under the pointer, end exclusive.
   listen(plot, range) {
     if (plot.dataset.listening) return;
     plot.dataset.listening = "yes";
@@ -212,10 +212,10 @@ class HeatMap {
     plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
     if (plot !== this.plot) return;
     plot.on("plotly_relayout", () => this.show(this.step));
-    plot.on("plotly_afterplot", () => this.cover()); // of another size now
+    plot.on("plotly_afterplot", () => this.cover()); // the size may have changed
   }
 
-  // What lies under the pointer, of measurements from one to before another.
+  // Shows what is under the pointer, for measurements `from` up to but not including `to`.
   tip(event, j, from, to) {
     const { table, column, data } = this;
     if (from < 0) return;

@@ -1,9 +1,9 @@
-// What is told in words and rows: findings, the worst tensors of a step, one tensor in detail.
+// Lists and tables: findings, the worst tensors of a step, one tensor in detail.
 
 const FINDINGS_SHOWN = 4;
 const ROWS_SHOWN = 12;
 
-// Pairs as terms and what they are.
+// Pairs as terms and descriptions.
 const described = (pairs) => pairs.flatMap(([key, value]) => [
   element("dt", { textContent: key }), element("dd", { textContent: value }),
 ]);
@@ -43,7 +43,7 @@ function drawFindings(data, { onStep, onName }) {
   byId("diagnosis").hidden = !made.length && !byId("told").textContent.trim();
 }
 
-// The columns of the table of the worst, and what is written above them.
+// The columns of the table of the worst tensors, and their headings.
 const WORST = {
   name: "Tensor", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 usual norm", l2_norm: "L2 norm", max_abs: "Largest |x|",
   mean: "Mean", std: "Std", zero_fraction: "Zeros",
@@ -52,7 +52,7 @@ const WORST = {
 class WorstTable {
   constructor(onTensor) {
     this.onTensor = onTensor;
-    this.sort = null; // not finite first, then what is most unusual
+    this.sort = null; // by default not finite first, then the most unusual
     this.all = false;
     const row = element("tr");
     this.heads = Object.entries(WORST).map(([key, label]) => {
@@ -65,7 +65,7 @@ class WorstTable {
     byId("all-rows").onclick = () => { this.all = true; this.fill(); };
   }
 
-  // The number in a column for a tensor.
+  // The number of a tensor in a column.
   number(key, j) {
     const { table, i } = this;
     return key === "usual" ? table.value("l2_norm", j, i) / table.usualNorm(j) : table.value(key, j, i);
@@ -96,7 +96,7 @@ class WorstTable {
     }
     const sign = sort.down ? -1 : 1;
     if (sort.key === "name") return sort.down ? there.reverse() : there; // in the order of the model
-    const last = (x) => (Number.isNaN(x) ? 1 : 0); // wherever it is sorted to
+    const last = (x) => (Number.isNaN(x) ? 1 : 0); // NaN is last in either direction
     return there.map((j) => [j, this.number(sort.key, j)])
       .sort((a, b) => last(a[1]) - last(b[1]) || sign * (a[1] - b[1]) || a[0] - b[0]).map(([j]) => j);
   }
@@ -137,7 +137,7 @@ function drawDetail(data, table, j, onStep) {
     if (table.bad(j, i)) bad.push(table.at[i]);
     gone[table.at[i]] = table.absent(j, i) ? 1 : 0;
   }
-  // Kinds that are measured now and then are drawn through; a tensor that was not there is a gap.
+  // Lines connect the measurements of kinds that are not measured in every step; an absent tensor is a gap.
   for (const column of Object.keys(COLUMN_LABELS)) {
     const values = table.column(column).slice(j * table.m, (j + 1) * table.m), places = table.at;
     if (COUNTS.has(column) && values.every((x) => !(x > 0))) continue;
@@ -149,7 +149,7 @@ function drawDetail(data, table, j, onStep) {
       bad: COUNTS.has(column) ? [] : bad.map((p) => places.indexOf(p)), format: (x) => shown(column, x),
       onStep: (i) => onStep(places[i]),
     });
-    // The cursor of the page is one of its steps, that of the chart one of the measurements.
+    // The page's cursor is an index of steps, the chart's one of measurements.
     cursors.delete(follow);
     cursors.add({ box: part, move: (step) => follow.move(Math.max(0, table.measurement(step))) });
   }

@@ -1,4 +1,4 @@
-// The page: which step is looked at, of what, and everything that follows when that changes.
+// The page: the selected step, table, column and tensor, and what is redrawn when they change.
 
 const LONGEST_REPLAY = 15_000; // milliseconds
 
@@ -47,7 +47,7 @@ async function main() {
   let resized = null;
   window.addEventListener("resize", () => {
     clearTimeout(resized);
-    resized = setTimeout(() => choose(state.table, state.column), 200); // other widths, other margins and ticks
+    resized = setTimeout(() => choose(state.table, state.column), 200); // margins and ticks depend on the width
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   marks();
@@ -55,7 +55,7 @@ async function main() {
   draw();
   document.body.dataset.ready = "yes";
 
-  // Everything anew: at first, and when the colours change.
+  // Draws everything, at first and when the colour scheme changes.
   function draw() {
     drawScalars(data, goTo);
     choose(state.table, state.column);
@@ -105,7 +105,7 @@ async function main() {
     clearCharts(byId("fields"));
   }
 
-  // From before the incident to it, from behind it to the end, and from an end from the beginning.
+  // Plays up to the incident, or from after it to the end; from either end point it starts at the beginning.
   function start() {
     const incident = data.incident >= 0 ? data.incident : last;
     let goal = state.step > incident ? last : incident;
@@ -126,7 +126,7 @@ async function main() {
     play.textContent = "Play";
   }
 
-  // Keys of the whole page, except where they mean something already.
+  // Keys of the whole page, except where an element has its own meaning for them.
   function pressed(event) {
     const { key, target } = event;
     if (event.ctrlKey || event.metaKey || event.altKey || target.closest("select, textarea, input:not(#step)")) return;
@@ -139,7 +139,7 @@ async function main() {
     moves[key]();
   }
 
-  // Above the slider: where something was found, or was not finite.
+  // Marks above the slider: steps with findings, NaN or Inf.
   function marks() {
     const places = new Map();
     for (const table of data.tables) {
