@@ -1,8 +1,8 @@
 # The two commands are `make demo` and `make test`; `make help` lists the rest.
 #
-# A virtual environment is made in .venv, torch first and pinned (constraints.txt). On a machine without a
-# GPU, tell pip where to find PyTorch's CPU build if its default index has none, for example through
-# PIP_EXTRA_INDEX_URL; the "Get started" page of pytorch.org names the address.
+# The virtual environment is .venv, with torch pinned and installed first (constraints.txt). On a machine without a GPU,
+# tell pip where to find PyTorch's CPU build if its default index has none, for example through PIP_EXTRA_INDEX_URL; the
+# "Get started" page of pytorch.org gives the address.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,25 +10,25 @@ BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
 CXX_FILES = $(shell find csrc tests benchmarks -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
-# What this machine can run: CUDA code only where there is a GPU. Tests compile it wherever there is nvcc.
+# The libraries this machine can run: CUDA only with a GPU. Tests compile CUDA code wherever there is nvcc.
 BUILT := $(VENV)/.built$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,-cpu)
 
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.NOTPARALLEL: # all install into one environment
+.NOTPARALLEL: # all targets install into one environment
 .PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
 
 demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, then break it and see who is named
 	$(BIN)/python -m gradstat demo
 
-# Processes that run tests side by side; several of them share a core badly, and a dozen share memory badly.
+# Number of parallel test processes. More than one per core, or a dozen in total, compete for the core or for memory.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
 test: $(VENV)/.for-test $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after another)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Large trainers, in an environment of their own: some change how the others behave by being installed.
+# Large trainers run in a separate environment, as installing some of them changes how others behave.
 .PHONY: frameworks
 frameworks: ## Run DeepSpeed and the other large trainers for real (an environment of its own, gigabytes)
 	$(MAKE) VENV=$(VENV)-frameworks run-frameworks
@@ -61,7 +61,7 @@ format: $(VENV)/.for-lint ## Rewrite the sources in the enforced style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# RECORD=--record appends what they saw to benchmarks/results, from which docs/testing.md is rendered.
+# RECORD=--record appends the results to benchmarks/results, from which docs/testing.md is rendered.
 fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, and 500 random programs under a monitor
 	GRADSTAT_LONG=1 $(BIN)/python -m pytest -q tests/life/test_life_monitor.py
 	$(BIN)/python tools/fuzz.py $(RECORD)
@@ -121,7 +121,7 @@ gpu-code: $(VENV)/.for-bench ## Compile all GPU code without a GPU and hold it a
 	$(BIN)/python tools/gpu_gates/check_cuda.py
 	$(BIN)/python tools/gpu_gates/check_triton.py
 
-# Rows and a log of what runs on a GPU go there, until they are merged.
+# Where rows and logs of GPU runs are kept until they are merged.
 RESULTS ?= gpu-results
 
 .PHONY: gpu-plan gpu-merge
@@ -153,17 +153,17 @@ help: ## Show this list
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# --no-compile: the first import of a module translates it, which for most of them never comes.
+# --no-compile: modules are compiled on first import, and most are never imported.
 $(VENV)/.torch: $(VENV)/bin/python constraints.txt
 	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
 	touch $@
 
-# What a purpose needs: an extra of pyproject.toml. Compiling is left to .built and .built-cpu.
+# Installs an extra of pyproject.toml, without compiling, which .built and .built-cpu do.
 $(VENV)/.for-%: $(VENV)/.torch pyproject.toml
 	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --no-compile --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
 	touch $@
 
-# Incremental: does nothing unless a source is newer than the compiled library.
+# Incremental: does nothing unless a source is newer than the library.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
