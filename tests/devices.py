@@ -27,7 +27,7 @@ BACKENDS = [("reference", "cpu"), ("native", "cpu"), ("emulated", "cpu")] + (
 
 
 def kernels_on_the_cpu(request: pytest.FixtureRequest) -> Kernels:
-    """For fixtures parametrized by backend names; "dispatched" is the native backend through torch's dispatcher only."""
+    """For fixtures parametrized by backend names; "dispatched": the native backend through torch's dispatcher only."""
     from gradstat._core import backends
 
     if request.param == "dispatched":

@@ -62,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings of a monitor, the step in which each was noticed, and the diagnosis's first one, None if it is ok."""
+    """The findings of a monitor, the step in which each was noticed, and the diagnosis's first one unless it is ok."""
 
     findings: list[Finding]
     noticed: list[int]
