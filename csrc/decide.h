@@ -212,7 +212,7 @@ struct GuardRequest {
   double* state;
   int64_t window;
   double* numbers;         // coefficient and norm of the step (entry.h)
-  const float* verdict;    // as measured
+  const float* verdict;    // of the measured step (entry.h)
   const void* loss;        // of type dtypes[0]; may be null
   const void* update;      // of type dtypes[2]; may be null
   DType dtypes[kGuarded];  // indexed by series

@@ -205,8 +205,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
 template <bool kPair>
 struct Float64Format : SafeFloat64 {
   using Scale = ScaleFloat64;
-  using Extreme =
-      int64_t;  // the bits, those of negative numbers inverted but for the sign: ordered like numbers
+  using Extreme = int64_t;  // the bits, all but the sign inverted in negative numbers, so that they sort
   static constexpr int kElements = kPair ? 1 : 2;
   static constexpr int64_t kInfinity = 0x7ff0000000000000;
   GRADSTAT_DEVICE static int64_t positive_infinity() { return kInfinity; }

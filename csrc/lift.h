@@ -53,8 +53,8 @@ GRADSTAT_HD void lift_pair(Row& row, double re, double im, double index) {
 
 #else
 
-// What the fast loops accumulate: finite values of ordinary magnitude, with zeros in place of all others. A new
-// sum must be added to every function here.
+// The sums of the fast loops, over finite values of ordinary magnitude, with zeros in place of all others. A
+// new sum must be added to every function here.
 template <class Real>
 struct Sums {
   Real sq_sum = {}, sum = {};

@@ -1,6 +1,5 @@
-// The operations on lists of tensors, written once for all devices and for both ways of calling them: through
-// torch's dispatcher (Ops below) and directly from Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp)
-// has
+// The operations on lists of tensors, written once for all devices and for both callers: torch's dispatcher
+// (Ops below) and Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
 //   type()               torch's device type code
 //   measure              norm and factor may be null; with a factor no address may occur twice
 //   are_known_to_be_one  decided without a host sync

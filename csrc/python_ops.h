@@ -200,13 +200,12 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
   view.sizes = dl.shape;
   view.strides = dl.strides;
   view.device_index = dl.device.device_id;
-  // Zero tensors without memory, and freed storage, into which a view may point at an offset. No process is
-  // given addresses this low.
+  // ZeroTensors, which have no memory, and views at an offset into storage that was freed. No process is given
+  // addresses this low.
   constexpr uintptr_t kLowest = 1 << 22;
   if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) throw NotOrdinary();
   // DLPack does not report lazily conjugated or negated tensors. A real tensor is lazily negated only as the
-  // imaginary part of a conjugate. Its elements are every other number of the complex ones, so it is dense only
-  // with one element.
+  // imaginary part of a conjugate: then its stride is 2, and it is dense only with a single element.
   const bool is_pair = dl.dtype.code == kDLComplex;
   if (is_pair && is_true_of(exchange().is_conj, tensor)) throw NotOrdinary();
   if ((is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) throw NotOrdinary();

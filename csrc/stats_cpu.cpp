@@ -251,7 +251,7 @@ class Work {
  private:
   struct Place {
     size_t tensor;
-    int64_t first;  // value number within the tensor
+    int64_t first;  // index of the chunk's first value in the tensor
     size_t slot;
 
     bool operator!=(const Place& other) const { return tensor != other.tensor || first != other.first; }

@@ -660,7 +660,7 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
 }
 
 // Adds the values at `p` to a row, block by block, after multiplying them by `factor` in place unless it is 1.
-// The first of them is value number `first` of its tensor.
+// `first`: index of the first value in its tensor.
 template <class Type, bool kPair>
 void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
   constexpr int64_t kBlock = kBlockBytes / sizeof(*p);

@@ -144,7 +144,7 @@ class Bags:
 
 
 class Block(nn.Module):
-    """Pre-norm causal attention with one head, and a perceptron."""
+    """Pre-norm causal attention with one head, and an MLP."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
