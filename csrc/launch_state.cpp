@@ -1,5 +1,5 @@
 // See launch_state.h. State is kept per device and stream, keyed by the stream's id, which unlike its address
-// is never reused. It holds a few kilobytes of device memory per stream until the process ends.
+// is never reused. Per stream, a few kilobytes of tickets and uploaded tables are kept until the process ends.
 #include "launch_state.h"
 
 #include <algorithm>

@@ -60,7 +60,7 @@ LoadedKernels load_scale_kernels();   // in scale_cuda.cu
 LoadedKernels load_update_kernels();  // in update_cuda.cu
 void load_decide_kernels();           // in decide_cuda.cu
 
-// The same for all kernels together, and the size of the device; queried once.
+// The same for the statistics and scale kernels together, and the size of the device; queried once.
 struct DeviceFacts {
   int32_t multiprocessors = 0;
   int32_t blocks_per_multiprocessor = 0;
@@ -68,8 +68,8 @@ struct DeviceFacts {
 };
 DeviceFacts facts_of(int32_t device);
 
-// The partition into ranges that all kernels use, and the number of blocks for it: as many as can be resident
-// on the device, but at most one per range.
+// The partition into ranges for the statistics and scale kernels, and the number of blocks for it: as many as
+// can be resident on the device, but at most one per range.
 Partition partition_for(const std::vector<Entry>& entries, int32_t device);
 uint32_t blocks_for(const Partition& partition, int32_t device);
 

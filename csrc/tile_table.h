@@ -38,7 +38,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kChunkVectors = 32 * kVectorsPerThread;  // read by a warp at once
 constexpr int kTileVectors = kWarps * kChunkVectors;
 
-// Blocks of any kernel that are resident on a multiprocessor at once, at least. It limits a thread to 80
+// Blocks of a statistics or scale kernel resident on a multiprocessor, at least. It limits a thread to 80
 // registers and keeps 48 KB in flight, as a thread loads its next 64 bytes before it processes the last ones.
 // An H200 needs about 33 KB per multiprocessor to cover 0.9 microseconds of latency.
 constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;

@@ -70,7 +70,7 @@ def where(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes the chunks of Triton's kernels shorter for the interpreter, a quarter: 16 KB. A chunk is still one tile."""
+    """Shortens the chunks of Triton's kernels in the interpreter to a quarter, 16 KB. A chunk is still one tile."""
     import triton.language as tl
 
     from gradstat.kernels import _table, scale, stats
