@@ -59,7 +59,7 @@ GRADSTAT_HD double decide(const NormRequest& request, const Row& total) {
   if (step.verdict == nullptr) return norm;
   request.coefficient[1] = norm;
   const auto grad_scale = static_cast<float>(loss_scale / clip);
-  // An infinite or vanished loss scale would turn gradients into zeros or infinities: such a step is skipped.
+  // An infinite or zero loss scale skips the step, since it would make any gradient look finite.
   const bool is_usable = loss_scale > 0 && loss_scale < kInf && (clip == 0 || !is_inf(grad_scale));
   const bool skip = total.nan_count + total.inf_count > 0 || !is_usable;
   step.verdict[0] = skip ? 1.0f : 0.0f;

@@ -205,7 +205,7 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
   constexpr uintptr_t kLowest = 1 << 22;
   if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) throw NotOrdinary();
   // DLPack does not report lazily conjugated or negated tensors. A real tensor is lazily negated only as the
-  // imaginary part of a conjugate: then its stride is 2, and it is dense only with a single element.
+  // imaginary part of a conjugate: its elements are not adjacent then, and it is dense only with one element.
   const bool is_pair = dl.dtype.code == kDLComplex;
   if (is_pair && is_true_of(exchange().is_conj, tensor)) throw NotOrdinary();
   if ((is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) throw NotOrdinary();
