@@ -1,8 +1,8 @@
 # The two commands are `make demo` and `make test`; `make help` lists the rest.
 #
-# A virtual environment is made in .venv, torch first and pinned (constraints.txt). On a machine without a
-# GPU, tell pip where to find PyTorch's CPU build if its default index has none, for example through
-# PIP_EXTRA_INDEX_URL; the "Get started" page of pytorch.org names the address.
+# The virtual environment is .venv, with torch pinned and installed first (constraints.txt). On a machine without a GPU,
+# tell pip where to find PyTorch's CPU build if its default index has none, for example through PIP_EXTRA_INDEX_URL; the
+# "Get started" page of pytorch.org gives the address.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,25 +10,25 @@ BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
 CXX_FILES = $(shell find csrc tests benchmarks -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
-# What this machine can run: CUDA code only where there is a GPU. Tests compile it wherever there is nvcc.
+# The libraries this machine can run: CUDA only with a GPU. Tests compile CUDA code wherever there is nvcc.
 BUILT := $(VENV)/.built$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,-cpu)
 
 export GRADSTAT_WERROR := 1
 
 .DEFAULT_GOAL := help
-.NOTPARALLEL: # all install into one environment
+.NOTPARALLEL: # all targets install into one environment
 .PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
 
-demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, then break it and see who is named
+demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, then corrupt it and see which module the diagnosis names
 	$(BIN)/python -m gradstat demo
 
-# Processes that run tests side by side; several of them share a core badly, and a dozen share memory badly.
+# Number of parallel test processes. More than one per core, or a dozen in total, compete for the core or for memory.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
-test: $(VENV)/.for-test $(VENV)/.built ## Run the tests, on all cores (WORKERS=1 for one after another)
+test: $(VENV)/.for-test $(VENV)/.built ## Run the tests on all cores (WORKERS=1: one after another)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Large trainers, in an environment of their own: some change how the others behave by being installed.
+# Large trainers run in a separate environment, as installing some of them changes how others behave.
 .PHONY: frameworks
 frameworks: ## Run DeepSpeed and the other large trainers for real (an environment of its own, gigabytes)
 	$(MAKE) VENV=$(VENV)-frameworks run-frameworks
@@ -38,7 +38,7 @@ run-frameworks: $(VENV)/.for-frameworks $(BUILT)
 	GRADSTAT_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks
 
 .PHONY: coverage
-coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report the lines of Python they reach, in build/coverage/html; fails under 95 %
+coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report line coverage of Python, in build/coverage/html; fails under 95 %
 	mkdir -p build/coverage && rm -f build/coverage/data*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m coverage combine --quiet
@@ -61,7 +61,7 @@ format: $(VENV)/.for-lint ## Rewrite the sources in the enforced style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# RECORD=--record appends what they saw to benchmarks/results, from which docs/testing.md is rendered.
+# RECORD=--record appends the results to benchmarks/results, from which docs/testing.md is rendered.
 fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, and 500 random programs under a monitor
 	GRADSTAT_LONG=1 $(BIN)/python -m pytest -q tests/life/test_life_monitor.py
 	$(BIN)/python tools/fuzz.py $(RECORD)
@@ -74,7 +74,7 @@ arm: $(VENV)/.for-test ## The CPU library for 64-bit Arm: its assembly, and its 
 	$(BIN)/python tools/arm.py
 
 .PHONY: coverage-cxx
-coverage-cxx: $(VENV)/.for-dev ## Run the tests that reach C++ and report the lines they reach; fails under 90 %
+coverage-cxx: $(VENV)/.for-dev ## Run the tests that reach C++ and report line coverage of C++; fails under 90 %
 	$(BIN)/python tools/coverage_cxx.py
 
 bench: $(VENV)/.for-bench $(BUILT) ## Time checks, clips and training steps against torch on this machine, in under three minutes
@@ -85,16 +85,16 @@ bench-full: $(VENV)/.for-test $(BUILT) ## Measure everything, record it, redraw 
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
 
-bench-ranks: $(VENV)/.for-test $(BUILT) ## Time distributed clips and what a DDP step costs, on two ranks of this machine
+bench-ranks: $(VENV)/.for-test $(BUILT) ## Time distributed clips and DDP steps, on two ranks of this machine
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/dtensor_clip.py
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/ddp_step.py
 
-bench-frameworks: $(VENV)/.for-test $(BUILT) ## Time the integrations beside what the frameworks offer themselves
+bench-frameworks: $(VENV)/.for-test $(BUILT) ## Time the integrations and what the frameworks offer themselves
 	$(BIN)/python benchmarks/lightning_step.py
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/wandb_watch.py
 
-numerics: $(VENV)/.for-test $(BUILT) ## Hold norms of 100,000 vectors of every dtype against exact ones, beside torch and numpy
+numerics: $(VENV)/.for-test $(BUILT) ## Compare norms of 100,000 vectors of every dtype with exact ones, by gradstat, torch and numpy
 	$(BIN)/python -W ignore benchmarks/numerics.py --record
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
@@ -117,34 +117,34 @@ docs: $(VENV)/.for-docs $(BUILT) ## Build the site, searchable and without any n
 	$(BIN)/python tools/check_site.py build/site
 	@echo "open build/site/index.html"
 
-gpu-code: $(VENV)/.for-bench ## Compile all GPU code without a GPU and hold it against its gates
+gpu-code: $(VENV)/.for-bench ## Compile all GPU code, without a GPU, and check it for spills, stack frames and narrow memory accesses
 	$(BIN)/python tools/gpu_gates/check_cuda.py
 	$(BIN)/python tools/gpu_gates/check_triton.py
 
-# Rows and a log of what runs on a GPU go there, until they are merged.
+# Where rows and logs of GPU runs are kept until they are merged.
 RESULTS ?= gpu-results
 
 .PHONY: gpu-plan gpu-merge
-gpu-plan: ## Print the commands for a GPU that is rented by the half hour, each of under eight minutes
+gpu-plan: ## Print the commands that need a GPU, each taking less than eight minutes
 	@$(PYTHON) benchmarks/gpu_session.py plan --results $(RESULTS)
 
-gpu: ## Run them all here, with the system's Python and torch: test, sanitize, count, measure
+gpu: ## Run all commands of gpu-plan here, with the system's Python and torch: test, sanitize, count, measure
 	$(PYTHON) benchmarks/gpu_session.py all --results $(RESULTS)
 
-gpu-merge: $(VENV)/.built ## Take rows that came back (FOLDER=gpu-results) into benchmarks/results, redraw and rewrite
+gpu-merge: $(VENV)/.built ## Merge rows of GPU runs (FOLDER=gpu-results) into benchmarks/results, redraw charts and rewrite tables
 	$(BIN)/python benchmarks/gpu_session.py merge $(or $(FOLDER),$(RESULTS))
 
 .PHONY: gpu-bundle
-gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that, with the variants to be timed)
+gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that one, including the variants to time)
 	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu_bundle.py
 
-leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and hold memory flat
+leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and check that memory does not grow
 	$(BIN)/python tools/leaks.py $(RECORD)
 
 fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) gradstat/_fields.py --write
 
-clean: ## Remove everything that was built, the virtual environment included
+clean: ## Remove all build outputs and the virtual environment
 	rm -rf $(VENV) $(VENV)-frameworks build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 help: ## Show this list
@@ -153,17 +153,17 @@ help: ## Show this list
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# --no-compile: the first import of a module translates it, which for most of them never comes.
+# --no-compile: modules are compiled on first import, and most are never imported.
 $(VENV)/.torch: $(VENV)/bin/python constraints.txt
 	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
 	touch $@
 
-# What a purpose needs: an extra of pyproject.toml. Compiling is left to .built and .built-cpu.
+# Installs an extra of pyproject.toml, without compiling, which .built and .built-cpu do.
 $(VENV)/.for-%: $(VENV)/.torch pyproject.toml
 	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --no-compile --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
 	touch $@
 
-# Incremental: does nothing unless a source is newer than the compiled library.
+# Incremental: does nothing unless a source is newer than the library.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

@@ -1,7 +1,7 @@
-"""The compiled part: a CPU library wherever there is a C++ compiler, a CUDA one wherever there is nvcc.
+"""Builds the compiled libraries: CPU if a C++ compiler is found, CUDA if nvcc is found.
 
-Both use torch's stable ABI, so one binary serves every torch >= 2.10 and every Python >= 3.10. Whether this
-machine has a GPU is never asked. Everything else about the package stands in pyproject.toml.
+Both use torch's stable ABI, so that one binary serves every torch >= 2.10 and every Python >= 3.10. The build does not
+check whether this machine has a GPU. All other package metadata is in pyproject.toml.
 """
 
 import os
@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent
 CUDA_ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
 COMMON = ["-O3", "-std=c++17", "-g0"]
 CXX_FLAGS = [*COMMON, "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# gcc 12 warns about its own AVX-512 headers, and about vector types that never cross a function boundary.
+# gcc 12 warns about its own AVX-512 headers, and about the ABI of vector types in functions that are always inlined.
 CXX_FLAGS += ["-Wno-unknown-warning-option", "-Wno-psabi", "-Wno-maybe-uninitialized"]
-# Warnings are errors for those who work on gradstat, not for those who install it with a newer compiler.
+# Warnings are errors for developers of gradstat, but not for users who install it with a newer compiler.
 STRICT = os.environ.get("GRADSTAT_WERROR") == "1"
 CXX_FLAGS += ["-Werror"] if STRICT else []
-# What `make sanitize` and `make coverage-cxx` add, to the compiler and the linker alike; it has the last word.
+# Flags that `make sanitize` and `make coverage-cxx` add for compiler and linker. They come last and take precedence.
 INSTRUMENTATION = os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000"), ("USE_CUDA", None)]
 
@@ -37,7 +37,7 @@ def cxx_compiler():
 
 
 def cuda_home():
-    """The CUDA toolkit to build with, or None. GRADSTAT_CUDA=0 turns it off, =1 insists."""
+    """The CUDA toolkit to build with, or None. GRADSTAT_CUDA=0 disables it, =1 requires it."""
     wanted = os.environ.get("GRADSTAT_CUDA", "")
     if wanted == "0":
         return None
@@ -46,7 +46,7 @@ def cuda_home():
     if nvcc is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
         nvcc = "/usr/local/cuda/bin/nvcc"
     if nvcc and os.path.exists(nvcc):
-        # nvcc may be a wrapper somewhere on PATH; a dry run names the toolkit it belongs to.
+        # nvcc may be a wrapper on PATH; a dry run prints the path of its toolkit.
         dry_run = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
         described = subprocess.run(dry_run, capture_output=True, text=True, check=True).stderr
         return os.path.realpath(
@@ -58,7 +58,7 @@ def cuda_home():
 
 
 def cuda_architectures():
-    """What to compile CUDA code for: those of GRADSTAT_CUDA_ARCHITECTURES, such as "80 90", or all."""
+    """The architectures to compile for: those in GRADSTAT_CUDA_ARCHITECTURES, such as "80 90", or all."""
     wanted = os.environ.get("GRADSTAT_CUDA_ARCHITECTURES", "").split()
     if not all(re.fullmatch(r"\d+[af]?", architecture) for architecture in wanted):
         sys.exit(f'GRADSTAT_CUDA_ARCHITECTURES: expected numbers such as "80 90", got "{" ".join(wanted)}".')
@@ -66,7 +66,7 @@ def cuda_architectures():
 
 
 def architectures_text():
-    """As the library keeps and reports it."""
+    """The architectures as compiled into the library, which reports them."""
     return " ".join(f"sm_{a}" for a in cuda_architectures())
 
 
@@ -86,11 +86,11 @@ def torch_extension(name, sources, **kwargs):
 
 
 def link_order():
-    """The libraries, in the order in which symbols are looked for in them.
+    """The linker arguments for libraries, in symbol lookup order.
 
-    libstdc++ stands before torch, whose libraries leak some of its newer functions: bound to those, they would
-    be missing wherever another torch leaks others. Torch's libraries are recorded as needed even where no symbol
-    is found in them at build time: libtorch brings libtorch_cuda, which a CPU build of torch does not have.
+    libstdc++ comes before torch, whose libraries export some of its newer functions: symbols bound to those would be
+    missing with a torch that exports others. Torch's libraries are linked with --no-as-needed, even if no symbol is
+    resolved from them at build time: libtorch loads libtorch_cuda, which a CPU build of torch does not have.
     """
     torch_libraries = ["-ltorch", "-ltorch_cpu", "-lc10"]
     if sys.platform.startswith("linux"):
@@ -99,16 +99,16 @@ def link_order():
 
 
 class BuildExtension(build_ext):
-    """Knows how to compile .cu files, and compiles sources in parallel."""
+    """Compiles .cu files with nvcc, and all sources in parallel."""
 
     def build_extensions(self):
-        # Only here, since importing torch takes seconds, and packages are described without it.
+        # Imported here because importing torch takes seconds and is not needed to produce metadata.
         from torch.utils.cpp_extension import include_paths, library_paths
 
         for extension in self.extensions:
             extension.library_dirs += library_paths()
             extension.extra_compile_args += [flag for path in include_paths() for flag in ("-isystem", path)]
-            # Where torch lies must not show in what is built, or no two builds were equal.
+            # Builds are reproducible only if torch's location does not appear in them.
             extension.extra_compile_args += [f"-ffile-prefix-map={path}=torch" for path in include_paths()]
         self.compiler.src_extensions.append(".cu")
         compile_one = self.compiler._compile
@@ -146,13 +146,13 @@ class BuildExtension(build_ext):
     def build_extension(self, extension):
         library = Path(self.get_ext_fullpath(extension.name))
         if extension.name == "gradstat._C_cuda" and library.exists():
-            # Compiled for other architectures, it is not up to date however new it is.
+            # A library compiled for other architectures must be rebuilt, however new it is.
             self.force = self.force or f"\0{architectures_text()}\0".encode() not in library.read_bytes()
         super().build_extension(extension)
 
 
 def extensions():
-    if os.environ.get("GRADSTAT_COMPILE") == "0":  # for who compiles separately, or wants the pure-Python backends
+    if os.environ.get("GRADSTAT_COMPILE") == "0":  # to compile separately, or to use the pure-Python backends
         return []
     has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
     if cxx_compiler() is None or not has_headers:

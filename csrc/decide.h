@@ -1,10 +1,10 @@
-// What adaptive clips decide about a step, and what they remember of it, for the CPU and the device alike. The
-// rules are those of gradstat/adaptive, which says where they come from and has them in plain torch as well.
-// A `Team` is the threads that decide together (ops.cpp, decide_cuda.cuh):
-//   rank, size           of a thread among them
-//   meet()               until all are here; what they wrote is visible then
-//   merged(value, how)   of the values of all, for all
-//   ordered(numbers, count, k)   the k-th smallest number, from 0, and the one behind it, if any, else the same
+// How adaptive clips decide about a step and what state they keep, for CPU and device alike. The rules are
+// those of gradstat/adaptive, which cites their sources and also implements them in plain torch. A `Team` is
+// the group of threads that decide together (decide_cpu.h, decide_cuda.cuh):
+//   rank, size           of the calling thread in the team
+//   meet()               a barrier that makes all writes before it visible
+//   merged(value, how)   reduces the values of all threads; every thread gets the result
+//   ordered(numbers, count, k)   the k-th smallest number, counted from 0, and the next, or itself if last
 #pragma once
 
 #include "stat.h"
@@ -21,7 +21,7 @@ struct Neighbours {
   double lower, upper;
 };
 
-// Of numbers(0 .. count - 1), at least one, none NaN: interpolated linearly, as by numpy.percentile.
+// The quantile of numbers(0 .. count - 1), interpolated linearly as by numpy.percentile. count >= 1, no NaN.
 template <class Team, class Numbers>
 GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int64_t count, double share) {
   const double place = share * static_cast<double>(count - 1);
@@ -35,8 +35,8 @@ GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int6
 enum class ClipRule : int64_t { kFixed, kPercentile, kZScore, kTensors, kUnits };
 constexpr int kClipOptions = 5;
 
-// The state of a clip begins with these, as in gradstat/adaptive/_history.py. Behind them are the last norms,
-// in a ring, and what the rule itself keeps.
+// The state of a clip begins with these, as in gradstat/adaptive/_history.py. They are followed by a ring
+// buffer of the last norms and by the rule's own numbers.
 struct ClipTotals {
   double recorded, nonfinite, decided, clipped, remaining, smallest;
 };
@@ -44,25 +44,25 @@ constexpr int64_t kClipTotals = sizeof(ClipTotals) / sizeof(double);
 
 struct ClipRequest {
   ClipRule rule;
-  double options[kClipOptions];  // those of the rule's class, in its order
+  double options[kClipOptions];  // in the order of the rule's class
   double* state;
-  int64_t window;       // norms that are kept
-  const double* norm;   // of all gradients; null: that of the rows
-  const Row* rows;      // of the tensors, or units, that have a coefficient each
-  int64_t count;        // of them
-  const Row* weights;   // of units
-  const float* factor;  // what everything is to be multiplied by besides; null: 1
-  const float* skip;    // not 0 if this is no step at all; null: 0
-  double* out;  // the coefficient, or one for each row, times the factor, and then the norm times the factor
+  int64_t window;       // capacity of the ring of norms
+  const double* norm;   // of all gradients; null: computed from `rows`
+  const Row* rows;      // of the tensors, or of the units, that get a coefficient each
+  int64_t count;        // of rows
+  const Row* weights;   // of the units' weights; for kUnits only
+  const float* factor;  // an additional multiplier for all gradients; null: 1
+  const float* skip;    // nonzero if the step is skipped; null: 0
+  double* out;  // the coefficient, or one for each row, times the factor; then the norm times the factor
 };
 
 namespace clips {
 
-// What brings a norm down to a limit. NaN limits nothing.
+// The coefficient that reduces a norm to a limit. A NaN limit or norm gives 1.
 GRADSTAT_HD double limited(double norm, double limit) { return norm > limit ? limit / norm : 1.0; }
 GRADSTAT_HD bool is_finite(double x) { return x - x == 0; }
 
-// What a thread decided.
+// The decisions of one thread.
 struct Tally {
   double decided = 0, clipped = 0, remaining = 0, smallest = 1;
 
@@ -77,7 +77,7 @@ struct Tally {
   }
 };
 
-// `statistics`: mean and deviation. `recorded` norms have been seen, this one among them.
+// `statistics`: mean and standard deviation. `recorded`: number of norms seen, including this one.
 GRADSTAT_HD double by_z_score(const double* options, double* statistics, double norm, double recorded) {
   const double z_threshold = options[0], alpha = options[1], warmup = options[2], to = options[3];
   const double mean = statistics[0], deviation = statistics[1];
@@ -87,9 +87,8 @@ GRADSTAT_HD double by_z_score(const double* options, double* statistics, double 
   if (!warming_up && excess > ordinary) {
     after = mean + (to == 0 ? ordinary * (ordinary / excess) : to == 1 ? ordinary : 0.0);
   }
-  // One update for both phases: over the first norms the weight of each is its share of them, which gives their
-  // mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no finite
-  // norm makes them infinite.
+  // One update serves both phases. During warmup each norm has weight 1 / recorded, which gives the mean and,
+  // by Welford's update, the variance. hypot adds variances without squaring, so that no finite norm overflows.
   const double weight = warming_up ? 1 / recorded : 1 - alpha;
   const double step = after - mean;
   const double distance = fabs(step) * (warming_up ? sqrt(1 - weight) : 1 - weight);
@@ -98,7 +97,7 @@ GRADSTAT_HD double by_z_score(const double* options, double* statistics, double 
   return limited(norm, merge::min(after, options[4]));
 }
 
-// `mean` is that of the tensor's norms after clipping, infinite before the first.
+// `mean`: the mean norm of this tensor after clipping, infinite before the first.
 GRADSTAT_HD double by_own_mean(const double* options, double& mean, double norm, double total,
                                bool warming_up) {
   const double relative = options[0], beta = options[1], absolute = options[3];
@@ -153,7 +152,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
         const double weight = reported_norm(request.weights[i], false);
         coefficient = tally.count(clips::limited(each, options[0] * merge::max(weight, options[1])));
       } else if (each > 0 && (is_kept || !warming_up)) {
-        // While all are clipped together a norm says nothing unless all of them are finite.
+        // During warmup the total norm clips all tensors, so their norms are used only if it is finite.
         coefficient = tally.count(clips::by_own_mean(options, own[i], each, norm, warming_up));
       }
       request.out[i] = coefficient * factor;
@@ -190,34 +189,33 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   request.out[decides_each ? request.count : 1] = norm;
 }
 
-// A guard of an optimizer's steps (gradstat/guard.py) judges so many series: losses, norms and sizes of
-// updates.
+// A guard of optimizer steps (gradstat/guard.py) judges three series: losses, norms and update sizes.
 constexpr int kGuarded = 3;
 constexpr int kGuardOptions = 8;
 
-// Its state begins with these, and rings of the last values of each series follow.
+// The state of a guard begins with these, followed by a ring buffer of the last values of each series.
 struct GuardTotals {
   double steps, refused, by[kGuarded], nonfinite;  // counts; one step may be refused by several series
-  double in_a_row;                                 // refused, since the last that was not
-  double reason;                                   // of the last step, as in the verdict
-  double recorded[kGuarded];                       // values
+  double in_a_row;            // refused since the last step that was not; nonfinite steps do not count
+  double reason;              // of the last step, as in the verdict
+  double recorded[kGuarded];  // number of values recorded
 };
 constexpr int64_t kGuardTotals = sizeof(GuardTotals) / sizeof(double);
-// A verdict (entry.h), and behind it why: 0, or 1 for what is not finite, else 2, 4 and 8 for the series,
-// added.
+// A verdict (entry.h) followed by the reason: 0 if taken, 1 if not finite, else the sum of 2, 4 and 8 for the
+// series that refused the step.
 constexpr int kGuardVerdict = 4;
 
 struct GuardRequest {
-  // Whether the rule is that of sigmas; threshold; values needed; the most refused in a row; what a refused
-  // step is multiplied by, 0 to skip it; the largest values that are taken.
+  // 1 for the mean-and-sigma rule, 0 for the median rule; threshold; warmup; the most refusals in a row; the
+  // factor for a refused step, 0 to skip it; the upper limit of each series.
   double options[kGuardOptions];
   double* state;
   int64_t window;
   double* numbers;         // coefficient and norm of the step (entry.h)
-  const float* verdict;    // as measured
-  const void* loss;        // may be null, as
-  const void* update;      // this
-  DType dtypes[kGuarded];  // of these two, in the places of their series
+  const float* verdict;    // of the measured step (entry.h)
+  const void* loss;        // of type dtypes[0]; may be null
+  const void* update;      // of type dtypes[2]; may be null
+  DType dtypes[kGuarded];  // indexed by series
   float* out;              // kGuardVerdict
   int64_t* counters;       // kCounters (entry.h), or null
 };
@@ -242,7 +240,7 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   const auto& totals = *reinterpret_cast<const GuardTotals*>(request.state);
   const double* const ring = request.state + kGuardTotals + series * request.window;
   const double recorded = totals.recorded[series];
-  // The newest are left out, so that what grows step by step is held against what was before it grew.
+  // The newest values are left out, so that a growing series is compared with values from before it grew.
   const int64_t newest = options[0] != 0 ? 0 : request.window / 8;
   if (recorded < merge::max(options[2], static_cast<double>(newest + 2))) return kOrdinary;
   const auto held = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
@@ -262,11 +260,11 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     spread =
         sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
   } else {
-    // The median, and the most of: the median distance from it, as a standard deviation of normal numbers; half
-    // the distance of the largest, as losses and norms have long tails; a hundredth of the median, as where
-    // most values are the same any other would stand out. Of updates, all of the distance and all of the
-    // median: a rare input gets steps of full size while the others have small ones, and never learns if they
-    // are refused.
+    // The center is the median. The spread is the largest of: the median absolute deviation, scaled to the
+    // standard deviation of a normal distribution; half the distance to the largest value, as losses and norms
+    // have long tails; a hundredth of the median, as otherwise any change of a nearly constant series would
+    // stand out. For updates the full distance and the full median are used: a rare input gets full-size steps
+    // while the others have small ones, and would never be learned if those steps were refused.
     centre = quantile(team, at, count, 0.5);
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;
@@ -279,7 +277,7 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   return value - centre <= options[1] * spread ? kOrdinary : kStandsOut;
 }
 
-// By one thread.
+// Called by one thread.
 GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   const double* const options = request.options;
   auto& totals = *reinterpret_cast<GuardTotals*>(request.state);
@@ -290,7 +288,7 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
     stands_out = stands_out || judgements[series] == kStandsOut;
     is_in_gradients = is_in_gradients || (series < 2 && (is_above || stands_out));
   }
-  // So many in a row are no spike but another level, which is to be learned anew.
+  // This many refusals in a row are a new level, not a spike: accept it and restart the statistics.
   const bool gives_in = is_finite && stands_out && !is_above && totals.in_a_row >= options[3];
   const bool refused = is_finite && (is_above || (stands_out && !gives_in));
   const bool by_sigmas = options[0] != 0;
@@ -307,7 +305,7 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
       recorded += 1;
     }
   }
-  // Smaller gradients do not mend a learning rate.
+  // If only the update stands out, scaling gradients does not help: the learning rate is the cause.
   const bool scales = options[4] != 0 && is_in_gradients;
   const bool skip = !is_finite || (refused && !scales);
   const double coefficient = refused && scales ? options[4] : 1.0;

@@ -1,4 +1,4 @@
-// One thread as the team of decide.h.
+// The team of decide.h for a single thread.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ struct Alone {
     return value;
   }
 
-  // By partitions that swap always and count, as branches on numbers as random as these cost the most. What is
-  // below the pivot goes first, what equals it behind that.
+  // Quickselect with branch-free partitions that always swap, as branches on random numbers are mispredicted.
+  // Values below the pivot come first, then those equal to it.
   template <class Numbers>
   Neighbours ordered(const Numbers& numbers, int64_t count, int64_t k) const {
     std::vector<double> sorted(static_cast<size_t>(count));

@@ -1,4 +1,4 @@
-// Launches the kernels that decide.
+// Launches the kernels that decide about a step.
 #include "cuda_launch.h"
 #include "decide_cuda.cuh"
 #include "launch_state.h"

@@ -1,4 +1,4 @@
-// The kernels that decide: one block each.
+// The kernels that decide about a step, one block each.
 #pragma once
 
 #include "decide.h"
@@ -6,12 +6,12 @@
 
 namespace gradstat {
 
-// What teams of threads have in common; `Threads` is the team.
+// The selection algorithm shared by teams of threads; `Threads` is the team.
 template <class Threads>
 class Selecting {
  public:
-  // Bit by bit from the highest one in which the numbers differ: how many of those that are still in question
-  // have a 0 there says whether the one looked for has. As soon as one is left, it is that.
+  // Radix select, one bit at a time from the highest bit in which any numbers differ: counting the candidates
+  // with a 0 there tells the bit of the result. Ends as soon as one candidate is left.
   template <class Numbers>
   GRADSTAT_DEVICE Neighbours ordered(const Numbers& numbers, int64_t count, int64_t k) const {
     const Threads& team = *static_cast<const Threads*>(this);
@@ -27,7 +27,7 @@ class Selecting {
       most = larger(most, number);
     });
     const uint64_t low = key_of(team.merged(least, smaller)), high = key_of(team.merged(most, larger));
-    uint64_t known = low, decided = ~uint64_t{0};  // the bits known of the key looked for, and a mask of them
+    uint64_t known = low, decided = ~uint64_t{0};  // bits of the result's key, and the mask of known bits
     while ((low & decided) != (high & decided)) decided <<= 1;
     known &= decided;
     auto left = static_cast<double>(count), place = static_cast<double>(k);
@@ -61,21 +61,21 @@ class Selecting {
   }
 
  private:
-  // Unsigned integers in the order of the numbers, zeros of both signs being one.
+  // Unsigned integers in the order of the numbers; -0 and +0 are equal.
   GRADSTAT_DEVICE static uint64_t key_of(double number) {
     const auto bits = bitcast<uint64_t>(number + 0.0);
     return bits >> 63 != 0 ? ~bits : bits | uint64_t{1} << 63;
   }
 };
 
-// A warp as the team of decide.h.
+// The team of decide.h for a warp.
 class Warp : public Selecting<Warp> {
  public:
   GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x % 32; }
   GRADSTAT_DEVICE int64_t size() const { return 32; }
   GRADSTAT_DEVICE void meet() const { __syncwarp(); }
 
-  // In a fixed order.
+  // Reduces in a fixed order.
   template <class How>
   GRADSTAT_DEVICE double merged(double value, const How& how) const {
 #pragma unroll 1
@@ -86,7 +86,7 @@ class Warp : public Selecting<Warp> {
   }
 };
 
-// A block likewise.
+// The team of decide.h for a block.
 class Block : public Selecting<Block> {
  public:
   GRADSTAT_DEVICE explicit Block(double* of_warp) : of_warp_(of_warp) {}
@@ -97,7 +97,7 @@ class Block : public Selecting<Block> {
   template <class How>
   GRADSTAT_DEVICE double merged(double value, const How& how) const {
     value = Warp().merged(value, how);
-    meet();  // the numbers of the call before have been read
+    meet();  // until of_warp_ of the previous call has been read
     if (threadIdx.x % 32 == 0) of_warp_[threadIdx.x / 32] = value;
     meet();
     double all = of_warp_[0];
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) decide_clip_kernel(const __grid_cons
   decide_clip(request, Block(of_warp));
 }
 
-// A warp for each series.
+// One warp per series.
 __global__ void __launch_bounds__(kThreads) guard_kernel(const __grid_constant__ GuardRequest request) {
   __shared__ int judgements[kGuarded];
   const int series = static_cast<int>(threadIdx.x / 32);

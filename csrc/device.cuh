@@ -1,6 +1,6 @@
-// Small device functions the kernels use: 16-byte loads and stores, packed 16-bit arithmetic, conversions.
-// Where the hardware has an instruction it is named in PTX; beside it stands the same thing in plain C++,
-// which tests/gpu_on_host compiles for the CPU.
+// Small device functions for the kernels: 16-byte loads and stores, packed 16-bit arithmetic, conversions.
+// Hardware instructions are written in PTX, next to an equivalent in plain C++ that tests/gpu_on_host compiles
+// for the CPU.
 #pragma once
 
 #include "stat.h"
@@ -14,8 +14,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Memory ------------------------------------------------------------------------------------------------
 
-// Past the first-level cache, which would gain nothing, but with the ordinary policy in the second, where the
-// scale kernel is to find what the statistics kernel read last.
+// Does not allocate in L1, where nothing is reused. L2 keeps its normal policy, so that the scale kernel finds
+// what the statistics kernel read last.
 GRADSTAT_DEVICE uint4 load_vector(const uint4* address) {
 #if defined(__CUDA_ARCH__)
   uint4 v;
@@ -29,7 +29,7 @@ GRADSTAT_DEVICE uint4 load_vector(const uint4* address) {
 #endif
 }
 
-// Into the second-level cache.
+// Prefetches to L2.
 GRADSTAT_DEVICE void prefetch([[maybe_unused]] const uint4* address) {
 #if defined(__CUDA_ARCH__)
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -45,10 +45,10 @@ GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #endif
 }
 
-// Programmatic dependent launch: the scale kernel's blocks may be placed while the last of the statistics
-// kernel are still merging. Nothing where the hardware or the launch does not have it.
+// Programmatic dependent launch: blocks of the scale kernel may become resident while the last blocks of the
+// statistics kernel are still merging. No effect unless the hardware supports it and the launch requests it.
 
-// Everything the kernel before has written is visible behind this.
+// Blocks until all writes of the previous kernel are visible.
 GRADSTAT_DEVICE void wait_for_previous_kernel() {
 #if !defined(__CUDACC__)
   cuda_on_host::wait_for_previous_kernel();
@@ -57,15 +57,15 @@ GRADSTAT_DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
-// The next kernel may be placed once every block has come here.
+// Lets the next kernel start once every block has called this.
 GRADSTAT_DEVICE void admit_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Whether this is the last of `count` to arrive. Everything that the others' blocks wrote before they met here
-// is then visible to this block, once it has met. The ticket is back at zero after the last.
+// Whether the caller is the last of `count` to arrive. If so, what other blocks wrote before the barrier ahead
+// of their arrival is visible to this block after its next barrier. The last arrival sets the ticket to zero.
 GRADSTAT_DEVICE bool arrives_last(uint32_t* ticket, uint32_t count) {
 #if defined(__CUDA_ARCH__)
   uint32_t before;
@@ -101,8 +101,8 @@ GRADSTAT_DEVICE float high_half(uint32_t pair) {
 #endif
 }
 
-// Minimum and maximum of both halves. Of a number and a NaN the number, like fminf; the caller discards
-// what was taken from a tile with a NaN anyway.
+// Minimum and maximum of both halves. Of a number and a NaN they return the number, like fminf; the caller
+// discards the results of a tile that contains NaN anyway.
 #if defined(__CUDA_ARCH__)
 #define GRADSTAT_PACKED(name, instruction, choose)                \
   GRADSTAT_DEVICE static uint32_t name(uint32_t a, uint32_t b) {  \
@@ -119,7 +119,7 @@ GRADSTAT_DEVICE float high_half(uint32_t pair) {
   }
 #endif
 
-// Two 16-bit numbers to a word.
+// Two 16-bit floats packed into a 32-bit word.
 struct PackedBFloat16 {
   static constexpr uint32_t kInfinities = 0x7f807f80u;
   GRADSTAT_DEVICE static float low(uint32_t pair) { return bits_to_float(pair << 16); }
@@ -138,8 +138,8 @@ struct PackedHalf {
 };
 #undef GRADSTAT_PACKED
 
-// Adds to each half of `count`, read as float16 numbers, 1 if that half of `pair` is zero. Zero has the same
-// bits in bfloat16 and float16, so one comparison serves both; counts are exact up to 2048.
+// Adds 1 to each half of `count`, a float16 number, if that half of `pair` is zero. Zero has the same bits in
+// bfloat16 and float16, so one comparison serves both. Counts are exact up to 2048.
 GRADSTAT_DEVICE uint32_t count_zero_halves(uint32_t count, uint32_t pair) {
 #if defined(__CUDA_ARCH__)
   uint32_t out;
@@ -153,12 +153,12 @@ GRADSTAT_DEVICE uint32_t count_zero_halves(uint32_t count, uint32_t pair) {
 #endif
 }
 
-// The sum of both halves of such a count. 2^23 is added so that the float's bits are the integer.
+// The sum of both halves of such a count. Adding 2^23 leaves the integer in the low bits of the float.
 GRADSTAT_DEVICE uint32_t total_of_halves(uint32_t count) {
   return float_to_bits(low_half(count) + high_half(count) + 0x1p23f) - 0x4b000000u;
 }
 
-// Both halves times those of `factor`; exact, as used.
+// Multiplies both halves by those of `factor`; exact for the factors in use.
 GRADSTAT_DEVICE uint32_t times_half(uint32_t pair, uint32_t factor) {
 #if defined(__CUDA_ARCH__)
   uint32_t out;
@@ -175,7 +175,7 @@ constexpr bool kHasFloat8Conversion = true;
 constexpr bool kHasFloat8Conversion = false;
 #endif
 
-// The lower two bytes of `bytes`, e4m3 numbers, as float16; NaN stays NaN. Where the hardware has it.
+// The lower two bytes of `bytes`, as e4m3, converted to float16; NaN stays NaN. Requires kHasFloat8Conversion.
 GRADSTAT_DEVICE uint32_t e4m3_to_half_pair(uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32_t out;

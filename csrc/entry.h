@@ -1,5 +1,5 @@
-// What the kernels are asked: one tensor as they see it, what to multiply it by, the norm of them all, and what
-// follows from it for the step of an optimizer.
+// The arguments of the kernels: a tensor, what to multiply it by, the norm of all tensors, and the decision
+// about the optimizer step that follows from it.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,7 @@
 
 namespace gradstat {
 
-// A dense stretch of memory. A complex tensor has is_pair set: `numel` counts its complex elements, each
-// of two values of `dtype`.
+// A dense range of memory. If is_pair (complex), `numel` counts elements of two values of `dtype` each.
 struct Entry {
   void* data;
   int64_t numel;
@@ -19,7 +18,7 @@ struct Entry {
   int64_t values() const { return is_pair ? 2 * numel : numel; }
 };
 
-// What entries are multiplied by, in the memory of their device: one number for all of them, or one for each.
+// Multipliers in device memory: one number for all entries, or one for each.
 struct Coefficients {
   const double* first;
   int64_t stride;  // 0 or 1
@@ -28,29 +27,29 @@ struct Coefficients {
   GRADSTAT_HD double of(int64_t entry) const { return first[entry * stride]; }
 };
 
-// For the step of an optimizer, which takes its decisions from the device. All pointers may be null.
+// For an optimizer step that is decided on the device. All pointers may be null.
 struct StepRequest {
-  const float* loss_scale;  // what the gradients were multiplied by; null: 1
-  float* verdict;           // kVerdict numbers; null: none of this is asked for
+  const float* loss_scale;  // the factor that the gradients contain; null: 1
+  float* verdict;           // kVerdict numbers; null: no verdict is written
   int64_t* counters;        // kCounters numbers; null: not counted
 };
-// 1 if the step is to be skipped, else 0; what the optimizer has to divide gradients by; the loss scale.
+// 1 if the step is to be skipped, else 0; the divisor for the gradients in the optimizer; the loss scale.
 constexpr int kVerdict = 3;
-// Steps, those skipped, and skipped ones since the last that was not.
+// Numbers of steps, of skipped steps, and of skipped steps since the last one that was taken.
 constexpr int kCounters = 3;
 
-// Where and how the total norm of all tensors is to be written, next to the table.
+// Where and how to write the total norm of all tensors, in addition to the table.
 struct NormRequest {
   double max_norm;
   bool infinity_norm;  // else the L2 norm
   DType dtype;         // of the 0-d tensor at `norm`
   void* norm;
-  double* coefficient;  // what clipping multiplies by; for a step there follows the norm itself
+  double* coefficient;  // of clipping; for a step it is followed by the norm itself
   StepRequest step;
 };
 
-// Writes everything a request asks for but the norm, which it returns. Norms and `max_norm` are those of
-// gradients without their loss scale; gradients as they are, with it, times the coefficient are clipped.
+// Writes everything the request asks for except the norm, which it returns. Norm and `max_norm` refer to
+// gradients without the loss scale; the coefficient applies to gradients that still contain it, and removes it.
 GRADSTAT_HD double decide(const NormRequest& request, const Row& total) {
   const StepRequest& step = request.step;
   const double loss_scale = step.loss_scale != nullptr ? static_cast<double>(*step.loss_scale) : 1.0;
@@ -60,7 +59,7 @@ GRADSTAT_HD double decide(const NormRequest& request, const Row& total) {
   if (step.verdict == nullptr) return norm;
   request.coefficient[1] = norm;
   const auto grad_scale = static_cast<float>(loss_scale / clip);
-  // A loss scale that grew out of all bounds, or vanished, must not pass for gradients that are zero.
+  // An infinite or zero loss scale skips the step, since it would make any gradient look finite.
   const bool is_usable = loss_scale > 0 && loss_scale < kInf && (clip == 0 || !is_inf(grad_scale));
   const bool skip = total.nan_count + total.inf_count > 0 || !is_usable;
   step.verdict[0] = skip ? 1.0f : 0.0f;

@@ -1,19 +1,19 @@
-// What the fast loop of the statistics kernel does with one thread's share of a tile, for each element type.
+// How the fast loop of the statistics kernel processes one thread's share of a tile, for each element type.
 //
-// The method, and why the groups have four or eight members, is that of stats_cpu_kernel.h: what is not safe is
-// read again exactly. What the loops cost, and what devices have time for, is counted by
-// benchmarks/predict_gpu.py.
+// The method, and the reason for groups of four or eight, are those of stats_cpu_kernel.h: shares that are not
+// safe are read again exactly. benchmarks/predict_gpu.py counts the instructions of the loops and compares them
+// with what devices can execute.
 #pragma once
 
 #include "multiply.cuh"
 
 namespace gradstat {
 
-// A sum of squares is trusted in [2^kSafeLow, 2^kSafeHigh). Below, squares that vanished could matter: at most
-// 64 of them, each off by at most 2^-150 in float32 (2^-34 of the smallest sum allowed); for float64, elements
-// under GRADSTAT_SMALL. Above, one may have overflowed, or exceeded GRADSTAT_LARGE.
+// A sum of squares is trusted in [2^kSafeLow, 2^kSafeHigh). Below, underflowed squares could matter: at most 64
+// of them, each off by at most 2^-150 in float32 (2^-34 of the smallest sum allowed); in float64, elements
+// under GRADSTAT_SMALL. Above, a square may have overflowed, or an element exceeded GRADSTAT_LARGE.
 struct AnySafe {
-  // Whether a share whose sum of squares is safe must not be trusted all the same.
+  // Whether a share must be distrusted although its sum of squares is safe.
   template <class Share>
   GRADSTAT_DEVICE static bool is_suspect(const Share&) {
     return false;
@@ -26,7 +26,7 @@ struct SafeFloat64 : AnySafe {
   static constexpr int kSafeLow = -900, kSafeHigh = 970;
 };
 
-// How numbers are lifted, and added up in groups.
+// The lift in registers, and sums over groups.
 #define GRADSTAT_INLINE GRADSTAT_DEVICE
 #include "lift.h"
 #undef GRADSTAT_INLINE
@@ -37,7 +37,7 @@ GRADSTAT_DEVICE Sums<double> lifted(const float* x) {
                                              [](float sum) { return static_cast<double>(sum); });
 }
 
-// What a thread knows of the values it has read fast. In a Share `zeros` is in the format's own notation.
+// What a thread has accumulated on the fast path. The representation of `zeros` depends on the format.
 template <class Format>
 struct Share {
   using Extreme = typename Format::Extreme;
@@ -45,7 +45,7 @@ struct Share {
   Extreme low, high;
   uint32_t zeros;
 
-  // Adds sums and extremes of further values, or begins with them.
+  // Adds sums and extremes, or with `first` starts from them.
   GRADSTAT_DEVICE void add(const Sums<double>& further, Extreme lowest, Extreme highest, bool first) {
     sums = first ? further : sums + further;
     add(lowest, highest, first);
@@ -58,9 +58,9 @@ struct Share {
 
 // Each format has
 //   Scale             how its vectors are multiplied (multiply.cuh)
-//   Extreme           what its minima and maxima are kept in, with lowest(), highest(), min, max, widened
-//   kElements         per vector of 16 bytes
-//   add(vector, share, first)   adds a vector to a share, or begins the share with it
+//   Extreme           the type of minima and maxima, with their identities, min, max, widened_min, widened_max
+//   kElements         elements per 16-byte vector
+//   add(vector, share, first)   adds a vector to a share, or starts the share with it
 //   zeros(share)      the number of zero elements
 template <bool kPair>
 struct Float32Format : SafeFloat32 {
@@ -129,10 +129,10 @@ struct PackedFormat : PackedExtremes<Packed> {
   }
 };
 
-// The 8-bit types become float16, which holds their values exactly: e5m2 is the upper byte of one, e4m3 has an
-// instruction from sm_89 on. Otherwise the magnitude is moved to where float16 has its exponent and the number
-// multiplied by a power of two. Infinities and NaN of float16 make the share unsafe; the codes that mean
-// something else than their bits would in float16 are looked for.
+// 8-bit types are converted to float16, which holds their values exactly. An e5m2 code is the upper byte of
+// one; e4m3 has an instruction from sm_89 on. Otherwise the magnitude is shifted to the position of float16's
+// exponent, and the number is multiplied by a power of two. Infinity and NaN in float16 make the share unsafe.
+// Codes whose meaning differs from that of their bits in float16 are detected separately.
 template <DType kType>
 struct Float8Format : PackedExtremes<PackedHalf> {
   using Scale = ScaleFloat8;
@@ -141,7 +141,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
   static constexpr bool kHasNegativeZero = kType == DType::kFloat8E4M3FN || kType == DType::kFloat8E5M2;
   static constexpr bool kIsConverted = kType == DType::kFloat8E4M3FN && kHasFloat8Conversion;
 
-  // The bytes in the upper halves, as two float16.
+  // Converts the bytes in the upper halves to two float16 numbers.
   GRADSTAT_DEVICE static uint32_t moved(uint32_t bytes) {
     if (kType == DType::kFloat8E5M2) return bytes;
     if (kIsWide) return times_half(bytes, 0x38003800u);  // 0.5
@@ -149,7 +149,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     return times_half(bits, kHasNegativeZero ? 0x5c005c00u : 0x58005800u);  // 256, 128
   }
 
-  // Four bytes as two pairs of float16, in whatever order.
+  // Converts four bytes to two pairs of float16, in unspecified order.
   GRADSTAT_DEVICE static void widen(uint32_t bytes, uint32_t* pairs) {
     if constexpr (kIsConverted) {
       pairs[0] = e4m3_to_half_pair(bytes);
@@ -160,7 +160,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     }
   }
 
-  // Marks bytes that are 0x80, and perhaps others above such a one.
+  // Sets the high bit of bytes that are 0x80, and possibly of bytes above such a byte.
   GRADSTAT_DEVICE static uint32_t negative_zeros(uint32_t bytes) {
     const uint32_t others = bytes ^ 0x80808080u;
     return (others - 0x01010101u) & ~others;
@@ -193,20 +193,19 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     return total_of_halves(share.zeros);
   }
 
-  // Moved, the NaN of e4m3 looks like 480, which nothing else exceeds.
+  // After the shift, NaN in e4m3 becomes 480, which is above all finite values.
   GRADSTAT_DEVICE static bool is_suspect(const Share<Float8Format>& share) {
     constexpr bool kCanHide = kType == DType::kFloat8E4M3FN && !kIsConverted;
     return kCanHide && (widened_max(share.high) == 480 || widened_min(share.low) == -480);
   }
 };
 
-// Float64 in float64; only the exact path scales. Comparisons are made on integers, for most devices have
-// little arithmetic for doubles: those of a consumer card would not keep up with its memory.
+// Sums in float64; only the exact path scales. Comparisons use integers, as most devices have low float64
+// throughput: on consumer cards it would be slower than memory.
 template <bool kPair>
 struct Float64Format : SafeFloat64 {
   using Scale = ScaleFloat64;
-  using Extreme =
-      int64_t;  // the bits, those of negative numbers inverted but for the sign: ordered like numbers
+  using Extreme = int64_t;  // the bits, all but the sign inverted in negative numbers, so that they sort
   static constexpr int kElements = kPair ? 1 : 2;
   static constexpr int64_t kInfinity = 0x7ff0000000000000;
   GRADSTAT_DEVICE static int64_t positive_infinity() { return kInfinity; }

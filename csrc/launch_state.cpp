@@ -1,5 +1,5 @@
-// See launch_state.h. All state is per device and stream, found by the stream's id, which unlike its address is
-// never used twice. Device memory held here is a few kilobytes per stream and is kept until the process ends.
+// See launch_state.h. State is kept per device and stream, keyed by the stream's id, which unlike its address
+// is never reused. Per stream, a few kilobytes of tickets and uploaded tables are kept until the process ends.
 #include "launch_state.h"
 
 #include <algorithm>
@@ -14,11 +14,11 @@
 namespace gradstat {
 namespace {
 
-// One for each range, one for all of them, and the counter that deals them.
+// One per range, one for all of them, and the counter that assigns ranges.
 constexpr uint32_t kMostTickets = kMostRanges + 2;
 
-// Memory calls, and the loading of kernels, are refused while any stream of the process is captured in the
-// default mode, although they do not touch it. This thread may make them meanwhile.
+// CUDA refuses memory allocation and kernel loading while any stream in the process is captured in the default
+// mode, even if unrelated. This allows them for the current thread.
 class AllowMemoryCalls {
  public:
   AllowMemoryCalls() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "exchanging capture mode"); }
@@ -30,7 +30,7 @@ class AllowMemoryCalls {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Pinned memory of which a copy may still be under way.
+// Pinned memory that a copy may still be reading.
 struct Staging {
   void* memory = nullptr;
   size_t bytes = 0;
@@ -42,11 +42,11 @@ struct StreamState {
   uint32_t* tickets = nullptr;
   void* device_table = nullptr;
   size_t device_table_bytes = 0;
-  std::vector<char> last;  // what device_table holds
+  std::vector<char> last;  // contents of device_table
   std::vector<Staging> stagings;
 };
 
-// Never destroyed: at exit CUDA may be gone before us.
+// Never destroyed, as CUDA may be shut down earlier at exit.
 StreamState& state_of(int32_t device, cudaStream_t stream) {
   static std::mutex& mutex = *new std::mutex;
   static auto& states = *new std::map<std::pair<int32_t, unsigned long long>, std::unique_ptr<StreamState>>;
@@ -58,12 +58,12 @@ StreamState& state_of(int32_t device, cudaStream_t stream) {
   return *state;
 }
 
-// Pinned memory that no copy is reading. More is allocated rather than waited for.
+// Returns pinned memory that no copy is reading. Allocates more instead of waiting.
 Staging& free_staging(StreamState& state, size_t bytes) {
   for (Staging& staging : state.stagings) {
     if (staging.bytes < bytes) continue;
     if (cudaEventQuery(staging.copied) == cudaSuccess) return staging;
-    static_cast<void>(cudaGetLastError());  // "not ready" must not be taken for an error later
+    static_cast<void>(cudaGetLastError());  // clears "not ready", which later calls would report as an error
   }
   Staging staging;
   staging.bytes = bytes + bytes / 2;
@@ -115,7 +115,7 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels) {
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
                "asking how many blocks fit on a multiprocessor");
     loaded.blocks_per_multiprocessor = std::min(loaded.blocks_per_multiprocessor, blocks);
-    // Not the device's: code compiled for an older one and translated on loading would not wait.
+    // Not the device's version: code for an older architecture, translated on loading, would not wait.
     loaded.can_overlap = loaded.can_overlap && attributes.ptxVersion >= 90;
   }
   return loaded;
@@ -148,7 +148,7 @@ DeviceFacts facts_of(int32_t device) {
 
 Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
   const uint64_t tiles = count_tiles(entries);
-  // So that chunks can be counted in 32 bits.
+  // Chunks are counted in 32 bits.
   if (tiles >= UINT32_MAX / kWarps)
     throw std::runtime_error("gradstat: more than 8 TB of gradients in one call");
   const uint64_t ranges = std::min<uint64_t>(tiles, most_blocks(device) * kRangesPerBlock);
@@ -180,7 +180,7 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
   const size_t bytes = words.size() * sizeof(uint64_t);
   const AllowMemoryCalls allow;
   if (is_capturing(stream)) {
-    // Each replay copies from this memory again, so it is never released.
+    // Each replay copies from this memory, so it is never freed.
     void* pinned = nullptr;
     check_cuda(cudaMallocHost(&pinned, bytes), "allocating pinned memory");
     std::memcpy(pinned, words.data(), bytes);
@@ -191,10 +191,10 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
   StreamState& state = state_of(device, stream);
   std::unique_lock<std::mutex> lock(state.mutex);
   if (state.last.size() != bytes || std::memcmp(state.last.data(), words.data(), bytes) != 0) {
-    state.last.clear();  // should anything below fail
+    state.last.clear();  // in case a call below fails
     if (state.device_table_bytes < bytes) {
-      // The old one stays allocated, for a kernel may be reading it and freeing it would wait for the device.
-      // Growing by half each time bounds all of them by three times the largest.
+      // The old table stays allocated: a kernel may be reading it, and freeing it would sync with the device.
+      // Growing by half each time limits all tables together to three times the largest.
       void* memory = nullptr;
       check_cuda(cudaMalloc(&memory, bytes + bytes / 2), "allocating a table");
       state.device_table = memory;

@@ -1,5 +1,5 @@
-// What launches keep between calls: tickets and tables in device memory, pinned memory for uploads, and what a
-// device makes of the kernels. For the two .cu files only.
+// State that launches keep between calls: tickets and tables in device memory, pinned memory for uploads, and
+// device properties of the kernels. For the .cu files only.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 #include "entry.h"
 #include "tile_table.h"
 
-// The one call whose meaning depends on the kernel's type, so that tests/gpu_on_host can give it another.
+// The only call that depends on the kernel's type, replaceable by tests/gpu_on_host.
 #if !defined(GRADSTAT_LAUNCH)
 #define GRADSTAT_LAUNCH(config, kernel, arguments) \
   cudaLaunchKernelExC(config, reinterpret_cast<const void*>(kernel), arguments)
@@ -23,7 +23,7 @@ namespace gradstat {
 // Throws std::runtime_error naming `what` if `result` is an error.
 void check_cuda(cudaError_t result, const char* what);
 
-// Makes a device current for a while: torch's guard has, but not in the CUDA runtime linked into this library.
+// Makes a device current while in scope. torch's guard does not affect the CUDA runtime in this library.
 class OnDevice {
  public:
   explicit OnDevice(int32_t device);
@@ -32,26 +32,26 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int before_ = -1;  // nothing to restore
+  int before_ = -1;  // -1: nothing to restore
 };
 
 bool is_capturing(cudaStream_t stream);
 
-// What the current device makes of some kernels.
+// Properties of a set of kernels on the current device.
 struct LoadedKernels {
-  int32_t blocks_per_multiprocessor;  // that fit at once, of any of them
-  bool can_overlap;                   // whether their code knows of programmatic dependent launch (sm_90 on)
+  int32_t blocks_per_multiprocessor;  // that can be resident at once, of each of the kernels
+  bool can_overlap;  // whether the code supports programmatic dependent launch (sm_90 and later)
 };
 
-// Also loads them: CUDA would do so at the first launch, which may be captured or timed.
+// Also loads the kernels, which CUDA would otherwise do in the first launch, which may be captured or timed.
 LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
 #define GRADSTAT_FOR_EVERY_TABLE(kernel)                                   \
   reinterpret_cast<const void*>(kernel<ParameterTable<kSmallTable>>),      \
       reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
       reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
       reinterpret_cast<const void*>(kernel<DeviceTable>)
-// The unscale kernel, which takes as long to compile as all others together, is there for the largest only: it
-// reads and writes every gradient, so that copying a larger parameter is nothing to it.
+// The unscale kernel takes as long to compile as all others together, so it exists for the largest tables only.
+// As it reads and writes every gradient, copying a larger parameter does not matter.
 #define GRADSTAT_FOR_LARGE_TABLES(kernel)                             \
   reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>), \
       reinterpret_cast<const void*>(kernel<DeviceTable>)
@@ -60,7 +60,7 @@ LoadedKernels load_scale_kernels();   // in scale_cuda.cu
 LoadedKernels load_update_kernels();  // in update_cuda.cu
 void load_decide_kernels();           // in decide_cuda.cu
 
-// The same of all kernels together, and the device's size; found out once.
+// The same for the statistics and scale kernels together, and the size of the device; queried once.
 struct DeviceFacts {
   int32_t multiprocessors = 0;
   int32_t blocks_per_multiprocessor = 0;
@@ -68,13 +68,13 @@ struct DeviceFacts {
 };
 DeviceFacts facts_of(int32_t device);
 
-// The ranges of tiles that all kernels take, and blocks for a launch over them: what the device holds at once,
-// or one for each tile if these are fewer.
+// The partition into ranges for the statistics and scale kernels, and the number of blocks for it: as many as
+// can be resident on the device, but at most one per range.
 Partition partition_for(const std::vector<Entry>& entries, int32_t device);
 uint32_t blocks_for(const Partition& partition, int32_t device);
 
-// Enqueues a kernel. With `overlaps_previous` it may start while the kernel enqueued just before is still
-// running, and waits for that one's results inside (wait_for_previous_kernel in device.cuh).
+// Enqueues a kernel. With `overlaps_previous` it may start while the previous kernel in the stream is still
+// running, and waits for its results itself (wait_for_previous_kernel in device.cuh).
 template <class... Arguments>
 void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, bool overlaps_previous,
             const char* what, const Arguments&... arguments) {
@@ -91,27 +91,25 @@ void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, 
   check_cuda(GRADSTAT_LAUNCH(&config, kernel, pointers), what);
 }
 
-// Room in a workspace for a table, when it does not fit in the parameters of a launch.
+// Bytes in a workspace for a table that does not fit in the launch parameters.
 inline size_t table_bytes(size_t tensors, const Partition& partition) {
   return tensors > kLargeTable ? (DeviceTable::bytes(tensors, partition.ranges) + 7) / 8 * 8 : 0;
 }
 
-// Zeroed tickets for one launch of up to `count`. They belong to the stream and reset themselves, but a
-// captured launch, which may be replayed beside others, has its own in `workspace`, zeroed by the graph before
-// each replay.
+// Up to `count` zeroed tickets for a launch. They belong to the stream, and kernels reset them. A captured
+// launch, whose replay may overlap with others, has its own in `workspace`, zeroed by the graph each time.
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream);
 
-// The table of a launch in device memory, uploaded only if the stream's last one differed. The lock must be
-// kept until the kernel is enqueued, for another thread might upload to the same stream. A captured launch has
-// its table in `workspace`.
+// The table of a launch in device memory, uploaded only if it differs from the stream's last one. Hold the lock
+// until the kernel is enqueued, as another thread could upload to the same stream. A captured launch has its
+// table in `workspace`.
 struct Uploaded {
   std::unique_lock<std::mutex> lock;
   void* memory;
 };
 Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t device, cudaStream_t stream);
 
-// Calls launch(table) with the first of these sizes of parameter table that holds all entries, else with an
-// uploaded one.
+// Calls launch(table) with the smallest of these parameter tables that holds all entries, or an uploaded one.
 #if defined(GRADSTAT_ONE_PARAMETER_TABLE)  // benchmarks/gpu_variants.py
 #define GRADSTAT_TABLE_SIZES kLargeTable
 #else

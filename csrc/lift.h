@@ -1,12 +1,12 @@
-// From elements to their row, the only part of the statistic that is written for each language: one value at a
-// time, for stat.h, and lanes of them, for the fast loops. Those include this once more where GRADSTAT_INLINE
-// is what their functions are declared with, in the namespace of their registers, in which `fma` takes them.
-// Hence no include guard.
+// The lift, from elements to their row. It is the only part of the statistics that is written once per
+// language: here one value at a time, for stat.h, and in SIMD lanes, for the fast loops. The latter include
+// this file a second time with GRADSTAT_INLINE defined as their function specifier, inside the namespace that
+// declares `fma` for their registers. Hence no include guard.
 
 #if !defined(GRADSTAT_INLINE)
 
-// Adds one finite value to the columns that describe magnitudes. Squares of values whose own square would
-// leave float64's range are scaled first; see gradstat/_fields.py for the source of the constants.
+// Adds one finite value to the columns that describe magnitudes. Values whose square would overflow or
+// underflow in float64 are scaled first; gradstat/_fields.py gives the source of the constants.
 GRADSTAT_HD void lift_finite(Row& row, double x) {
   const double magnitude = x < 0 ? -x : x;
   row.sum += x;
@@ -26,7 +26,7 @@ GRADSTAT_HD void lift_finite(Row& row, double x) {
 GRADSTAT_HD bool is_nan(double x) { return x != x; }
 GRADSTAT_HD bool is_inf(double x) { return x == kInf || x == -kInf; }
 
-// One real element at flat index `index`, whatever its value: the exact path of every traversal.
+// Adds one real element of any value at flat index `index`: the exact path of every loop over memory.
 GRADSTAT_HD void lift(Row& row, double x, double index) {
   if (is_nan(x) || is_inf(x)) {
     (is_nan(x) ? row.nan_count : row.inf_count) += 1;
@@ -37,7 +37,7 @@ GRADSTAT_HD void lift(Row& row, double x, double index) {
   lift_finite(row, x);
 }
 
-// One complex element: NaN if either part is, else Inf if either part is, zero if both parts are; the
+// Adds one complex element: NaN if either part is, else Inf if either part is, zero if both parts are. The
 // other columns take both parts of a finite element.
 GRADSTAT_HD void lift_pair(Row& row, double re, double im, double index) {
   const bool nan = is_nan(re) || is_nan(im);
@@ -53,8 +53,8 @@ GRADSTAT_HD void lift_pair(Row& row, double re, double im, double index) {
 
 #else
 
-// What the fast loops add up of finite values of ordinary magnitude, and zeros that stand in for others. A
-// further sum has its name in every line of this.
+// The sums of the fast loops, over finite values of ordinary magnitude, with zeros in place of all others. A
+// new sum must be added to every function here.
 template <class Real>
 struct Sums {
   Real sq_sum = {}, sum = {};
@@ -64,20 +64,20 @@ struct Sums {
   GRADSTAT_INLINE Sums with_pair(Real a, Real b) const { return {fma(b, b, fma(a, a, sq_sum)), sum + a + b}; }
   GRADSTAT_INLINE Sums operator+(const Sums& other) const { return {sq_sum + other.sq_sum, sum + other.sum}; }
 
-  // Of two groups in float64, given how a number is promoted. Their squares may have to be promoted apart.
+  // The sum of two groups in float64, converted by `promote`: with kTogether squares are added before that.
   template <class Wide, bool kTogether, class Promote>
   GRADSTAT_INLINE static Sums<Wide> promoted(const Sums& a, const Sums& b, const Promote& promote) {
     return {kTogether ? promote(a.sq_sum + b.sq_sum) : promote(a.sq_sum) + promote(b.sq_sum),
             promote(a.sum + b.sum)};
   }
-  // Calls body(column, sum) for each.
+  // Calls body(column, sum) for each sum.
   template <class Body>
   GRADSTAT_INLINE void each(Row& row, const Body& body) const {
     body(row.sq_sum, sq_sum), body(row.sum, sum);
   }
 };
 
-// As a balanced tree.
+// Added up as a balanced tree.
 template <int kCount, class Real>
 GRADSTAT_INLINE Sums<Real> sums_of(const Real* x) {
   if constexpr (kCount == 2) {

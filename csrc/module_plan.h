@@ -1,5 +1,5 @@
-// Finding parameters and their gradients without running Python code for each of them: what
-// gradstat/_core/parameters.py does on every step.
+// Finds parameters and their gradients without running Python code per parameter, for
+// gradstat/_core/parameters.py, on every step.
 #pragma once
 
 #include <memory>
@@ -9,15 +9,15 @@
 
 namespace gradstat {
 
-// Where the parameters of a module lie, and what must be unchanged for that to hold: the keys and values of the
-// dictionaries that hold the parameters and submodules of it and of all its submodules. Holds the modules
-// weakly and the values as addresses only, so that it keeps no part of a model alive.
+// Where the parameters of a module are held, and the state this depends on: the keys and values of the
+// dictionaries of parameters and submodules of the module and all its submodules. Holds modules by weak
+// reference and values by address, so that it keeps no part of the model alive.
 class ModulePlan {
  public:
   static constexpr const char* kName = "gradstat.ModulePlan";
 
-  // `modules`: a list of weak references; `parameters`: the list to find. False if some parameter is held by
-  // none of the modules.
+  // `modules`: a list of weak references; `parameters`: the list to find. Returns false if a parameter is held
+  // by none of the modules.
   bool remember(PyObject* modules, PyObject* parameters) {
     for (Py_ssize_t i = 0; i < PyList_Size(modules); ++i) {
       modules_.push_back(Ref::borrow(PyList_GetItem(modules, i)));
@@ -41,12 +41,12 @@ class ModulePlan {
     return true;
   }
 
-  // The parameters as they are now, a new list; null without an error if the module was changed.
+  // Returns a new list of the current parameters; null without an error if the module was changed.
   //
-  // An address that was freed and used again passes for unchanged. It can only be another parameter under the
-  // same name in the same module, and it is the current values that are returned.
+  // An address that was freed and reused is not noticed. It can only be another parameter under the same name
+  // in the same module, and the current values are returned.
   PyObject* parameters() const {
-    std::vector<Ref> values;  // held, for asking a module for its dictionaries may run anybody's code
+    std::vector<Ref> values;  // owned: reading a module's attributes may run arbitrary Python code
     values.reserve(values_.size());
     const bool same = visit([&](PyObject* key, PyObject* value) {
       const size_t i = values.size();
@@ -63,7 +63,7 @@ class ModulePlan {
   }
 
  private:
-  // Calls body(key, value) for everything held, until it returns false; false then, or if a module is gone.
+  // Calls body(key, value) for all current items until it returns false; then, or if a module is gone, false.
   template <class Body>
   bool visit(const Body& body) const {
     static PyObject* const names[] = {PyUnicode_InternFromString("_parameters"),
@@ -92,7 +92,7 @@ class ModulePlan {
   std::vector<size_t> places_;
 };
 
-// make_plan(weak references of modules, parameters) -> plan | None
+// make_plan(weak references to modules, parameters) -> plan | None
 inline PyObject* make_plan(PyObject*, PyObject* arguments) {
   PyObject *modules = nullptr, *parameters = nullptr;
   if (!PyArg_ParseTuple(arguments, "OO", &modules, &parameters)) return nullptr;
@@ -127,8 +127,8 @@ inline Ref list_of_positions(const std::vector<Py_ssize_t>& positions) {
   return list;
 }
 
-// gradients_of(parameters) -> (gradients, positions of their parameters, positions of those that require one
-// and have none); None for both positions when every parameter has one.
+// gradients_of(parameters) -> (gradients, positions of the parameters that have one, positions of those that
+// require one but have none). Both positions are None if every parameter has one.
 inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
   static PyObject* const grad = PyUnicode_InternFromString("grad");
   static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
@@ -139,7 +139,7 @@ inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
     const Py_ssize_t size = PyList_Size(parameters);
     positions.reserve(static_cast<size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
-      PyObject* parameter = PyList_GetItem(parameters, i);  // null if the list was shortened meanwhile
+      PyObject* parameter = PyList_GetItem(parameters, i);  // null if the list was shortened in the meantime
       if (parameter == nullptr) throw PythonError();
       const Ref held = Ref::borrow(parameter);
       const Ref gradient = owned(PyObject_GetAttr(parameter, grad));

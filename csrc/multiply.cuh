@@ -1,11 +1,11 @@
-// Multiplication in place: of a vector of any element type, and of a value on its own.
+// In-place multiplication of vectors of any element type, and of single values.
 #pragma once
 
 #include "device.cuh"
 
 namespace gradstat {
 
-// What elements are multiplied by; for 8-bit types the product of each of the 256 numbers.
+// The multiplier as float64 and float32; for 8-bit types a table of the products of all 256 codes.
 struct Multiplier {
   double wide;
   float narrow;
@@ -45,8 +45,7 @@ GRADSTAT_DEVICE uint4 scaled<ScaleFloat64>(const uint4& v, const Multiplier& by)
   return {low_word(a), high_word(a), low_word(b), high_word(b)};
 }
 
-// Works out the products of a block's 8-bit tensor, in shared memory; the block's threads must meet before and
-// after.
+// Fills the table of products for an 8-bit type, in shared memory. Needs a barrier before and after.
 GRADSTAT_DEVICE void fill_products(uint8_t* products, DType dtype, float factor) {
   static_assert(kThreads == 256, "one product for each thread");
   const auto code = static_cast<uint8_t>(threadIdx.x);

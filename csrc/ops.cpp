@@ -1,5 +1,5 @@
-// Schemas of all operators, and their CPU implementations. The CUDA ones are registered by ops_cuda.cpp,
-// which lives in a library of its own because a CPU-only torch lacks symbols it needs.
+// Schemas of all operators and their CPU implementations. ops_cuda.cpp registers the CUDA implementations, in a
+// separate library because it needs symbols that a CPU-only torch lacks.
 #include "decide_cpu.h"
 #include "module_plan.h"
 #include "ops_impl.h"

@@ -1,4 +1,4 @@
-// The CUDA implementations of the operators whose schemas ops.cpp defines. A library of its own: it needs
+// CUDA implementations of the operators whose schemas are in ops.cpp. A separate library, because it needs
 // symbols that a CPU-only torch lacks.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -26,8 +26,8 @@ struct Cuda {
     return cuda;
   }
 
-  // Workspaces come from torch's caching allocator and return to it on leaving, which is safe because it
-  // hands memory out again in the order of the stream.
+  // Workspaces come from torch's caching allocator. They can be freed on return, while the kernel may still
+  // run, because the allocator reuses memory in stream order.
   static Tensor workspace(int64_t bytes, int32_t device) {
     return new_tensor({bytes > 0 ? bytes : 1}, aoti_torch_dtype_uint8(), type(), device);
   }
@@ -39,7 +39,7 @@ struct Cuda {
     launch_stats(list.entries(), table, norm, factor, memory.data_ptr(), device, current_stream(device));
   }
 
-  // The kernel looks at the coefficients itself.
+  // The kernel checks the coefficients itself.
   static bool are_known_to_be_one(const Coefficients&) { return false; }
 
   static void scale(const std::vector<Entry>& entries, int32_t device, const Coefficients& coefficients,
@@ -74,7 +74,7 @@ STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, 
 // The extension module gradstat._C_cuda, which gradstat/_core/native.py imports.
 PyMODINIT_FUNC PyInit__C_cuda() {
   using namespace gradstat;
-  // What the build compiled for, as given by setup.py: "sm_80 sm_86 ...".
+  // The architectures of this build, as set by setup.py: "sm_80 sm_86 ...".
   static const auto architectures = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
   };

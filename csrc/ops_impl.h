@@ -1,12 +1,12 @@
-// The operations on lists of tensors, written once for every kind of device and for both ways that lists come:
-// through torch's dispatcher (Ops below) and from Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
-//   type()               torch's number of it
+// The operations on lists of tensors, written once for all devices and for both callers: torch's dispatcher
+// (Ops below) and Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
+//   type()               torch's device type code
 //   measure              norm and factor may be null; with a factor no address may occur twice
-//   are_known_to_be_one  without waiting for the device
+//   are_known_to_be_one  decided without a host sync
 //   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
-//   decide, guard        about a clip's coefficients, or a step, in the memory of the device with that index
-//   update               one set of coefficients and a row of sums for each entry
-// A `Memory` is new memory that becomes a tensor: made from sizes, dtype and device index; has data().
+//   decide, guard        decide about a clip's coefficients or about a step, on the device with the given index
+//   update               takes one set of coefficients and writes one row of sums for each entry
+// A `Memory` is a new tensor: constructed from sizes, dtype and device index; has data().
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 
 namespace gradstat {
 
-// Whether two entries with elements have the same address. A hash table, for this runs on every clip.
+// Whether two nonempty entries have the same address. Uses a flat hash table, as this runs on every clip.
 inline bool has_repeated(const std::vector<Entry>& entries) {
   int bits = 4;
   while ((size_t{1} << bits) < 2 * entries.size()) ++bits;
@@ -41,8 +41,8 @@ inline bool has_repeated(const std::vector<Entry>& entries) {
   return false;
 }
 
-// Leaves in `entries` only the first of those with the same address, and returns the others: each list as long
-// as before, with empty entries for what is in the other one, so that an entry keeps its number.
+// Keeps the first entry of each address in `entries` and returns the others. Both lists have the original
+// length, with empty entries in place of those in the other list, so that an entry keeps its index.
 inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
   std::unordered_set<const void*> seen;
   std::vector<Entry> repeated = entries;
@@ -53,8 +53,8 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
   return repeated;
 }
 
-// A tensor listed twice is scaled twice, as torch does: one pass for each time, as kernels work on all
-// entries of a pass at once. For `follows_measure` see above.
+// A tensor listed twice is scaled twice, as torch does. Each repetition takes a pass of its own, as a kernel
+// works on all entries of a pass at once. `follows_measure` as for Device::scale.
 template <class Device>
 void scale_list(const TensorList& list, const Coefficients& coefficients, bool follows_measure) {
   if (Device::are_known_to_be_one(coefficients)) return;
@@ -83,7 +83,7 @@ struct Operations {
     return table;
   }
 
-  // `numbers`: coefficient and norm as float64; the verdict is that of entry.h.
+  // `numbers`: coefficient and norm as float64. `verdict` as in entry.h.
   struct Step {
     Memory table, norm, numbers, verdict;
   };
@@ -97,7 +97,7 @@ struct Operations {
     return {std::move(table), std::move(norm), std::move(numbers), std::move(verdict)};
   }
 
-  // `memory` begins with the coefficient; behind it are the rows, which nobody will see.
+  // `memory` holds the coefficient, followed by the rows, which are not used any more.
   struct Norm {
     Memory norm, memory;
   };
@@ -119,7 +119,7 @@ struct Operations {
     return table;
   }
 
-  // `request` lacks nothing but where the verdict goes.
+  // `request` is complete except for `out`.
   static Memory guard(GuardRequest request, int32_t device) {
     Memory verdict({kGuardVerdict}, DType::kFloat32, device);
     request.out = static_cast<float*>(verdict.data());
@@ -146,7 +146,7 @@ struct Operations {
   }
 };
 
-// Where `count` numbers lie, at least, of the tensor that operators call `what`.
+// The data of a tensor with exactly `count` numbers; errors call the tensor `what`.
 template <class Number>
 Number* numbers_in(const Tensor& numbers, int64_t count, const char* what) {
   const auto [type, name] = std::is_same_v<Number, double>  ? std::pair{aoti_torch_dtype_float64(), "float64"}
@@ -160,7 +160,7 @@ Number* numbers_in(const Tensor& numbers, int64_t count, const char* what) {
   return static_cast<Number*>(numbers.data_ptr());
 }
 
-// Where the `count` numbers lie that come along with `list`.
+// The data of a tensor with `count` numbers that accompanies `list` and must be on its device.
 template <class Number>
 Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list) {
   STD_TORCH_CHECK(list.size() == 0 || numbers.get_device_index() == list.device_index(),
@@ -168,7 +168,7 @@ Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list)
   return numbers_in<Number>(numbers, count, "what comes with the tensors");
 }
 
-// The operators as torch's dispatcher calls them, with the schemas of ops.cpp.
+// The operators as called by torch's dispatcher, with the schemas of ops.cpp.
 template <class Device>
 struct Ops {
   struct Memory {
@@ -234,7 +234,7 @@ struct Ops {
     scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list), 1}, false);
   }
 
-  // Throws unless all that is there lies where a `state` does, on this type of device.
+  // Throws unless `state` and all tensors that are not null are on the same device, of this type.
   static void require_together(const Tensor& state, std::initializer_list<const Tensor*> tensors) {
     for (const Tensor* tensor : tensors) {
       if (tensor == nullptr) continue;
@@ -245,7 +245,7 @@ struct Ops {
     }
   }
 
-  // `measured`: the norm, 0-d, or the rows of tensors or units.
+  // `measured`: the norm as a 0-d tensor, or the rows of tensors or units.
   static Tensor decide_clip_(int64_t rule, const std::vector<double>& options, Tensor state, int64_t window,
                              const Tensor& measured, const std::optional<Tensor>& weights,
                              const std::optional<Tensor>& factor, const std::optional<Tensor>& skip) {
@@ -301,7 +301,7 @@ struct Ops {
     return Bodies::guard(request, state.get_device_index()).tensor;
   }
 
-  // Where one number of any real type lies, and which type that is.
+  // The address of a single number of any real type, and its type.
   static const void* number_of(const Tensor& tensor, DType& dtype) {
     int32_t code = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
@@ -313,7 +313,7 @@ struct Ops {
     return tensor.data_ptr();
   }
 
-  // scale_ and check in one pass. A tensor listed twice is scaled twice before either is measured.
+  // scale_ and check in one pass. A tensor listed twice is scaled twice before it is measured.
   static std::tuple<Tensor, int64_t> unscale_(const Tensors& tensors, const Tensor& factor) {
     const TensorList list = tensors_of(tensors);
     const float* by = numbers_of<float>(factor, 1, list);

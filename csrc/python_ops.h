@@ -1,7 +1,7 @@
-// The operators as plain functions of a Python extension module, for lists of ordinary tensors: the way that
-// `check` and `clip_grad_norm_` take on every step. torch's dispatcher needs about 0.3 us for each tensor of a
-// list; asking the tensor itself, through DLPack's C exchange interface, takes a tenth of that. Where something
-// is not ordinary the functions here return None and have done nothing.
+// The operators as functions of a Python extension module, for lists of ordinary tensors: the path of `check`
+// and `clip_grad_norm_` on every step. torch's dispatcher takes about 0.3 us per tensor of a list; reading the
+// tensor through DLPack's C exchange interface takes a tenth of that. For any tensor that is not ordinary these
+// functions do nothing and return None.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -40,19 +40,19 @@ class Ref {
   PyObject* object_;
 };
 
-// Python's error indicator is set.
+// Thrown when Python's error indicator is set.
 struct PythonError {};
 
-// A new reference, as Python's functions return them.
+// Takes ownership of a new reference, as returned by Python's functions; null becomes PythonError.
 inline Ref owned(PyObject* object) {
   if (object == nullptr) throw PythonError();
   return Ref(object);
 }
 
-// This way is not for what was asked, and nothing has been done.
+// Thrown when this path does not support the arguments; nothing has been done then.
 struct NotOrdinary {};
 
-// A C++ exception may not leave a function that Python calls.
+// Turns C++ exceptions into Python's: none may leave a function that Python calls.
 template <class Body>
 PyObject* guarded(const Body& body) {
   try {
@@ -66,9 +66,9 @@ PyObject* guarded(const Body& body) {
   return nullptr;
 }
 
-// Lets other threads run Python meanwhile. If the interpreter ends in that time, up to Python 3.13 asking a
-// daemon thread for the lock unwinds its stack, whose destructors need the lock. So the thread stays here, as
-// Python has it stay itself since 3.14.
+// Releases the GIL while in scope. If the interpreter is finalized in the meantime, up to Python 3.13
+// reacquiring the GIL in a daemon thread unwinds the stack, whose destructors need the GIL. Hence the thread
+// blocks here, which is what Python itself does since 3.14.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -86,7 +86,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// What torch gave us to look at tensors with. Set once, by use_exchange.
+// torch's types, methods and DLPack interface, as passed to use_exchange.
 struct Exchange {
   const DLPackExchangeAPI* api = nullptr;
   PyObject* tensor_type = nullptr;
@@ -94,8 +94,8 @@ struct Exchange {
   PyObject* is_conj = nullptr;
   PyObject* is_neg = nullptr;
   PyObject* is_sparse = nullptr;
-  // Asking DLPack for a sparse tensor raises an error that takes torch half a millisecond to describe. Where
-  // that has happened once it will again, and asking first costs 0.1 us for each tensor.
+  // DLPack raises an error for a sparse tensor, whose message takes torch half a millisecond to build. Once
+  // that has happened, tensors are asked first, at 0.1 us each.
   bool ask_for_sparse = false;
 };
 
@@ -104,8 +104,8 @@ inline Exchange& exchange() {
   return instance;
 }
 
-// use_exchange(capsule, Tensor, Parameter, is_conj, is_neg, is_sparse) -> bool: whether the interface has
-// what is needed.
+// use_exchange(capsule, Tensor, Parameter, is_conj, is_neg, is_sparse) -> bool: whether this version of the
+// interface is supported.
 inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
   PyObject* capsule = nullptr;
   Exchange given;
@@ -134,8 +134,8 @@ inline ElementType element_of(DLDataType type) {
   throw NotOrdinary();
 }
 
-// New memory from torch's allocator, on its way to becoming a tensor or to being given back. Throws NotOrdinary
-// if torch makes something else of new tensors now: inside of torch.func transforms and of FakeTensorMode.
+// New memory from torch's allocator, which becomes a Python tensor or is freed. Throws NotOrdinary if torch
+// currently wraps new tensors: in torch.func transforms and in FakeTensorMode.
 template <class Device>
 class NewTensor {
  public:
@@ -145,7 +145,7 @@ class NewTensor {
     prototype.ndim = static_cast<int32_t>(sizes.size());
     prototype.dtype = {known_type(dtype).code, known_type(dtype).bits, 1};
     prototype.shape = const_cast<int64_t*>(sizes.begin());
-    // If memory is short, the general way will say so.
+    // On out-of-memory, fall back to the dispatcher, which reports it.
     const auto ignore_error = [](void*, const char*, const char*) {};
     if (exchange().api->managed_tensor_allocator(&prototype, &tensor_, nullptr, ignore_error) != 0) {
       throw NotOrdinary();
@@ -180,7 +180,7 @@ inline bool is_true_of(PyObject* method, PyObject* tensor) {
   return owned(PyObject_CallFunctionObjArgs(method, tensor, nullptr)).get() == Py_True;
 }
 
-// A plain tensor or parameter with memory on such a device, and its type, which is not looked at.
+// A plain tensor or parameter with memory on a device of this type, and its dtype, which is not checked.
 inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (type != exchange().tensor_type && type != exchange().parameter_type) throw NotOrdinary();
@@ -200,19 +200,19 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
   view.sizes = dl.shape;
   view.strides = dl.strides;
   view.device_index = dl.device.device_id;
-  // torch's zeros that take no memory, and storage that was freed, into which a view may point with an offset.
-  // No program is given memory so low.
+  // ZeroTensors, which have no memory, and views at an offset into storage that was freed. No process is given
+  // addresses this low.
   constexpr uintptr_t kLowest = 1 << 22;
   if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) throw NotOrdinary();
-  // DLPack does not tell lazily conjugated and negated tensors. Real ones are negated as the imaginary part of
-  // a conjugate, every other number of an array of complex ones, so only one of a single element is dense.
+  // DLPack does not report lazily conjugated or negated tensors. A real tensor is lazily negated only as the
+  // imaginary part of a conjugate: its elements are not adjacent then, and it is dense only with one element.
   const bool is_pair = dl.dtype.code == kDLComplex;
   if (is_pair && is_true_of(exchange().is_conj, tensor)) throw NotOrdinary();
   if ((is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) throw NotOrdinary();
   return {view, dl.dtype};
 }
 
-// A device that lets other threads run Python while it works.
+// A device that releases the GIL while it works.
 template <class Device>
 struct Unlocked : Device {
   static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
@@ -235,7 +235,7 @@ template <class Device>
 struct PythonOps {
   using Bodies = Operations<Unlocked<Device>, NewTensor<Device>>;
 
-  // A list that can be read as it is, and references that keep its tensors alive while others may run.
+  // A list that can be read in place, and references that keep its tensors alive while the GIL is released.
   struct Direct {
     Ref held;
     TensorList list;
@@ -254,7 +254,7 @@ struct PythonOps {
     return direct;
   }
 
-  // Calls body(list) with a list of tensors, the first argument; `format` is that of all, which go to `others`.
+  // Calls body(list) with the tensors of the first argument; the rest of `format` is parsed into `others`.
   template <class Body, class... Others>
   static PyObject* with_list(const Body& body, PyObject* arguments, const char* format, Others*... others) {
     PyObject* tensors = nullptr;
@@ -270,7 +270,7 @@ struct PythonOps {
     });
   }
 
-  // unscale_(tensors, factor) -> (table, signature) | None. A tensor listed twice is not ordinary here.
+  // unscale_(tensors, factor) -> (table, signature) | None, the latter also if a tensor is listed twice.
   static PyObject* unscale_(PyObject*, PyObject* arguments) {
     PyObject* factor = nullptr;
     const auto body = [&](const TensorList& list) {
@@ -289,7 +289,7 @@ struct PythonOps {
     return with_list(body, arguments, "Odd", &max_norm, &norm_type);
   }
 
-  // measure(tensors, max_norm, norm_type) -> (norm, memory that begins with the coefficient) | None
+  // measure(tensors, max_norm, norm_type) -> (norm, memory that starts with the coefficient) | None
   static PyObject* measure(PyObject*, PyObject* arguments) {
     double max_norm = 0, norm_type = 0;
     const auto body = [&](const TensorList& list) {
@@ -361,7 +361,7 @@ struct PythonOps {
     });
   }
 
-  // scale_(tensors, memory that begins with the coefficient) -> True | None
+  // scale_(tensors, memory that starts with the coefficient) -> True | None
   static PyObject* scale_(PyObject*, PyObject* arguments) { return scaled(arguments, 0); }
 
   // scale_each_(tensors, coefficients) -> True | None
@@ -379,7 +379,7 @@ struct PythonOps {
     return with_list(body, arguments, "OO", &coefficients);
   }
 
-  // Where so many numbers lie, in order and on that device.
+  // The data of a contiguous tensor with `count` numbers on the given device.
   static constexpr int64_t kAtLeastOne = -1;
   template <class Number>
   static Number* numbers_of(PyObject* tensor, int64_t count, int32_t device_index) {
@@ -393,7 +393,7 @@ struct PythonOps {
     return static_cast<Number*>(view.data);
   }
 
-  // Where one real number lies, of a type that is told, on that device; null for None.
+  // The data of a tensor with one real number on the given device, and its dtype; null for None.
   static const void* number_of(PyObject* tensor, DType& dtype, int32_t device_index) {
     if (tensor == Py_None) return nullptr;
     const auto [view, type] = ordinary_view(tensor, Device::kDLPackType);
@@ -410,7 +410,7 @@ struct PythonOps {
 
 inline PyObject* fingerprint(PyObject*, PyObject*) { return PyUnicode_FromString(GRADSTAT_FINGERPRINT); }
 
-// The extension module of a device: the functions that both have, and its `own`.
+// Creates the extension module of a device: functions that all devices have, and its `own`.
 template <class Device>
 PyObject* make_module(const char* name, PyMethodDef* own) {
   using Methods = PythonOps<Device>;

@@ -18,8 +18,8 @@ void launch_scale(const std::vector<Entry>& entries, const Coefficients& coeffic
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const Partition partition = partition_for(entries, device);
   const ScaleArguments arguments{partition, coefficients};
-  // Not in graphs, which older drivers and tools read without knowing such dependencies; and not behind the
-  // upload of a table, which is no kernel.
+  // No overlap in captured graphs, whose programmatic dependencies older drivers and tools do not support, nor
+  // after the upload of a table, which is not a kernel.
 #if defined(GRADSTAT_WITHOUT_OVERLAP)  // benchmarks/gpu_variants.py
   follows_stats = false;
 #endif

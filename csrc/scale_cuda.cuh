@@ -1,8 +1,8 @@
-// The scale kernel: multiplies many tensors of any types and sizes in place by one number on the device, or by
-// one for each.
+// The scale kernel: multiplies tensors of any dtypes and sizes in place, by one coefficient on the device or by
+// one for each tensor.
 //
-// Blocks take the same ranges of tiles as in the statistics kernel but walk them backwards, so that the first
-// reads meet what that kernel read last and the second-level cache still holds.
+// Blocks take the same ranges of tiles as in the statistics kernel but process them backwards, so that the
+// first reads hit what that kernel read last, which is still in L2.
 #pragma once
 
 #include "multiply.cuh"
@@ -14,7 +14,7 @@ struct ScaleArguments {
   Coefficients coefficients;
 };
 
-// The vectors of tiles [begin, end) of a tensor, the last tile first.
+// Scales the vectors of tiles [begin, end) of a tensor, last tile first.
 template <class Type>
 GRADSTAT_DEVICE void scale_tiles(uint4* vectors, int64_t count, uint32_t begin, uint32_t end, uint32_t thread,
                                  const Multiplier& by) {
@@ -34,7 +34,7 @@ GRADSTAT_DEVICE void scale_tiles(uint4* vectors, int64_t count, uint32_t begin, 
   }
 }
 
-// The values before the first and behind the last vector.
+// Scales the values before the first and after the last vector.
 GRADSTAT_DEVICE void scale_edges(const Place& place, const Extent& extent, uint32_t thread,
                                  const Multiplier& by) {
   const int64_t per_element = place.is_pair ? 2 : 1;
@@ -70,7 +70,7 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
   DType of_products = DType::kFloat32;  // none
   for (int32_t tensor = table.first_tensors[range + 1]; tensor >= 0; --tensor) {
     const uint32_t first = table.first_tiles[tensor];
-    if (first >= end) continue;  // where the next range begins
+    if (first >= end) continue;  // first tensor of the next range
     const uint32_t last = table.first_tiles[tensor + 1];
     if (last <= begin) return;
     if (is_one_each) {
@@ -87,7 +87,7 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
       __syncthreads();
     }
     const Extent extent = place.extent();
-    // Each tensor begins with another warp, so that those of a few vectors are read side by side.
+    // Rotates the warps from tensor to tensor, so that tensors of few vectors are read in parallel.
     const uint32_t thread = (threadIdx.x + 32 * static_cast<uint32_t>(tensor)) % kThreads;
     scale_tiles_of(place, extent, first < begin ? begin - first : 0, (last < end ? last : end) - first, thread,
                    by);
@@ -97,7 +97,8 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
 
 template <class Table>
 GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& arguments, uint8_t* products) {
-  // Every block, whatever it will do: were this kernel to end first, the next one would not wait either.
+  // In every block, even if it does nothing: if this kernel finished before the previous one, a later one could
+  // start too early.
   wait_for_previous_kernel();
   const bool is_one_each = arguments.coefficients.stride != 0;
   const double coefficient = arguments.coefficients.of(0);

@@ -1,4 +1,4 @@
-// torch's stable interface: a TensorList from the tensors of an operator's arguments, and new tensors.
+// Access through torch's stable interface: a TensorList from an operator's arguments, and new tensors.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -6,8 +6,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
-// DLPack's header is plain C and versioned by itself. torch ships it in a folder that it closes to users of the
-// stable interface as a whole.
+// DLPack's header is plain C with its own versioning, but torch ships it in a folder that it closes entirely to
+// users of the stable interface.
 #pragma push_macro("TORCH_TARGET_VERSION")
 #undef TORCH_TARGET_VERSION
 #include <ATen/dlpack.h>
@@ -23,8 +23,8 @@ namespace gradstat {
 
 using torch::stable::Tensor;
 
-// The types that the kernels read, as torch and as DLPack know them. torch's numbers are asked for, not
-// assumed: they are not part of the stable interface..
+// The dtypes that kernels read, with torch's and DLPack's codes. torch's codes are queried at run time, as they
+// are not part of the stable interface.
 struct KnownType {
   ElementType element;
   uint8_t code, bits;
@@ -44,7 +44,7 @@ constexpr KnownType kKnownTypes[] = {
     {{DType::kFloat8E5M2FNUZ, false}, kDLFloat8_e5m2fnuz, 8, aoti_torch_dtype_float8_e5m2fnuz},
 };
 
-// A real type; they stand before the complex ones made of them.
+// The real type `dtype`; real types come before the complex types of the same dtype.
 inline const KnownType& known_type(DType dtype) {
   const KnownType* type = kKnownTypes;
   while (type->element.dtype != dtype) ++type;

@@ -1,6 +1,6 @@
-// The statistic itself: what a row means, how rows merge, how one element is lifted into a row (lift.h), and
-// what is derived from a row. Plain C++ for host and device alike, no tensors and no traversal, so that the
-// CPU and the CUDA code cannot disagree about meaning. The columns come from gradstat/_fields.py.
+// The definition of the statistics: what a row means, how rows merge, how one element is lifted into a row
+// (lift.h), and which values are derived from a row. Plain C++ without tensors or loops over memory, shared by
+// host and device, so that the CPU and CUDA code agree. The columns come from gradstat/_fields.py.
 #pragma once
 
 #include <cmath>
@@ -45,7 +45,7 @@ GRADSTAT_HD int32_t size_of(DType dtype) {
 
 constexpr double kInf = HUGE_VAL;
 
-// Every field of a row is a double, in the order of a table's columns: a Row is a table's row, bit for bit.
+// All fields are doubles in the order of the table's columns, so a Row has the memory layout of a table row.
 struct Row {
 #define GRADSTAT_FIELD(name, merge) double name;
 #include "stat_fields.def"
@@ -78,7 +78,7 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other) {
 #include "stat_fields.def"
 }
 
-// The same, of as many such rows.
+// Merges `times` rows that are all equal to `other`.
 GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
 #define GRADSTAT_FIELD(name, how) into.name = merge::how(into.name, merge::repeated_##how(other.name, times));
 #include "stat_fields.def"
@@ -86,9 +86,9 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
 
 #include "lift.h"
 
-// Derived -----------------------------------------------------------------------------------------------
+// Derived values ----------------------------------------------------------------------------------------
 
-// L2 norm of the finite elements; the same combination as l2_norm in gradstat/_fields.py.
+// L2 norm of the finite elements, combined as by l2_norm in gradstat/_fields.py.
 GRADSTAT_HD double l2_norm(const Row& row) {
   if (row.sq_sum_large > 0) {
     return sqrt(row.sq_sum_large + row.sq_sum * GRADSTAT_LARGE_SCALE * GRADSTAT_LARGE_SCALE) /
@@ -100,18 +100,18 @@ GRADSTAT_HD double l2_norm(const Row& row) {
   return sqrt(row.sq_sum_small) / GRADSTAT_SMALL_SCALE;
 }
 
-// Largest magnitude of a finite element, 0 when there is none.
+// Largest magnitude among the finite elements, 0 if there are none.
 GRADSTAT_HD double max_abs(const Row& row) { return merge::max(0.0, merge::max(row.max, -row.min)); }
 
-// The norms clipping needs from a row: 2 and infinity, NaN or Inf when an element is, as torch reports.
+// The L2 or infinity norm as torch reports it: NaN if any element is NaN, else Inf if any is infinite.
 GRADSTAT_HD double reported_norm(const Row& row, bool infinity_norm) {
   if (row.nan_count > 0) return NAN;
   if (row.inf_count > 0) return kInf;
   return infinity_norm ? max_abs(row) : l2_norm(row);
 }
 
-// What gradients are multiplied by: min(1, max_norm / (norm + 1e-6)), torch's formula including its
-// constant (torch/nn/utils/clip_grad.py). NaN propagates. An infinite max_norm only measures.
+// The factor that clips gradients: min(1, max_norm / (norm + 1e-6)), torch's formula and constant
+// (torch/nn/utils/clip_grad.py). NaN propagates. An infinite max_norm means: measure, do not clip.
 GRADSTAT_HD double clip_coefficient(double norm, double max_norm) {
   if (max_norm == kInf) return 1.0;
   const double coefficient = max_norm / (norm + 1e-6);
@@ -133,8 +133,8 @@ GRADSTAT_HD uint32_t float_to_bits(float value) { return bitcast<uint32_t>(value
 
 GRADSTAT_HD float bfloat16_to_float(uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
 
-// Exponent and mantissa moved into a float32 and rescaled, which turns subnormals into normal numbers;
-// the top exponent then needs its meaning back.
+// Places exponent and mantissa in a float32 and rescales, which normalizes subnormals. Inf and NaN, which have
+// the largest exponent, are handled first.
 GRADSTAT_HD float half_to_float(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
@@ -142,7 +142,7 @@ GRADSTAT_HD float half_to_float(uint16_t bits) {
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p+112f));
 }
 
-// An 8-bit float with `mantissa` mantissa bits and exponent bias `bias`, before special values.
+// The magnitude of an 8-bit float with the given mantissa width and exponent bias, special values aside.
 GRADSTAT_HD float float8_magnitude(uint32_t magnitude, int mantissa, int bias) {
   const float scale = bits_to_float(static_cast<uint32_t>(127 + 127 - bias) << 23);  // 2^(127 - bias)
   return bits_to_float(magnitude << (23 - mantissa)) * scale;
@@ -172,7 +172,7 @@ GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
   return negative ? -value : value;
 }
 
-// Narrowing, to nearest even ----------------------------------------------------------------------------
+// Narrowing, round to nearest even ----------------------------------------------------------------------
 
 // Two floats as a pair of bfloat16, `low` in the low half.
 GRADSTAT_HD uint32_t to_bfloat16_pair(float low, float high) {
@@ -190,11 +190,11 @@ GRADSTAT_HD uint32_t to_bfloat16_pair(float low, float high) {
 #endif
 }
 
-// Any binary format narrower than float32, without sign: the bits of the magnitude, which may have reached
-// or passed the largest exponent. `bits` must not be NaN.
+// The magnitude bits of a finite or infinite float32, without sign, in any narrower binary format. The result
+// may reach or exceed the largest exponent of that format. `bits` must not be NaN.
 GRADSTAT_HD uint32_t narrow_magnitude(uint32_t bits, int mantissa, int bias) {
-  // Below the smallest normal number the spacing is fixed: adding a number whose last place is that spacing
-  // rounds. Above, the bits themselves are rounded and the exponent is moved.
+  // Below the smallest normal number the spacing is constant: adding a number whose last bit has that spacing
+  // rounds to it. Above, the bits are rounded as an integer and the exponent is rebiased.
   const int drop = 23 - mantissa;
   const uint32_t smallest_normal = static_cast<uint32_t>(127 + 1 - bias) << 23;
   if (bits < smallest_normal) {
@@ -222,8 +222,8 @@ GRADSTAT_HD uint32_t to_half_pair(float low, float high) {
 #endif
 }
 
-// The 8-bit formats round like torch's (2.13): past the largest value to infinity where there is one, else to
-// the largest (e4m3fn) or to NaN (the two without negative zero).
+// Rounds to 8 bits as torch 2.13 does. Values beyond the largest become infinity where the format has one,
+// otherwise the largest value (e4m3fn) or NaN (the fnuz formats).
 GRADSTAT_HD uint8_t to_float8(float x, DType dtype) {
   const uint32_t sign = (float_to_bits(x) >> 24) & 0x80u;
   const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
@@ -241,7 +241,7 @@ GRADSTAT_HD uint8_t to_float8(float x, DType dtype) {
   return static_cast<uint8_t>(magnitude == 0 ? 0 : sign | magnitude);
 }
 
-// One value of any type.
+// Reads one value of any real type.
 GRADSTAT_HD double value_at(uint64_t address, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kFloat32:
@@ -257,7 +257,7 @@ GRADSTAT_HD double value_at(uint64_t address, DType dtype, int64_t index) {
   }
 }
 
-// Writes `value` as one element of a real type.
+// Writes `value` as one element of any real type.
 GRADSTAT_HD void write_value(void* out, DType dtype, double value) {
   const auto narrow = static_cast<float>(value);
   switch (dtype) {

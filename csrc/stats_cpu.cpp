@@ -1,5 +1,5 @@
-// The CPU backend: splits tensors into chunks, deals them to torch's threads, merges in a fixed order, and
-// picks the inner loops for the machine it runs on.
+// The CPU backend: splits tensors into chunks, distributes them over torch's threads, merges in a fixed order,
+// and selects the inner loops for the processor at run time.
 #include "stats_cpu.h"
 
 #include <pthread.h>
@@ -28,22 +28,22 @@
 namespace gradstat {
 namespace {
 
-// Bytes per block of the fast loop: well inside the first-level cache, for the rare second reading.
+// Bytes per block of the fast loop, small enough to stay in L1 for the rare second read.
 constexpr int64_t kBlockBytes = 8192;
-// Float8 elements for which a histogram takes longer than a lookup for each.
+// Up to this many float8 elements a lookup per element is faster than a histogram.
 constexpr int64_t kFewFloat8 = 256;
-// Values per chunk: the unit of parallel work, and, since merging follows chunks, of reproducibility.
+// Values per chunk: the unit of parallel work, and the unit of merging, which makes results reproducible.
 constexpr int64_t kChunk = 65536;
-// Bytes of work dealt out at a time, and bytes below which one thread does it all: it takes 40 us then, about
-// as long as waking another takes when the machine has something else to do as well.
+// Bytes of work per task, and the total in bytes below which a single thread does everything. That takes 40 us,
+// about as long as waking a second thread on a machine with other load.
 constexpr int64_t kTaskBytes = 256 * 1024;
 constexpr int64_t kParallelBytes = 1024 * 1024;
-// What a tensor costs besides its bytes, in bytes that could be read meanwhile.
+// The fixed cost of a tensor, as the number of bytes that could be read in that time.
 constexpr int64_t kTensorBytes = 512;
 
-// How many bytes ahead of the arithmetic memory is asked for: by what reads one tensor, and by updates, which
-// read several side by side. On AMD's family 25 (measured: Zen 4) more than the next lines is in the way of its
-// own prefetchers, and anything is for updates; its family 26 (Zen 5) is like Intel's.
+// Prefetch distance in bytes, for loops over one tensor and for updates, which read several tensors side by
+// side. On AMD family 25 (measured: Zen 4) prefetching more than the next lines disturbs the hardware
+// prefetchers, and in updates any does. Family 26 (Zen 5) behaves like Intel's processors.
 struct Prefetch {
   int64_t of_one, of_several;
 };
@@ -58,7 +58,7 @@ Prefetch choose_prefetch() {
 }
 const Prefetch ahead = choose_prefetch();
 
-// What each code of a float8 type stands for.
+// The value of each code of a float8 type.
 struct Float8Values {
   float value[256];
 
@@ -76,8 +76,8 @@ const Float8Values& float8_values(DType dtype) {
   return values[static_cast<int>(dtype) - static_cast<int>(DType::kFloat8E4M3FN)];
 }
 
-// Exactly: there are only 256 different elements, so a histogram holds everything but positions. There are
-// several, as equal elements in a row would wait for each other's counts.
+// Exact: with only 256 codes, a histogram contains everything except positions. Several histograms are used, as
+// increments of the same counter by adjacent equal elements would depend on each other.
 void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
   const auto* p = static_cast<const uint8_t*>(entry.data) + first;
   const auto& values = float8_values(entry.dtype).value;
@@ -99,7 +99,7 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
     for (const auto& histogram : histograms) times += histogram[code];
     if (times == 0) continue;
     Row one = identity_row();
-    lift(one, values[code], kInf);  // where it is follows
+    lift(one, values[code], kInf);  // the position is found below
     merge_into(row, one, times);
   }
   if (row.nan_count + row.inf_count > bad_before) {
@@ -161,11 +161,11 @@ struct Kernels {
 Kernels choose_kernels() {
   std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale, baseline::read_update}};
 #if defined(__x86_64__)
-  // Every processor with AVX2 has F16C, about which not every compiler can ask.
+  // Every processor with AVX2 also has F16C, which not all compilers can query.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     supported.push_back({"avx2", avx2::read, avx2::scale, avx2::read_update});
-    // The processors with VBMI2 (Ice Lake, Zen 4 and later) have VNNI as well and do not slow down for vectors
-    // of 64 bytes; those before do.
+    // Processors with VBMI2 (Ice Lake, Zen 4 and later) also have VNNI and keep their frequency with 64-byte
+    // vectors; earlier ones do not.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
@@ -190,8 +190,8 @@ const Kernels& kernels() {
   return chosen;
 }
 
-// Threads do not survive a fork, and a pool of them waits for its lost ones forever. A process that was forked
-// from one that had several, as far as the system tells, therefore works with one.
+// Threads do not survive a fork, and the child's thread pool would wait for them forever. A process forked from
+// one with several threads, as far as the system tells, therefore uses one thread.
 class ForkedFromThreads {
  public:
   static bool value() { return here_; }
@@ -199,7 +199,7 @@ class ForkedFromThreads {
  private:
   static void before_fork() {
     struct stat tasks;
-    // A folder has two links, and one for each folder in it.
+    // A directory has two links plus one per subdirectory.
     in_child_ = stat("/proc/self/task", &tasks) != 0 || tasks.st_nlink > 3;
   }
 
@@ -207,11 +207,11 @@ class ForkedFromThreads {
   static inline const int registered_ = pthread_atfork(before_fork, nullptr, [] { here_ |= in_child_; });
 };
 
-// The chunks of all tensors in order, dealt out in tasks of about equal cost. Where chunks begin depends on the
-// tensors alone, never on the number of threads. A tensor of several chunks has a slot for each, in order.
+// The chunks of all tensors in order, split into tasks of about equal cost. Chunk boundaries depend only on the
+// tensors, never on the number of threads. A tensor of several chunks has a slot for each, in order.
 class Work {
  public:
-  // `times`: how many entries like these are read beside them.
+  // `times`: number of equally large operands that are read together.
   explicit Work(const std::vector<Entry>& entries, int64_t times = 1) : entries_(entries) {
     int64_t total = 0;
     for (const Entry& entry : entries) total += kTensorBytes + entry.values() * size_of(entry.dtype);
@@ -251,7 +251,7 @@ class Work {
  private:
   struct Place {
     size_t tensor;
-    int64_t first;  // value number within the tensor
+    int64_t first;  // index of the chunk's first value in the tensor
     size_t slot;
 
     bool operator!=(const Place& other) const { return tensor != other.tensor || first != other.first; }

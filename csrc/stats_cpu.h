@@ -1,4 +1,4 @@
-// The CPU traversals: rows of many tensors, and scaling of many tensors.
+// The CPU loops over tensors: rows, scaling, and update sums.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@
 
 namespace gradstat {
 
-// Fills table[i] with the row of entries[i] and returns the merge of them all. Parallel; the result does
-// not depend on the number of threads. Elements are multiplied by `factor` in place first, unless it is 1; the
-// rows are those of the products, with the same bits as if they had been read later.
+// Fills table[i] with the row of entries[i] and returns all rows merged. Parallel; the result does not depend
+// on the number of threads. Elements are first multiplied by `factor` in place, unless it is 1; the rows are
+// bitwise those of the products read back.
 Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0);
 
-// Multiplies every element of an entry by its coefficient, in float32 for types narrower than that. Entries
-// with a coefficient of exactly 1 are not touched.
+// Multiplies the elements of each entry by its coefficient, in float32 for types narrower than that. Entries
+// whose coefficient is exactly 1 are not touched.
 void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficients);
 
-// Fills table[i] with the sums of entries[i], by its coefficients; as rows_cpu otherwise.
+// Fills table[i] with the update sums of entries[i] under coefficients[i]. Otherwise like rows_cpu.
 void update_cpu(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
                 UpdateSums<double>* table);
 

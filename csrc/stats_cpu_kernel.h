@@ -1,18 +1,19 @@
-// The CPU inner loops, for one instruction set. Included once per set by stats_cpu.cpp, which defines
-//   GRADSTAT_NAMESPACE       a namespace of its own for each set
+// The CPU inner loops for one instruction set. stats_cpu.cpp includes this file once per set and defines
+//   GRADSTAT_NAMESPACE       a separate namespace for each set
 //   GRADSTAT_VECTOR_BYTES    16, 32 or 64
-//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 AVX-512 F/BW/VL/DQ/VBMI/VNNI too
-// under the matching target pragma; undefined again at its end. Hence no include guard and no #include here.
+//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 also AVX-512 F/BW/VL/DQ/VBMI/VNNI
+// under the matching target pragma. They are undefined at the end. Hence no include guard and no #include.
 //
-// Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums
-// of squares and of values are formed in float32 over groups, as balanced trees, and each group is promoted
-// to float64. At most three roundings reach any term, so the norm is off by 9e-8 at most, for any input:
+// Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums of
+// values and of squares are formed in float32 over small groups, as balanced trees, and each group is promoted
+// to float64. Each term is rounded at most three times, so the norm's relative error is at most 9e-8 for any
+// input:
 //   float32             groups of four squares per lane: the product, two additions
 //   bfloat16, float16   groups of eight, since their squares are exact in float32: three additions
 //   sums of values      groups of eight: three additions
-// Nothing in this fast loop looks for NaN, Inf, overflow or underflow: each of them shows in the block's sum
-// of squares, which then leaves Type::kSafeLow..kSafeHigh, and the block, still in cache, is read again
-// exactly. Where values are to be multiplied on the way, each block is just before it is read.
+// The fast loop does not test for NaN, Inf, overflow or underflow. Each of them moves the block's sum of
+// squares out of Type::kSafeLow..kSafeHigh, and such a block, still in cache, is read again exactly. If values
+// are to be multiplied, each block is scaled immediately before it is read.
 
 namespace GRADSTAT_NAMESPACE {
 
@@ -55,7 +56,7 @@ GRADSTAT_INLINE void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// The first `count` values of the vector at `p`, fewer than all, and `fill` in the place of the others.
+// Loads the first `count` values at `p`, fewer than a vector holds, and fills the remaining lanes with `fill`.
 template <class T>
 GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
   using V = Vector<T>;
@@ -82,7 +83,7 @@ GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
 #endif
 }
 
-// Asks for what will be read soon, so that memory is at work during the arithmetic. It may lie behind the end.
+// Prefetches what is read next, so that loads overlap with arithmetic. The address may be past the end.
 template <size_t kBytes>
 GRADSTAT_INLINE void prefetch(const void* p, int64_t bytes_ahead) {
   for (size_t byte = 0; byte < kBytes; byte += 64) {
@@ -90,7 +91,7 @@ GRADSTAT_INLINE void prefetch(const void* p, int64_t bytes_ahead) {
   }
 }
 
-// The few operations for which portable vectors compile to noticeably worse code.
+// Operations for which compilers generate noticeably worse code from portable vectors.
 #if GRADSTAT_X86_LEVEL >= 2
 #if GRADSTAT_X86_LEVEL == 4
 #define GRADSTAT_MM(operation) _mm512_##operation
@@ -101,7 +102,7 @@ GRADSTAT_INLINE void prefetch(const void* p, int64_t bytes_ahead) {
 #define GRADSTAT_UPPER_HALF(x) _mm256_extractf128_ps(x, 1)
 #define GRADSTAT_LOWER_HALF(x) _mm256_castps256_ps128(x)
 #endif
-using VBits = Vector<long long>;  // as intrinsics take integers of any width
+using VBits = Vector<long long>;  // integer intrinsics take this type for all lane widths
 using VHalfBits = Vector<long long, kVectorBytes / 2>;
 GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return GRADSTAT_MM(min_ps)(a, b); }
 GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return GRADSTAT_MM(max_ps)(a, b); }
@@ -187,15 +188,15 @@ GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
 #endif
 #endif
 
-// The two 32-bit halves of 64-bit lanes exchanged.
+// Swaps the two 32-bit halves of each 64-bit lane.
 GRADSTAT_INLINE VInt swap_pairs(VInt x) {
   using VUlong = Vector<uint64_t>;
   const VUlong both = bitcast<VUlong>(x);
   return bitcast<VInt>((both << 32) | (both >> 32));
 }
 
-// Adds to `count` the lanes of `x` without a bit of `mask`. AVX-512 counts outside of the vector units, which
-// have enough to do.
+// Adds to `count` the number of lanes of `x` in which no bit of `mask` is set. On AVX-512 the count is a
+// scalar, which relieves the vector units.
 #if GRADSTAT_X86_LEVEL == 4
 template <class Integer>
 using Counter = int64_t;
@@ -215,7 +216,7 @@ template <class V>
 GRADSTAT_INLINE V count_without(V count, V x, V mask) {
   return count - ((x & mask) == 0);
 }
-#if GRADSTAT_X86_LEVEL == 0  // without SSE4.1 there is no comparison of 64 bits
+#if GRADSTAT_X86_LEVEL == 0  // SSE2 has no 64-bit comparison
 GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
   const VInt none = bitcast<VInt>(x & mask) == 0;
   return count - bitcast<VLong>(none & swap_pairs(none));
@@ -223,7 +224,7 @@ GRADSTAT_INLINE VLong count_without(VLong count, VLong x, VLong mask) {
 #endif
 #endif
 
-// Lanes to one number by halves, always in the same order.
+// Reduces the lanes to one number by halves, in a fixed order.
 constexpr auto kAdd = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
 constexpr auto kMin = [](auto a, auto b) __attribute__((always_inline)) { return b < a ? b : a; };
 constexpr auto kMax = [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; };
@@ -246,7 +247,7 @@ GRADSTAT_INLINE T reduce(Vector<T, kBytes> x, Merge merge) {
 
 #include "lift.h"
 
-// Smallest and largest of floating lanes, as they are.
+// Minimum and maximum of floating-point lanes.
 template <class Type>
 struct FloatExtremes {
   using V = typename Type::V;
@@ -269,11 +270,11 @@ struct FloatExtremes {
   }
 };
 
-// Smallest and largest of floats of 8 or 16 bits, from their bits, more to a vector than when widened. As
-// signed integers floats from +0 up are in order and those from -0 down in reverse order, below all others;
-// as unsigned integers the latter come last. So the largest is the signed maximum, and the smallest the
-// unsigned one, unless all values have the same sign: then one of the two is the signed minimum, for which they
-// are read again.
+// Minimum and maximum of 8-bit or 16-bit floats, computed on their bits, which takes fewer vectors than widened
+// values. As signed integers, floats from +0 up are in order, and floats from -0 down are in reverse order and
+// below all others; as unsigned integers the negative ones come last, still in reverse order. So the maximum is
+// the signed maximum, and the minimum is the unsigned maximum, unless all values have the same sign: then one
+// of the two is the signed minimum, and the values are read again for it.
 template <class Type>
 struct BitExtremes {
   using Unsigned = typename Type::Storage;
@@ -306,7 +307,7 @@ struct BitExtremes {
   }
 };
 
-// Element types. V holds kValues values of them, widened; Bits are integer lanes of the same width as V's.
+// Element types. V holds kValues widened values; Bits has integer lanes of the same width as V's.
 struct Narrow {
   using V = VFloat;
   using Real = float;
@@ -315,8 +316,8 @@ struct Narrow {
   static constexpr int kValues = kLanes;
   static constexpr int kStep = 8 * kLanes;
   static constexpr int32_t kInfinity = 0x7f800000;
-  // A block's sum of squares is trusted in this range. Below it, squares that vanished (each under 2^-126, at
-  // most 4096 of them) could matter; above it, one may have overflowed.
+  // The range in which a block's sum of squares is trusted. Below it, underflowed squares (each under 2^-126,
+  // at most 4096 of them) could matter; above it, a square may have overflowed.
   static constexpr double kSafeLow = 0x1p-85;
   static constexpr double kSafeHigh = 0x1p+120;
   static constexpr bool kSquaresFitDouble = true;
@@ -339,7 +340,7 @@ struct Float32 : Narrow {
   static constexpr bool kGroupsOfEight = false;
   static constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   static GRADSTAT_INLINE VFloat load_vector(const float* p) { return load<VFloat>(p); }
-#if GRADSTAT_X86_LEVEL >= 2  // sums and extremes keep the adders of a Zen busier than its multipliers
+#if GRADSTAT_X86_LEVEL >= 2  // sums and extremes load the adders of Zen processors more than the multipliers
   static GRADSTAT_INLINE VDouble promote(VFloat x) {
     VDouble a, b;
     widen(x, a, b);
@@ -358,7 +359,7 @@ struct BFloat16 : Narrow {
   static GRADSTAT_INLINE VFloat load_vector(const uint16_t* p) {
     return bitcast<VFloat>(__builtin_convertvector(load<VHalfShort>(p), VUint) << 16);
   }
-  // The even and the odd elements: no widening, only a shift and a mask.
+  // The even and the odd elements, by a shift and a mask instead of widening.
   static GRADSTAT_INLINE void load_two(const uint16_t* p, VFloat& a, VFloat& b) {
     const VUint both = load<VUint>(p);
     a = bitcast<VFloat>(both << 16);
@@ -370,7 +371,7 @@ struct BFloat16 : Narrow {
   static float to_real(uint16_t x) { return bfloat16_to_float(x); }
 
  private:
-  // To nearest even in the upper half. A NaN stays one as long as its lower half is empty.
+  // Rounds to nearest even in the upper half. A NaN stays NaN provided its lower half is zero.
   static GRADSTAT_INLINE VUint rounded(VFloat x) {
     const VUint bits = bitcast<VUint>(x);
     return bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -398,7 +399,7 @@ struct Float64 {
   static constexpr int kStep = 8 * kValues;
   static constexpr int64_t kInfinity = 0x7ff0000000000000;
   static constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  // No element beyond GRADSTAT_LARGE, none that mattered below GRADSTAT_SMALL.
+  // In this range no element is above GRADSTAT_LARGE, and none below GRADSTAT_SMALL matters.
   static constexpr double kSafeLow = 0x1p-900;
   static constexpr double kSafeHigh = 0x1p+970;
   static constexpr bool kSquaresFitDouble = false;
@@ -411,7 +412,7 @@ struct Float64 {
   static double to_real(double x) { return x; }
 };
 
-// Two vectors of neighbouring values, in an order of the type's own.
+// Loads or stores two vectors of adjacent values; the type chooses which lane holds which value.
 template <class Type>
 GRADSTAT_INLINE void load_two(const typename Type::Storage* p, typename Type::V& a, typename Type::V& b) {
   if constexpr (std::is_same_v<Type, BFloat16>) {
@@ -431,7 +432,7 @@ GRADSTAT_INLINE void store_two(typename Type::Storage* p, typename Type::V a, ty
   }
 }
 
-// Values in a vector as they are stored: one vector of V, or two.
+// Number of stored values per vector; widened they take one V or two.
 template <class Type>
 constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(typename Type::Storage));
 
@@ -447,7 +448,7 @@ GRADSTAT_INLINE Sums<VDouble> sums_of_vector(const typename Type::Storage* p) {
   }
 }
 
-// One step of the fast loop.
+// The sums of one step of the fast loop.
 template <class Type>
 GRADSTAT_INLINE Sums<VDouble> sums_of_step(const typename Type::Storage* p) {
   typename Type::V x[8];
@@ -461,8 +462,8 @@ inline void add_to(Row& row, const Sums<VDouble>& sums) {
   sums.each(row, [](double& column, VDouble sum) { column += total(sum); });
 }
 
-// The zeros among elements of one or two parts, counted in integer lanes as wide as an element. There are no
-// lanes of 128 bits: two of 64 count each element then.
+// Counts elements that are zero, of one or two parts, in integer lanes as wide as an element. As there are no
+// 128-bit lanes, elements of that size are counted in two 64-bit lanes each.
 template <class Type, bool kPair>
 struct Zeros {
   static constexpr int kPartBits = 8 * sizeof(typename Type::Storage);
@@ -472,7 +473,7 @@ struct Zeros {
       std::conditional_t<kLaneBits == 16, int16_t, std::conditional_t<kLaneBits == 32, int32_t, int64_t>>;
   using V = Vector<Integer>;
   static_assert(kBlockBytes / 2 <= std::numeric_limits<Integer>::max(), "the count of a block fits a lane");
-  // Every bit but the sign of each part.
+  // All bits of an element except the sign bits of its parts.
   static constexpr uint64_t kPartMask = (uint64_t{1} << (kPartBits - 1)) - 1;
   static constexpr auto kMask =
       static_cast<Integer>(kLaneBits > kPartBits ? kPartMask << kPartBits % 64 | kPartMask : kPartMask);
@@ -497,7 +498,7 @@ struct Zeros {
   }
 };
 
-// What the fast loop accumulates of a block, lane by lane.
+// The accumulators of the fast loop for one block, per lane.
 template <class Type, bool kPair>
 struct Pass {
   using Storage = typename Type::Storage;
@@ -506,16 +507,16 @@ struct Pass {
   Sums<VDouble> sums;
   typename Type::Extremes extremes;
   Zeros<Type, kPair> zeros;
-  int64_t padding = 0;  // elements that were counted as zeros without being there
+  int64_t padding = 0;  // added elements that were counted as zeros
 
-  // One step.
+  // Adds one step.
   GRADSTAT_INLINE void add(const Storage* p) {
     sums = sums + sums_of_step<Type>(p);
     zeros.add(p);
     extremes.add(p);
   }
-  // The last values of a tensor, fewer than a step, vector by vector: zeros behind them leave sums alone, more
-  // of the same leave the extremes alone.
+  // Adds the last values of a tensor, less than a step, vector by vector. The last vector is padded with zeros
+  // for the sums and with copies of a value for the extremes, neither of which changes the result.
   GRADSTAT_INLINE void add_rest(const Storage* p, int64_t count) {
     for (; count >= kPerVector<Type>; p += kPerVector<Type>, count -= kPerVector<Type>) add_vector(p, p);
     if (count == 0) return;
@@ -525,7 +526,7 @@ struct Pass {
     add_vector(with_zeros, with_copies);
     padding += (kPerVector<Type> - count) / kPerElement;
   }
-  // Adds these values, `count` at `p`, to a row, unless they need an exact account; returns whether it did.
+  // Adds the `count` values at `p` to a row and returns true, or returns false if they must be read exactly.
   GRADSTAT_INLINE bool add_to(Row& row, const Storage* p, int64_t count) const {
     const double squares = total(sums.sq_sum);
     const int64_t zero_count = zeros.total() - padding;
@@ -546,7 +547,7 @@ struct Pass {
   }
 };
 
-// A block that a Pass could not account for: NaN and Inf set aside, every product and sum in float64.
+// Reads a block that a Pass could not handle: NaN and Inf are masked out, all products and sums are in float64.
 template <class Type, bool kPair>
 __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int64_t count, int64_t first,
                                             Row& row) {
@@ -579,7 +580,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   int64_t i = 0;
   for (; i + Type::kValues <= count; i += Type::kValues) add(p + i);
   const int64_t padding = (Type::kValues - (count - i)) % Type::kValues;
-  if (padding > 0) {  // NaN behind the last values are set aside like any other
+  if (padding > 0) {  // pads with NaN, which are masked out; the counts are corrected below
     typename Type::Storage rest[Type::kValues];
     std::fill(std::copy(p + i, p + count, rest), rest + Type::kValues, Type::kNan);
     add(rest);
@@ -609,7 +610,7 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   row.inf_count += bad_count - nan_count;
   row.min = merge::min(row.min, reduce<typename Type::Real>(low, kMin));
   row.max = merge::max(row.max, reduce<typename Type::Real>(high, kMax));
-  if (bad_count > 0 && row.first_nonfinite == kInf) {  // blocks come in order
+  if (bad_count > 0 && row.first_nonfinite == kInf) {  // blocks are read in order
     int64_t k = 0;
     while (std::isfinite(Type::to_real(p[k]))) ++k;
     row.first_nonfinite = (first + k) / kPerElement;
@@ -643,7 +644,7 @@ template <class Type>
 void scale_values(typename Type::Storage* p, int64_t count, double wide_coefficient) {
   using V = typename Type::V;
   using Real = typename Type::Real;
-  // Any NaN serves, but BFloat16 needs one that it can hold.
+  // The payload of a NaN does not matter, but BFloat16 needs a NaN whose lower half is zero.
   const Real coefficient = is_nan(wide_coefficient) ? Real(NAN) : static_cast<Real>(wide_coefficient);
   constexpr int kTwo = 2 * Type::kValues;
   const auto scale_two = [&](typename Type::Storage* at) __attribute__((always_inline)) {
@@ -661,8 +662,8 @@ void scale_values(typename Type::Storage* p, int64_t count, double wide_coeffici
   }
 }
 
-// Adds the values at `p`, of which the first is value number `first` of its tensor, to its row, block by block,
-// multiplied by `factor` in place unless that is 1.
+// Adds the values at `p` to a row, block by block, after multiplying them by `factor` in place unless it is 1.
+// `first`: index of the first value in its tensor.
 template <class Type, bool kPair>
 void read_values(typename Type::Storage* p, int64_t first, int64_t count, double factor, Row& row) {
   constexpr int64_t kBlock = kBlockBytes / sizeof(*p);
@@ -682,10 +683,10 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
 }
 
 #if GRADSTAT_X86_LEVEL == 4
-// Float8 values, whose sums are exact integers here. In units of the smallest, a magnitude is a digit below 128
-// times the weight of a place, a power of two. Each place has a table of digits, for half of the codes without
-// their sign, zero for those of other places, NaN and Inf. VNNI multiplies 64 digits by themselves, or by their
-// signs, and adds.
+// Exact integer sums of float8 values. In units of the smallest subnormal, a magnitude is a digit below 128
+// times a power of two, the weight of a place. Each place has a table from half of the codes (without sign) to
+// digits, which is zero for codes of other places, NaN and Inf. VNNI multiplies 64 digits by themselves, or by
+// their signs, and accumulates.
 template <DType kDType>
 struct Float8 {
   using Storage = uint8_t;
@@ -708,7 +709,7 @@ struct Float8 {
       int place = 0;
       weight[0] = unit;
       for (uint8_t code = 0; code < 128 && std::isfinite(to_real(code)); ++code) {
-        if (to_real(code) >= 128 * weight[place] || code == 64) {  // a power of two
+        if (to_real(code) >= 128 * weight[place] || code == 64) {  // the next place starts at a power of two
           weight[++place] = std::ldexp(double{to_real(code)}, -kMantissaBits);
         }
         of_code[place][code % 64] = static_cast<uint8_t>(to_real(code) / weight[place]);
@@ -716,7 +717,7 @@ struct Float8 {
     }
   };
 
-  // Adds `count` values at `p` to a row, unless there is none or one is not finite; returns whether it did.
+  // Adds `count` values at `p` to a row and returns true; returns false if there are none or any is not finite.
   static bool add_to(Row& row, const uint8_t* p, int64_t count) {
     if (count == 0) return false;
     static const Digits digits;
@@ -738,7 +739,7 @@ struct Float8 {
         if (count - i >= kStep) {
           prefetch<kStep>(p + i, ahead.of_one);
           code = for_extremes = load<__m512i>(p + i);
-        } else {  // zeros behind the last values leave sums alone, more of the same leave the extremes alone
+        } else {  // padded as in Pass::add_rest
           code = bitcast<__m512i>(load_part(p + i, count - i, uint8_t{0}));
           for_extremes = bitcast<__m512i>(load_part(p + i, count - i, p[i]));
         }
@@ -757,7 +758,7 @@ struct Float8 {
       }
       zero_count -= _mm512_reduce_add_epi64(_mm512_sad_epu8(nonzeros, none));
     }
-    // Where there is no -0, its code is NaN. Elsewhere the largest magnitudes are Inf and NaN.
+    // Formats without -0 use its code for NaN. In the others Inf and NaN have the largest magnitudes.
     const auto is_finite_at = [](int8_t code) { return std::isfinite(to_real(static_cast<uint8_t>(code))); };
     const bool is_finite = kHasMinusZero ? is_finite_at(extremes.largest()) && is_finite_at(extremes.smallest())
                                          : reduce<int8_t>(bitcast<VByte>(lowest), kMin) != INT8_MIN;
@@ -777,7 +778,7 @@ struct Float8 {
 
 void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
 #if GRADSTAT_X86_LEVEL == 4
-  if constexpr (sizeof(Sums<double>) == 2 * sizeof(double)) {  // a further sum is left to the histogram
+  if constexpr (sizeof(Sums<double>) == 2 * sizeof(double)) {  // more sums: use the histogram
     const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
     const auto is_added = [&](auto type) { return decltype(type)::add_to(row, codes, count); };
     const bool is_done = entry.dtype == DType::kFloat8E4M3FN     ? is_added(Float8<DType::kFloat8E4M3FN>())
@@ -790,7 +791,7 @@ void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
   count_float8(entry, first, count, row);
 }
 
-// Calls body(type, first value) unless these are 8-bit ones; returns whether it did.
+// Calls body(type, first value) and returns true; returns false for 8-bit types.
 template <class Body>
 bool with_values(const Entry& entry, int64_t first, const Body& body) {
   const auto call = [&](auto type) {

@@ -1,4 +1,4 @@
-// Launches the statistics kernel, and the one that multiplies as well.
+// Launches the statistics kernel and the kernel that also multiplies.
 #include "cuda_launch.h"
 #include "launch_state.h"
 #include "stats_cuda.cuh"
@@ -6,7 +6,7 @@
 namespace gradstat {
 namespace {
 
-// A workspace: slots and totals of the ranges, then tickets and a table for when these are not kept.
+// A workspace: slots and totals of the ranges, then tickets and a table if they are not kept per stream.
 struct Layout {
   size_t totals, tickets, table, end;
 

@@ -1,13 +1,13 @@
-// The statistics kernel: the rows of many tensors of any types and sizes in one launch.
+// The statistics kernel: the rows of tensors of any dtypes and sizes in one launch.
 //
-// Every block takes an equal, contiguous range of all tiles and walks it tensor by tensor. A small tensor is
-// read by one warp, while the others go on to the next; of any other the warps read a share each, then one of
-// them merges their rows while the rest go on. A tensor that lies within one range is done with that; for one
-// that spans several, each leaves its row in a slot, and the block that arrives last merges the slots in their
-// order. The norm of everything is made in the same way from one total per range.
+// Each block takes an equal, contiguous range of the tiles and processes it tensor by tensor. A small tensor is
+// read by one warp while the others go on to the next. Any other tensor is shared by all warps; one of them
+// merges their rows while the rest go on. A tensor that lies within one range is then complete. For a tensor
+// that spans several ranges, each range writes a row to a slot, and the block that arrives last merges the
+// slots in order. The norm of all tensors is computed in the same way from one total per range.
 //
-// A second kernel also multiplies elements by a factor, in place, just before it reads them. A thread re-reads
-// only what it stored itself, so nothing is multiplied twice and no barrier is needed.
+// A second kernel also multiplies elements by a factor in place, immediately before it reads them. A thread
+// re-reads only what it stored itself, so nothing is multiplied twice and no barrier is needed.
 #pragma once
 
 #include "formats.cuh"
@@ -19,56 +19,56 @@ struct StatsArguments {
   Row* table;
   Row* slots;           // ranges + tensors
   Row* totals;          // ranges
-  uint32_t* tickets;    // ranges + 2, zero before and after
-  const float* factor;  // of the kernel that multiplies
+  uint32_t* tickets;    // ranges + 2, zero before and after the launch
+  const float* factor;  // for the multiplying kernel
   bool wants_norm;
   NormRequest norm;
 };
 
-// What a warp reads of a tensor: chunks begin, begin + step, ... before end.
+// The part of a tensor that one warp reads: chunks begin, begin + step, ... before end.
 struct Segment {
   Place place;
   Extent extent;
   uint32_t begin, step, end;
-  uint32_t full_end;  // of the chunks that are whole
+  uint32_t full_end;  // end of the chunks that are complete
 
   GRADSTAT_DEVICE uint64_t vectors_address() const {
     return place.address + (static_cast<uint64_t>(extent.head) << place.shift);
   }
 };
 
-// Rows that several ranges write: their slots, or their totals. The range that arrives last merges them.
+// Rows that several ranges write, to their slots or totals. The range that arrives last merges them.
 struct Arrival {
   const Row* rows;
   uint32_t count;  // 0: none
   uint32_t* ticket;
   double* result;
 };
-// Of a range: the tensor it shares with those before, the one it shares with those after, and everything.
+// For each range: the tensor shared with earlier ranges, the one shared with later ranges, and the total.
 constexpr int kArrivals = 3;
-// Groups of threads that merge rows column by column, and how many rows each loads at once.
+// Groups of threads that merge rows, one thread per column, and the number of rows each group loads at once.
 constexpr int kMergers = kThreads / kFields;
 constexpr int kRowsAtOnce = 16;
 
-// In shared memory also because what is there does not occupy registers during the hot loops.
+// In shared memory, also to keep these values out of registers during the hot loops.
 struct BlockMemory {
   Segment segment[kWarps];
-  int32_t tensor[kWarps];  // that it is of
-  // What the warps read of a tensor. Twice, for they go on to the next tensor while one of them merges.
+  int32_t tensor[kWarps];  // that the warp's segment belongs to
+  // The warps' rows of a tensor. Double-buffered: the warps go on to the next tensor while one of them merges.
   double of_warp[2][kWarps][kFields];
-  double total[kWarps][kFields];  // of the rows each warp has written
+  double total[kWarps][kFields];  // merged rows of the tensors each warp has finished
   Arrival arrivals[kArrivals];
   bool is_last[kArrivals];
   double of_merger[kArrivals][kMergers][kFields];
-  uint32_t range;  // dealt by the counter
+  uint32_t range;  // assigned by the counter
   float factor;
-  uint8_t products[256];  // by it, of an 8-bit type:
+  uint8_t products[256];  // of the 256 codes of of_products with `factor`
   DType of_products;
 
   GRADSTAT_DEVICE Multiplier multiplier() const { return {factor, factor, products}; }
 };
 
-// Columns by number, for threads that each handle one ---------------------------------------------------
+// Columns by number, for code in which each thread handles one column ------------------------------------
 
 enum Column : int {
 #define GRADSTAT_FIELD(name, how) kColumn_##name,
@@ -84,7 +84,7 @@ constexpr uint32_t kMaxima = 0
 #define GRADSTAT_FIELD(name, how) | (merge::identity_of_##how < 0 ? 1u << kColumn_##name : 0u)
 #include "stat_fields.def"
     ;
-// Those about unusual elements, which fast reading leaves alone.
+// Columns for unusual elements, which the fast path does not write.
 constexpr uint32_t kUnusual = 1u << kColumn_nan_count | 1u << kColumn_inf_count | 1u << kColumn_sq_sum_large |
                               1u << kColumn_sq_sum_small | 1u << kColumn_first_nonfinite;
 
@@ -94,14 +94,14 @@ GRADSTAT_DEVICE double identity_of_column(int column) {
                                          : merge::identity_of_sum;
 }
 
-// Without branches, as the lanes of a warp handle columns of every kind.
+// Branch-free, as the lanes of a warp handle columns of all three kinds.
 GRADSTAT_DEVICE double merge_column(int column, double a, double b) {
   const double smaller = merge::min(a, b), larger = merge::max(a, b), sum = merge::sum(a, b);
   return (kMinima >> column & 1u) != 0 ? smaller : (kMaxima >> column & 1u) != 0 ? larger : sum;
 }
 
-// Merges the rows of a warp's threads; lane 0 has the result. Columns in which no thread has anything, as those
-// about unusual elements mostly are, cost nothing; the others are merged side by side.
+// Merges the rows of a warp's threads; the result is in lane 0. The columns for unusual elements are skipped
+// if, as usual, no thread has any; all others are merged in parallel.
 GRADSTAT_DEVICE void merge_over_warp(Row& row) {
   bool unusual = false;
 #define GRADSTAT_FIELD(name, how) \
@@ -145,7 +145,7 @@ GRADSTAT_DEVICE double merge_by_warp(const double (*rows)[kFields], int count) {
   return merged;
 }
 
-// A block's part in merging rows[0 .. count): each of its mergers leaves a row, in a fixed order.
+// Merges rows[0 .. count) by a whole block: each of its mergers writes a partial row, in a fixed order.
 GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*of_merger)[kFields]) {
   const int thread = static_cast<int>(threadIdx.x);
   const int column = thread % kFields;
@@ -161,7 +161,7 @@ GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*
 #pragma unroll
     for (int k = 0; k < kRowsAtOnce; ++k) {
       const uint32_t i = begin + k * kMergers;
-      // From the second-level cache: other blocks wrote these rows.
+      // Bypasses L1: the rows were written by other blocks.
       loaded[k] = i < count ? __ldcg(values + static_cast<uint64_t>(i) * kFields) : identity_of_column(column);
     }
 #pragma unroll
@@ -185,7 +185,7 @@ GRADSTAT_DEVICE void lift_at(const Place& place, int64_t element, Row& row) {
   }
 }
 
-// A factor of 1 stores nothing, as the scale kernel does not either.
+// With a factor of 1 nothing is stored, as in the scale kernel.
 template <class Format>
 GRADSTAT_DEVICE uint4 multiplied_at(uint4* address, const uint4& v, const Multiplier& by) {
   const uint4 product = scaled<typename Format::Scale>(v, by);
@@ -203,8 +203,8 @@ GRADSTAT_DEVICE void multiply_at(const Place& place, int64_t element, const Mult
   }
 }
 
-// Reads exactly, element by element: a thread's part of what lies before the first and behind the last vector
-// of the tensor, if `edges`, and those of its vectors of a chunk that are in the mask.
+// The exact path, element by element: this thread's share of the elements before the first and after the last
+// vector of the tensor, if `edges`, and its vectors of a chunk that are set in the mask.
 template <bool kMultiplies>
 GRADSTAT_DEVICE void read_exact(const Segment& segment, bool edges, uint32_t chunk, uint32_t vectors,
                                 const BlockMemory& memory, Row& row) {
@@ -227,7 +227,7 @@ GRADSTAT_DEVICE void read_exact(const Segment& segment, bool edges, uint32_t chu
     }
 #pragma unroll 1
     for (int32_t i = 0; i < length; ++i) {
-      // Vectors were multiplied when they were read fast.
+      // Vectors were already multiplied on the fast path.
       if (kMultiplies && is_edge) multiply_at(segment.place, element + i, memory.multiplier());
       lift_at(segment.place, element + i, row);
     }
@@ -236,7 +236,7 @@ GRADSTAT_DEVICE void read_exact(const Segment& segment, bool edges, uint32_t chu
 
 template <class Format>
 GRADSTAT_DEVICE bool is_safe(const Share<Format>& share, uint32_t zeros, uint32_t elements) {
-  // Upper halves of these powers of two as float64.
+  // The high words of these powers of two as float64.
   constexpr uint32_t kLow = static_cast<uint32_t>(1023 + Format::kSafeLow) << 20;
   constexpr uint32_t kHigh = static_cast<uint32_t>(1023 + Format::kSafeHigh) << 20;
   const uint32_t high = high_word(share.sums.sq_sum);
@@ -244,9 +244,9 @@ GRADSTAT_DEVICE bool is_safe(const Share<Format>& share, uint32_t zeros, uint32_
   return high - kLow < kHigh - kLow || (high == 0 && zeros == elements);
 }
 
-// Reads chunks from `chunk` on, until the end of the segment or a chunk in which some thread of the warp has
-// something that only the exact path can read. Fills `row` with what was read, `chunk` with the next one, and
-// returns this thread's vectors of the one before that are left to the exact path, as a mask.
+// Reads chunks starting with `chunk`, until the end of the segment or until any thread of the warp finds values
+// that only the exact path can read. Writes what was read to `row` and the next chunk to `chunk`. Returns a
+// mask of this thread's vectors in the previous chunk that are left to the exact path.
 template <bool kMultiplies, class Format>
 GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment, uint32_t& chunk,
                                    const BlockMemory& memory, Row& row) {
@@ -257,7 +257,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     run.zeros += zeros;
   };
 
-  // In registers, but where products need these.
+  // Kept in registers, except in the multiplying kernel, which needs them for the products.
   const uint32_t step_kept = segment.step, full_end_kept = segment.full_end;
   const uint32_t& step = kMultiplies ? segment.step : step_kept;
   const uint32_t& full_end = kMultiplies ? segment.full_end : full_end_kept;
@@ -265,7 +265,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
                 static_cast<uint64_t>(chunk) * kChunkVectors + threadIdx.x % 32;
   uint32_t left_over = 0;
   bool stop = false;
-  uint4 ahead[kVectorsPerThread] = {};  // unset, the compiler would preserve what was there before
+  uint4 ahead[kVectorsPerThread] = {};  // if uninitialized, the compiler would keep the old contents alive
   const auto fetch_next = [&]() __attribute__((always_inline)) {
     if (chunk < full_end) {
 #pragma unroll
@@ -281,8 +281,8 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     uint4 now[kVectorsPerThread];
 #pragma unroll
     for (int k = 0; k < kVectorsPerThread; ++k) now[k] = ahead[k];
-    // Before the arithmetic, so that loads are always under way. Where stores are half of the traffic half as
-    // many will do; fetched behind it, vectors leave registers to the products.
+    // Loads are issued before the arithmetic, to stay in flight. In the multiplying kernel half of the traffic
+    // is stores and half as many loads suffice: issuing them afterwards leaves registers to the products.
     if constexpr (!kMultiplies) {
       advance();
       fetch_next();
@@ -311,7 +311,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     }
   }
 
-  // The last chunk of a tensor may be partly filled; its vectors are checked one by one.
+  // The last chunk of a tensor may be incomplete; its vectors are checked one by one.
   if (!stop && chunk < segment.end) {
     const int64_t left =
         segment.extent.vectors - static_cast<int64_t>(chunk) * kChunkVectors - threadIdx.x % 32;
@@ -371,8 +371,8 @@ GRADSTAT_DEVICE uint32_t read_fast(const Segment& segment, uint32_t& chunk, cons
   }
 }
 
-// Reads a warp's segment into `columns`, in shared memory. Fast and exact reading take turns, so that the code
-// and the registers of the exact path exist once and outside the hot loops.
+// Reads a warp's segment into `columns`, in shared memory. The fast and the exact path alternate, so that the
+// code and registers of the exact path exist once, outside the hot loops.
 template <bool kMultiplies>
 GRADSTAT_DEVICE void read_segment(const Segment& segment, const BlockMemory& memory, double* columns) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -394,9 +394,9 @@ GRADSTAT_DEVICE void read_segment(const Segment& segment, const BlockMemory& mem
   __syncwarp();
 }
 
-// The whole ---------------------------------------------------------------------------------------------
+// The kernel --------------------------------------------------------------------------------------------
 
-// What this warp reads of the tiles [begin, end) of a tensor, alone or with the others.
+// The part of tiles [begin, end) of a tensor that this warp reads, alone or shared with the other warps.
 GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t end, bool alone) {
   const Extent extent = place.extent();
   const auto full = static_cast<uint32_t>(extent.vectors / kChunkVectors);
@@ -410,7 +410,7 @@ GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t 
           full < most ? full : most};
 }
 
-// Asks for the first chunk that this warp reads of a tensor.
+// Prefetches the first chunk that this warp reads of a tensor.
 GRADSTAT_DEVICE void prefetch_of(const Place& place, bool merges) {
   const Segment segment = segment_of(place, 0, 1, place.is_small());
   const int64_t vector = int64_t{segment.begin} * kChunkVectors + threadIdx.x % 32 * kVectorsPerThread;
@@ -418,7 +418,7 @@ GRADSTAT_DEVICE void prefetch_of(const Place& place, bool merges) {
   prefetch(reinterpret_cast<const uint4*>(segment.vectors_address()) + vector);
 }
 
-// A warp merges `count` rows of a tensor and puts the result where it belongs.
+// One warp merges `count` rows of a tensor and writes the result to the table or to the range's slot.
 template <class Table>
 GRADSTAT_DEVICE void leave_row(const Table& table, const StatsArguments& arguments, uint32_t range,
                                int32_t tensor, const double (*rows)[kFields], int count, BlockMemory& memory) {
@@ -427,7 +427,7 @@ GRADSTAT_DEVICE void leave_row(const Table& table, const StatsArguments& argumen
   const uint32_t first = table.first_tiles[tensor], last = table.first_tiles[tensor + 1];
   const bool begins_before = first < partition.first_tile(range);
   const bool is_whole = !begins_before && last <= partition.first_tile(range + 1);
-  // Slots are numbered range + tensor: from one segment to the next, one of the two grows.
+  // Slot numbers range + tensor are unique, as from one segment to the next one of the two increases.
   Row* const row = is_whole ? arguments.table + tensor : arguments.slots + range + tensor;
   const double value = merge_by_warp(rows, count);
   if (lane < kFields) {
@@ -437,7 +437,7 @@ GRADSTAT_DEVICE void leave_row(const Table& table, const StatsArguments& argumen
   }
   if (!is_whole && lane == 0) {
     const uint32_t first_range = partition.range_of(first), last_range = partition.range_of(last - 1);
-    // A tensor that spans ranges is the last of its first one: that one's ticket is its own.
+    // A tensor that spans ranges is the last one in its first range, so it can use that range's ticket.
     memory.arrivals[begins_before ? 0 : 1] = {arguments.slots + first_range + tensor,
                                               last_range - first_range + 1, arguments.tickets + first_range,
                                               reinterpret_cast<double*>(arguments.table + tensor)};
@@ -489,7 +489,7 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
   }
 }
 
-// Merges what this range was the last to arrive at, and decides about the norm.
+// Performs the merges for which this range arrived last, and writes the norm and what follows from it.
 GRADSTAT_DEVICE void finish(const StatsArguments& arguments, uint32_t range, BlockMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
@@ -546,13 +546,13 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
     if constexpr (kRangesPerBlock == 1) break;
     finish(arguments, range, memory);
     const uint32_t ranges = arguments.partition.ranges;
-    // Every block asks once in vain, so that the counter is back at zero in the end.
+    // Each block asks once too often, which makes `ranges` requests, so that the counter wraps around to zero.
     if (threadIdx.x == 0) memory.range = gridDim.x + atomicInc(arguments.tickets + ranges + 1, ranges - 1);
     __syncthreads();
     range = memory.range;
     if (range >= ranges) break;
   }
-  // Not before: blocks of the scale kernel would wait where blocks of this one could read.
+  // Not earlier: waiting blocks of the scale kernel would occupy the place of blocks of this one.
   admit_next_kernel();
   if constexpr (kRangesPerBlock == 1) finish(arguments, range, memory);
 }

@@ -1,7 +1,6 @@
-// From a list of tensors to what a kernel needs: address, number of elements, element type; of each tensor, or
-// of each of its units.
-// Accepts only what the kernels read in place (dense, strided, floating or complex, one device); anything
-// else raises, and gradstat/_core/tensors.py then either turns it into something accepted or explains.
+// Turns a list of tensors into what kernels need: address, number of elements and dtype of each tensor, or of
+// each unit. Accepts only tensors that kernels can read in place: dense, strided, floating or complex, on one
+// device. Anything else raises; gradstat/_core/tensors.py then converts the tensor or explains why it cannot.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,7 @@ struct ElementType {
   bool is_pair;
 };
 
-// A tensor as torch describes it, by whichever way it came. `sizes` and `strides` have `dims` elements.
+// A tensor's metadata, independent of the interface it was read by. `sizes` and `strides` have `dims` elements.
 struct TensorView {
   void* data;
   int64_t numel;
@@ -49,7 +48,7 @@ inline bool is_row_major(const TensorView& view) {
   return true;
 }
 
-// Dense and non-overlapping: the elements fill one stretch of memory, in some order of the dimensions.
+// Dense and non-overlapping: the elements fill one contiguous range of memory, in any order of the dimensions.
 inline bool is_dense(const TensorView& view) {
   if (view.numel <= 1 || is_row_major(view)) return true;
   constexpr int64_t kMaxDims = 64;
@@ -76,19 +75,19 @@ inline uint64_t mix(uint64_t hash, uint64_t value) {
   return z ^ (z >> 31);
 }
 
-// What becomes an entry. A unit is a slice along dimension 0 of a tensor that has two dimensions or more; any
-// other tensor is a unit as a whole.
+// What becomes an entry: a tensor or a unit. A unit is a slice along dimension 0 of a tensor with two or more
+// dimensions; any other tensor is one unit.
 enum class Division { kTensors, kUnits };
 
 class TensorList {
  public:
-  // `device_type` is torch's number of the type of device that all tensors are on.
+  // `device_type`: torch's code of the device type that all tensors are on.
   TensorList(size_t capacity, int32_t device_type, Division division = Division::kTensors)
       : division_(division), device_type_(device_type) {
     entries_.reserve(capacity);
   }
 
-  // Null, or why the tensor cannot be read in place; then nothing was added.
+  // Returns null, or the reason why the tensor cannot be read in place; then nothing was added.
   const char* add(const TensorView& view) {
     if (tensors_ > 0 && view.device_index != device_index_) return "is on another device than the first";
     if (!is_dense(view)) return "is not dense in memory";
@@ -102,7 +101,7 @@ class TensorList {
     norm_dtype_ = tensors_ == 0 ? real : promote(norm_dtype_, real);
 
     const auto type = static_cast<uint64_t>(element.dtype) * 2 + (element.is_pair ? 1 : 0);
-    // The CPU is device -1 to torch's operators and 0 to DLPack.
+    // The CPU has index -1 in torch's operators and 0 in DLPack.
     const auto device = static_cast<uint32_t>(device_type_ * 256 + std::max(view.device_index, 0));
     signature_ = mix(signature_, (type << 40) ^ (static_cast<uint64_t>(view.dims) << 32) ^ device);
     for (int64_t d = 0; d < view.dims; ++d) {
@@ -118,18 +117,17 @@ class TensorList {
     return nullptr;
   }
 
-  // Throws std::runtime_error that names the tensor that would be added next, by its position.
+  // Throws std::runtime_error naming the position of the tensor that would be added next.
   [[noreturn]] void reject(const char* why) const {
     throw std::runtime_error("gradstat: tensor " + std::to_string(tensors_) + " " + why);
   }
 
   const std::vector<Entry>& entries() const { return entries_; }
-  // Number of entries.
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   int32_t device_index() const { return device_index_; }
-  // The dtype of the norm: the promotion over all tensors' real types, float32 for 8-bit ones.
+  // The dtype of the norm: the tensors' real dtypes promoted, with float32 for 8-bit ones.
   DType norm_dtype() const { return norm_dtype_; }
-  // Equal for two lists only if every size, stride, dtype and device agrees (up to a 64-bit collision).
+  // Equal only for lists whose sizes, strides, dtypes and devices all agree (up to 64-bit collisions).
   int64_t signature() const { return static_cast<int64_t>(signature_); }
 
  private:

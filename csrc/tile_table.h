@@ -1,10 +1,10 @@
-// How tensors divide into tiles, and the table that tells a CUDA kernel where they are. Plain C++ for host
-// and device, so that both count alike.
+// How tensors are split into tiles, and the table that describes the tensors to a CUDA kernel. Plain C++ for
+// host and device, so that both compute the same numbers.
 //
-// A tensor is `head` elements up to the first address that is a multiple of 16, then whole 16-byte vectors,
-// then `tail` elements. A tile is kTileVectors of these vectors, in as many chunks as a block has warps; the
-// first tile of a tensor brings head and tail along. Every tensor has at least one tile, an empty one too: it
-// then gets its row like any other.
+// A tensor consists of `head` elements up to the first 16-byte boundary, then 16-byte vectors, then `tail`
+// elements. A tile is kTileVectors of these vectors, in as many chunks as a block has warps. The first tile of
+// a tensor includes head and tail. Every tensor has at least one tile, even if it is empty, so that it gets a
+// row like any other.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace gradstat {
 
-// Constants that benchmarks/gpu_variants.py compiles with other values.
+// Constants that benchmarks/gpu_variants.py overrides.
 #if !defined(GRADSTAT_VECTORS_PER_THREAD)
 #define GRADSTAT_VECTORS_PER_THREAD 4
 #endif
@@ -32,30 +32,30 @@ namespace gradstat {
 
 constexpr int kThreads = 256;     // per block
 constexpr int kVectorBytes = 16;  // one load
-// Of one chunk: what a thread has in flight at once.
+// Vectors of one chunk per thread, all loaded at once.
 constexpr int kVectorsPerThread = GRADSTAT_VECTORS_PER_THREAD;
 constexpr int kWarps = kThreads / 32;
-constexpr int kChunkVectors = 32 * kVectorsPerThread;  // what a warp reads at once
+constexpr int kChunkVectors = 32 * kVectorsPerThread;  // read by a warp at once
 constexpr int kTileVectors = kWarps * kChunkVectors;
 
-// Blocks of any kernel that a multiprocessor holds at once, at least: each thread has up to 80 registers, and
-// 48 KB are in flight, as a thread asks for its next 64 bytes before it works on the last. An H200 needs about
-// 33 KB for each multiprocessor to cover 0.9 microseconds of latency.
+// Blocks of a statistics or scale kernel resident on a multiprocessor, at least. It limits a thread to 80
+// registers and keeps 48 KB in flight, as a thread loads its next 64 bytes before it processes the last ones.
+// An H200 needs about 33 KB per multiprocessor to cover 0.9 microseconds of latency.
 constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;
 
-// Ranges of tiles that a block reads. More than one are dealt by a counter, to whichever block is free.
+// Ranges of tiles per block. If more than one, a counter assigns them to blocks that become free.
 constexpr uint32_t kRangesPerBlock = GRADSTAT_RANGES_PER_BLOCK;
-// At most, for 256 multiprocessors; no device has as many.
+// An upper bound, for 256 multiprocessors; no device has as many.
 constexpr uint32_t kMostBlocks = 256 * kBlocksPerMultiprocessor;
 constexpr uint32_t kMostRanges = kMostBlocks * kRangesPerBlock;
 
-// Tensors up to this size are read by one warp each, the others by all warps of a block together.
+// Tensors up to this size are read by one warp, others by all warps of a block.
 constexpr int64_t kSmallTensorBytes = GRADSTAT_SMALL_TENSOR_BYTES;
 static_assert(kSmallTensorBytes <= kTileVectors * kVectorBytes, "a small tensor is one tile");
 
-// Entries that fit in the parameters of a launch, of which there are 32,764 bytes: 20 bytes each, beside the
-// first tensor of every range and the other arguments. Three sizes (6, 14 and 32 KB), because a launch copies
-// all of a parameter whatever part of it is used.
+// How many entries fit in the 32,764 bytes of kernel parameters: 20 bytes each, besides the first tensor of
+// each range and the other arguments. There are three sizes (6, 14 and 32 KB), because a launch copies the
+// whole parameter however much of it is used.
 constexpr int kSmallTable = 190;
 constexpr int kMediumTable = 600;
 constexpr int kLargeTable = (32764 - 160 - 2 * (static_cast<int>(kMostRanges) + 1)) / 200 * 10;
@@ -66,14 +66,14 @@ struct Extent {
   int64_t tail;     // elements after them
 };
 
-// Log2 of the bytes of an element: divisions cost a GPU more than anything else here.
+// Log2 of the size of an element in bytes: integer divisions are expensive on a GPU.
 GRADSTAT_HD int32_t element_shift(DType dtype, bool is_pair) {
   const int32_t bytes = size_of(dtype);
   return (bytes == 8 ? 3 : bytes == 4 ? 2 : bytes == 2 ? 1 : 0) + (is_pair ? 1 : 0);
 }
 
-// torch aligns a complex element to its full size. Should one come from elsewhere aligned only to its real
-// part, no vector would hold whole elements: then all of it is head, read correctly but slowly.
+// torch aligns complex elements to their full size. If one from elsewhere is aligned only to its real part, no
+// vector contains whole elements, and all of the tensor becomes head: read correctly but slowly.
 GRADSTAT_HD Extent extent_of(uint64_t address, int64_t numel, int32_t shift) {
   const int64_t bytes = numel << shift;
   const int64_t lead = static_cast<int64_t>((0 - address) & (kVectorBytes - 1));
@@ -88,14 +88,14 @@ struct Place {
   int64_t numel;
   DType dtype;
   bool is_pair;
-  int32_t shift;  // log2 of the bytes of an element
+  int32_t shift;  // log2 of the size of an element in bytes
 
   GRADSTAT_HD bool is_small() const { return numel << shift <= kSmallTensorBytes; }
   GRADSTAT_HD int32_t elements_per_vector() const { return kVectorBytes >> shift; }
   GRADSTAT_HD Extent extent() const { return extent_of(address, numel, shift); }
 };
 
-// Number of elements in the low 56 bits, above them five bits of the type and three of the shift.
+// Bits 0-55: number of elements; five bits for the type; three bits for the shift.
 inline uint64_t pack_shape(const Entry& entry) {
   const uint64_t type = static_cast<uint64_t>(entry.dtype) | (entry.is_pair ? 16u : 0u) |
                         static_cast<uint64_t>(element_shift(entry.dtype, entry.is_pair)) << 5;
@@ -121,7 +121,7 @@ inline uint64_t count_tiles(const std::vector<Entry>& entries) {
   return tiles;
 }
 
-// How `tiles` are dealt: contiguous ranges, the first `longer` of them of length + 1 tiles.
+// Splits `tiles` into contiguous ranges, of which the first `longer` have length + 1 tiles.
 struct Partition {
   uint32_t ranges, length, longer;
 
@@ -136,10 +136,10 @@ struct Partition {
   }
 };
 
-// A table is four arrays: addresses, shapes, the number of tiles before each tensor and in all, and the tensor
-// with which each range begins, behind the last range the number of tensors.
+// A table is four arrays: addresses; shapes; the number of tiles before each tensor, and in total; the first
+// tensor of each range, followed by the number of tensors.
 
-// Travels with the launch.
+// Passed as a kernel parameter.
 template <int kCapacity>
 struct ParameterTable {
   uint64_t addresses[kCapacity];
@@ -148,7 +148,7 @@ struct ParameterTable {
   uint16_t first_tensors[kMostRanges + 1];
 };
 
-// Lies in device memory, for more tensors than parameters can hold.
+// In device memory, for more tensors than kernel parameters can hold.
 struct DeviceTable {
   uint64_t* addresses;
   uint64_t* shapes;
@@ -185,7 +185,7 @@ void fill_table(const std::vector<Entry>& entries, const Partition& partition, T
   for (; range <= partition.ranges; ++range) table.first_tensors[range] = static_cast<Tensor>(entries.size());
 }
 
-// Calls body(table) with the first of these sizes of table that holds all entries; whether one does.
+// Calls body(table) with the smallest of these tables that holds all entries; returns whether there is one.
 template <int kCapacity, int... kLarger, class Body>
 bool with_parameter_table(const std::vector<Entry>& entries, const Partition& partition, const Body& body) {
   if (entries.size() <= kCapacity) {

@@ -1,6 +1,6 @@
-// The update that an optimizer is about to make: what is known of each tensor, and sums over its elements. One
-// set of coefficients says what any of torch's Adam family, or SGD, does (gradstat/_step/updates.py makes
-// them); what it does to one element says update_element.h. Plain C++ for host and device.
+// Statistics of the update that an optimizer is about to make: the inputs per tensor, and sums over elements.
+// One set of coefficients describes any of torch's Adam family or SGD (gradstat/_step/updates.py computes
+// them); update_element.h applies them to one element. Plain C++ for host and device.
 #pragma once
 
 #include <stdexcept>
@@ -12,7 +12,7 @@
 
 namespace gradstat {
 
-// Numbered as UPDATE_RULES of gradstat/_fields.py. Operands in this order: gradient, weight, momentum, second
+// Numbered as UPDATE_RULES of gradstat/_fields.py. The order of operands is: gradient, weight, momentum, second
 // moment (Adamax: infinity norm), its maximum.
 enum class UpdateRule : int32_t { kGradient, kMomentum, kAdam, kAmsgrad, kAdamax };
 constexpr int kUpdateRules = 5;
@@ -21,17 +21,17 @@ GRADSTAT_HD int operands_of(UpdateRule rule) {
   return rule == UpdateRule::kAdamax ? 4 : static_cast<int>(rule) + 2;
 }
 
-// UPDATE_COEFFICIENTS of gradstat/_fields.py: as float64 a row of their table, bit for bit.
+// UPDATE_COEFFICIENTS of gradstat/_fields.py; in float64 it has the memory layout of a row of their table.
 template <class Number>
 struct UpdateCoefficients {
-  Number gradient_scale;                 // what a gradient is multiplied by first
-  Number weight_decay;                   // L2 penalty that then joins it
-  Number momentum_decay, momentum_gain;  // of the new momentum: the old one, and the gradient
-  Number second_decay, second_gain;      // of the new second moment: the old one, and the gradient's square
-  Number from_gradient, from_momentum;   // of the update: the gradient, and the new momentum
-  Number root_scale, eps;                // of the divisor: the second moment's root, and what is added
-  Number is_adaptive;                    // whether the update is divided by it
-  Number lr;                             // for the host, which multiplies sums by it
+  Number gradient_scale;                 // multiplies the gradient first
+  Number weight_decay;                   // L2 penalty, added to the gradient after that
+  Number momentum_decay, momentum_gain;  // of the new momentum: factors of the old one and the gradient
+  Number second_decay, second_gain;      // of the new second moment: factors of the old one and the square
+  Number from_gradient, from_momentum;   // of the update: factors of the gradient and the new momentum
+  Number root_scale, eps;  // of the divisor: factor of the second moment's root, and what is added
+  Number is_adaptive;      // whether the update is divided by the divisor
+  Number lr;               // for the host, which multiplies the sums by it
 };
 constexpr int kUpdateCoefficients = sizeof(UpdateCoefficients<double>) / sizeof(double);
 
@@ -43,8 +43,8 @@ GRADSTAT_HD UpdateCoefficients<float> narrowed(const UpdateCoefficients<double>&
   return narrow;
 }
 
-// UPDATE_SUMS of gradstat/_fields.py: squares, but for the product of gradient and momentum, and the second
-// moment, which shows whether it is finite. As float64 a row of a table.
+// UPDATE_SUMS of gradstat/_fields.py: sums of squares, except the product of gradient and momentum, and the
+// second moment, summed to detect NaN and Inf. In float64 it has the memory layout of a table row.
 template <class Real>
 struct UpdateSums {
   Real update, weight, scaled, product, gradient, momentum, second;
@@ -57,19 +57,19 @@ GRADSTAT_HD void merge_into(UpdateSums<double>& into, const UpdateSums<double>& 
   for (int i = 0; i < kUpdateSums; ++i) to[i] += from[i];
 }
 
-// What float32 lanes may be trusted with. Below, squares that vanished could matter; above, one may have
-// overflowed. NaN is neither.
+// The range in which a float32 sum of squares is trusted. Below it, underflowed squares could matter; above it,
+// a square may have overflowed. NaN is outside.
 template <class Real>
 GRADSTAT_HD bool is_safe_square(Real sum) {
   return sum >= Real(0x1p-90) && sum <= Real(0x1p+120);
 }
 
-// Where float32 squares of small gradients vanish in the divisor unless eps is larger.
+// False if float32 squares of small gradients could underflow in the divisor and eps is too small to hide that.
 GRADSTAT_HD bool fits_float(const UpdateCoefficients<double>& by, UpdateRule rule) {
   return rule < UpdateRule::kAdam || rule == UpdateRule::kAdamax || by.eps >= 0x1p-50;
 }
 
-// Whether sums made in float32 lanes are those of the elements, given which operands are known to be zero.
+// Whether sums formed in float32 are accurate, given which operands are known to be zero.
 template <class Real>
 GRADSTAT_HD bool is_safe(const UpdateSums<Real>& sums, bool no_gradient, bool no_momentum, bool no_weight,
                          UpdateRule rule) {
@@ -79,8 +79,8 @@ GRADSTAT_HD bool is_safe(const UpdateSums<Real>& sums, bool no_gradient, bool no
          ((no_gradient && no_momentum) || is_safe_square(sums.update)) && sums.second <= Real(0x1p+120);
 }
 
-// On a GPU the library's are calls, which cost a kernel more registers than it has. These are approximations of
-// 22 bits, in float64 made good by two steps of Newton's method.
+// CUDA's own square root and division involve calls, which need more registers than the kernel has left. These
+// use approximations of 22 bits, refined in float64 by two Newton steps.
 #if defined(__CUDA_ARCH__)
 GRADSTAT_HD float root(float x) {
   asm("sqrt.approx.f32 %0, %0;" : "+f"(x));
@@ -121,7 +121,7 @@ GRADSTAT_HD Real magnitude(Real x) {
 
 #include "update_element.h"
 
-// Calls body(rule) with the rule as a type's `value`.
+// Calls body(rule) with the rule as an integral_constant.
 template <class Body>
 GRADSTAT_HD void with_rule(UpdateRule rule, const Body& body) {
   switch (rule) {
@@ -138,7 +138,7 @@ GRADSTAT_HD void with_rule(UpdateRule rule, const Body& body) {
   }
 }
 
-// One tensor and what belongs to it: operands of one length.
+// A tensor and its optimizer state: operands of equal length.
 struct UpdateEntry {
   Entry operands[kMostOperands];
   UpdateRule rule;
@@ -146,7 +146,7 @@ struct UpdateEntry {
   int64_t numel() const { return operands[0].numel; }
 };
 
-// Groups the operands of many tensors, one behind the other. Throws std::runtime_error if they do not fit.
+// Groups consecutive operands by tensor. Throws std::runtime_error if they do not fit the rules.
 inline std::vector<UpdateEntry> update_entries(const std::vector<Entry>& operands,
                                                const std::vector<int64_t>& rules) {
   std::vector<UpdateEntry> entries;

@@ -1,6 +1,6 @@
-// The CPU inner loops for the update to come, for one instruction set: included by stats_cpu_kernel.h, in its
-// namespace. Sums are formed in float32 over eight vectors and promoted to float64; a block whose sums cannot
-// be trusted is read again in float64, and so is what does not fill a vector.
+// The CPU inner loops for update sums, for one instruction set: included by stats_cpu_kernel.h, in its
+// namespace. Sums are formed in float32 over eight vectors and promoted to float64. A block whose sums cannot
+// be trusted is read again in float64, and so are the values behind the last full vectors.
 
 #if defined(__x86_64__)
 #if GRADSTAT_X86_LEVEL >= 2
@@ -33,7 +33,7 @@ GRADSTAT_INLINE V magnitude(V x) {
 
 #include "update_element.h"
 
-// Elements that are trusted or read again together: those of all operands lie in the first-level cache.
+// Elements per block, which is trusted or read again as a whole: the operands of one block fit in L1.
 constexpr int64_t kUpdateBlock = 1024;
 
 template <class Storage>
@@ -102,7 +102,7 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
   merge_into(row, sums);
 }
 
-// Adds the elements [first, first + count) of a tensor. Operands of different types are widened block by block.
+// Adds the elements [first, first + count) of a tensor. Operands of mixed dtypes are widened block by block.
 template <class Type, bool kWidens>
 void read_update(const UpdateEntry& entry, int64_t first, int64_t count, const UpdateCoefficients<double>& by,
                  UpdateSums<double>& row) {

@@ -1,4 +1,4 @@
-// Launches the update kernel, and the one that merges behind it.
+// Launches the update kernel and the kernel that merges its slots.
 #include "cuda_launch.h"
 #include "launch_state.h"
 #include "update_cuda.cuh"

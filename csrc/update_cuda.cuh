@@ -1,8 +1,7 @@
-// The update kernel: sums over gradient, weight and optimizer state of many tensors, each read once. A block
-// reads one chunk of one tensor and leaves its sums in a slot; a second kernel adds up a tensor's slots in
-// their order. Four or eight elements of a thread at a time are summed in float32 and promoted; those that
-// cannot be trusted are read again in float64, as are elements of float64, of mixed types, and of operands not
-// aligned to 16 bytes.
+// The update kernel: sums over gradient, weight and optimizer state of many tensors, each read once. Each block
+// reads a chunk of one tensor and writes its sums to a slot; a second kernel adds up the slots of a tensor in
+// order. Each thread sums four or eight elements at a time in float32 and promotes the sums. What cannot be
+// trusted is read again in float64, as are float64 elements, mixed dtypes and operands not aligned to 16 bytes.
 #pragma once
 
 #include "device.cuh"
@@ -12,7 +11,7 @@ namespace gradstat {
 
 constexpr int64_t kUpdateChunk = 16384;  // elements
 
-// One tensor as the kernel sees it.
+// The kernel's description of a tensor.
 struct UpdatePlace {
   uint64_t addresses[kMostOperands];
   int64_t numel;
@@ -41,7 +40,7 @@ inline UpdatePlace update_place(const UpdateEntry& entry, uint32_t first_chunk) 
 
 struct UpdateArguments {
   const UpdatePlace* places;
-  const uint32_t* tensors;  // that chunks belong to
+  const uint32_t* tensors;  // the tensor of each chunk
   const UpdateCoefficients<double>* coefficients;
   UpdateSums<double>* slots;  // one for each chunk
   UpdateSums<double>* table;
@@ -55,7 +54,7 @@ struct UpdateMemory {
   UpdateSums<double> of_warp[kWarps];
 };
 
-// Elements of a vector of 16 bytes, by number, as float32.
+// Element `i` of a 16-byte vector, as float32.
 GRADSTAT_DEVICE uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
@@ -80,7 +79,7 @@ GRADSTAT_DEVICE bool is_zero(const uint4& v) {
   return ((v.x | v.y | v.z | v.w) & Format::kMagnitude) == 0;
 }
 
-// Elements begin, begin + step, ... before end, in float64.
+// Reads elements begin, begin + step, ... before end, in float64.
 template <UpdateRule kRule>
 GRADSTAT_DEVICE void read_update_exactly(const UpdateMemory& memory, int64_t begin, int64_t end, int64_t step,
                                          UpdateSums<double>& sums) {
@@ -96,7 +95,7 @@ GRADSTAT_DEVICE void read_update_exactly(const UpdateMemory& memory, int64_t beg
   }
 }
 
-// A thread's vectors of [at, end), one in kThreads, until one that cannot be trusted, which `at` then is.
+// Reads this thread's vectors of [at, end), every kThreads-th, and stops `at` the first that cannot be trusted.
 template <UpdateRule kRule, class Format>
 GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, int64_t end,
                                       UpdateSums<double>& total) {
@@ -118,7 +117,7 @@ GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, i
       add_update<kRule>(sums, x, memory.narrow);
     }
     if (!is_safe(sums, false, kRule == UpdateRule::kGradient, false, kRule)) {
-      // Zeros are rare enough to be looked for again.
+      // Zeros are rare, so loading the vectors again to check for them is cheap.
       const bool no_weight = is_zero<Format>(load(1));
       const bool no_gradient = is_zero<Format>(load(0)) && (memory.narrow.weight_decay == 0 || no_weight);
       const bool no_momentum = kRule == UpdateRule::kGradient || is_zero<Format>(load(2));
@@ -129,8 +128,8 @@ GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, i
   }
 }
 
-// A thread's elements of [begin, end), which begins with a whole vector. Fast and exact reading take turns, so
-// that the registers of the latter are outside of the hot loop.
+// Reads this thread's elements of [begin, end), where `begin` is aligned to a vector. The fast and the exact
+// path alternate, to keep the registers of the latter out of the hot loop.
 template <UpdateRule kRule>
 GRADSTAT_DEVICE void read_update(const UpdateMemory& memory, int64_t begin, int64_t end,
                                  UpdateSums<double>& total) {
@@ -191,7 +190,7 @@ GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory
   }
 }
 
-// sm_120 has not registers enough for a third block without a spill.
+// sm_120 has too few registers for a third block without spilling.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 #define GRADSTAT_UPDATE_BLOCKS 2
 #else
@@ -203,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, GRADSTAT_UPDATE_BLOCKS)
   update_block(arguments, memory);
 }
 
-// A warp for each tensor.
+// One warp per tensor.
 __global__ void __launch_bounds__(kThreads)
     update_merge_kernel(const __grid_constant__ UpdateArguments arguments) {
   const uint32_t tensor = blockIdx.x * kWarps + threadIdx.x / 32;

@@ -1,7 +1,7 @@
-// What an optimizer is about to do to one element, or to lanes of them: the only part of the update's
-// statistics that is written for each language (kernels/update.py; gradstat/_core/reference.py). Included by
-// update.h for one value at a time, and once more where GRADSTAT_INLINE is what functions are declared with,
-// behind root, inverse_of, larger and magnitude of registers. Hence no include guard.
+// What an optimizer is about to do to one element, or to SIMD lanes: the only part of the update statistics
+// that is written once per language (also kernels/update.py and gradstat/_core/reference.py). update.h includes
+// this for one value at a time; the CPU kernels include it with GRADSTAT_INLINE as their function specifier,
+// after root, inverse_of, larger and magnitude for their registers. Hence no include guard.
 
 #if defined(GRADSTAT_INLINE)
 #define GRADSTAT_ELEMENT GRADSTAT_INLINE
@@ -9,7 +9,7 @@
 #define GRADSTAT_ELEMENT GRADSTAT_HD
 #endif
 
-// `x` are the operands in their order.
+// `x`: the operands in order.
 template <UpdateRule kRule, class Real, class Number>
 GRADSTAT_ELEMENT void add_update(UpdateSums<Real>& sums, const Real* x, const UpdateCoefficients<Number>& by) {
   constexpr bool kHasSecond = kRule >= UpdateRule::kAdam;

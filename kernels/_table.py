@@ -1,7 +1,7 @@
-"""The table that tells a Triton kernel where its tensors lie, its upload to the device, and the launch.
+"""The table that describes tensors to a Triton kernel, its upload to the device, and the launch.
 
-A tensor is a row of vectors of 16 bytes, counted from its address rounded down to 16; the vectors are cut into chunks,
-and each chunk is one program. How a tensor is cut depends on that tensor alone, and so do the bits of its statistics.
+A tensor is a sequence of 16-byte vectors, counted from its address rounded down to 16. Vectors are split into chunks,
+one program each. The split depends only on the tensor itself, and therefore so do the bits of its statistics.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import triton.language as tl
 VECTOR_BYTES = 16
 
 FUSE = True
-"""Whether a multiplication and an addition may become one operation, one rounding fewer. Stated because
-Triton's default differs between its versions, and with it would the last bits of a result."""
+"""Whether multiplication and addition may be fused, with one rounding less. Set explicitly because Triton's default
+differs between versions, and with it the last bits of results would."""
 
 CHUNK_VECTORS = 4096
-"""Vectors per chunk, 64 KB: long enough to hide a program's start, short enough to share evenly."""
+"""Vectors per chunk, 64 KB: long enough to hide a program's startup, short enough to distribute evenly."""
 
 MAX_CHUNKS = 8192
-"""Chunks per tensor. Beyond it chunks double, because one program merges the rows of all groups of chunks."""
+"""Maximum of chunks per tensor. Chunks of larger tensors double in size, as one program merges all groups."""
 
-# The int64 columns of an entry, for the kernels. ``values`` counts reals, so a complex element is two of them.
+# The int64 columns of an entry, as the kernels read it. ``values`` counts reals, two per complex element.
 ADDRESS, VALUES, KIND, SHIFT, FIRST_CHUNK, CHUNKS = map(tl.constexpr, range(6))
 ENTRY_WIDTH = tl.constexpr(6)
 
@@ -40,7 +40,7 @@ _REAL += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, _ = map(tl.constexpr, range(8))
 
 PAIR = tl.constexpr(16)
-"""Added to the number of a real type: complex elements, each a pair of that type."""
+"""Added to the number of a real type for complex elements, which are pairs of that type."""
 
 KINDS: dict[torch.dtype, int] = {dtype: kind for kind, dtype in enumerate(_REAL)} | {
     dtype: _REAL.index(dtype.to_real()) + PAIR.value for dtype in (torch.complex64, torch.complex128, torch.complex32)
@@ -50,8 +50,8 @@ _REAL_BYTES = np.array([dtype.itemsize for dtype in _REAL], dtype=np.int64)
 
 _dtype_of = operator.attrgetter("dtype")
 
-# Tables kept on the devices. A training step has one or two lists; its gradients usually come back at the
-# addresses of the step before.
+# Number of tables kept on the devices. A training step uses one or two lists, and gradients usually have the same
+# addresses as in the previous step.
 _KEPT_TABLES = 16
 
 
@@ -59,9 +59,9 @@ _KEPT_TABLES = 16
 class Table:
     """A table on the device."""
 
-    buffer: torch.Tensor  # int64: the entries, then for every chunk the number of its tensor as int32
+    buffer: torch.Tensor  # int64: the entries, then the tensor index of each chunk as int32
     tensors: int
-    chunks: int  # of all tensors: the programs to launch
+    chunks: int  # of all tensors: the number of programs
     is_split: bool  # whether any tensor has more than one chunk
 
 
@@ -69,12 +69,12 @@ _Key = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], tuple[torch.dt
 _tables: OrderedDict[_Key, Table] = OrderedDict()
 _lock = threading.Lock()
 
-# A captured upload reads its pinned source at every replay, and a graph does not tell when it is destroyed.
+# Each replay of a captured upload reads its pinned source, and graphs do not notify anyone when they are destroyed.
 _sources_of_captured_uploads: list[torch.Tensor] = []
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes ``device`` current, as a Triton launch requires; nothing to do for the CPU's interpreter."""
+    """Makes ``device`` current, as Triton launches require; does nothing for the interpreter on the CPU."""
     if device.type == "cpu":
         return nullcontext()
     guard: AbstractContextManager[object] = torch.get_device_module(device).device(device)
@@ -89,16 +89,16 @@ def stream_of(device: torch.device) -> int:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work submitted now is recorded into a graph instead of being run."""
+    """Whether work is currently recorded into a CUDA graph instead of being run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def table_of(tensors: Sequence[torch.Tensor]) -> Table:
-    """The table of ``tensors``, uploaded without waiting, or kept from an earlier call."""
-    # A kept table is never stale: it holds nothing but what its key holds. The key includes the stream, whose order
-    # makes the table complete before its first use and unused before its memory is reused.
+    """The table of ``tensors``, uploaded without a host sync, or cached from an earlier call."""
+    # A cached table is never stale: its contents depend only on its key. The key includes the stream, whose order
+    # ensures that the upload finishes before the table is used, and that all uses finish before its memory is reused.
     device = tensors[0].device
-    # A good part of what checking a small model costs the host; map is a tenth faster than comprehensions.
+    # This is a good part of the host time of checking a small model; map is a tenth faster than comprehensions.
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     lengths = tuple(map(torch.Tensor.numel, tensors))
     dtypes = tuple(map(_dtype_of, tensors))
@@ -159,21 +159,21 @@ def _upload(
     words[entries:].view(np.int32)[:total] = np.repeat(np.arange(count, dtype=np.int32), chunks)
     if captured:
         _sources_of_captured_uploads.append(source)
-    # torch's allocator of pinned memory hands a block out again only when copies from it have finished.
+    # torch's pinned allocator reuses a block only after copies from it have finished.
     buffer = source.to(device, non_blocking=True)
     return Table(buffer, count, total, total > count)
 
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles pointers that are multiples of this differently, so it is part of what must not vary."""
+"""Bytes. Triton compiles a different kernel for pointers that are not multiples of this."""
 
 
 class Launcher:
-    """Launches one kernel, on whichever device is current, without what Triton does before each launch.
+    """Launches one kernel on the current device without Triton's overhead per launch.
 
-    Binding, specialization and cache keys take it tens of microseconds of Python, more than the GPU needs for a small
-    model. Our kernels are compiled once for each device, whatever the tensors, so the second launch can use what the
-    first one returned: ``CompiledKernel.__getitem__`` (Triton 3.5 to 3.9). Where there is no such thing, as in the
+    Triton spends tens of microseconds of Python on binding, specialization and cache keys, more than the GPU needs for
+    a small model. These kernels are compiled once per device, whatever the tensors, so that later launches can use what
+    the first one returned: ``CompiledKernel.__getitem__`` (Triton 3.5 to 3.9). Where that does not exist, as in the
     interpreter, every launch goes through ``kernel[grid]``.
     """
 
@@ -185,7 +185,7 @@ class Launcher:
     def __call__(
         self, device: torch.device, programs: int, pointers: tuple[torch.Tensor, ...], *rest: torch.Tensor | int
     ) -> None:
-        """Enqueues ``programs`` programs; ``pointers``, its first arguments, it is compiled to find aligned."""
+        """Enqueues ``programs`` programs; ``pointers`` are the kernel's first arguments, compiled as aligned ones."""
         is_aligned = not any(pointer.data_ptr() % ALIGNMENT for pointer in pointers)
         handle = self.handles.get(device) if is_aligned else None
         if handle is not None:

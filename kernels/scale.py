@@ -1,7 +1,7 @@
-"""In-place multiplication of many tensors by one number, or by one each, in one Triton launch.
+"""In-place multiplication of many tensors by one number, or by one number each, in one Triton launch.
 
-The coefficients stay on the device; programs leave before touching a tensor whose coefficient is exactly 1. The
-chunks are visited in reverse, because what the statistics read last is most likely still in the cache.
+The coefficients stay on the device; a program returns without touching a tensor whose coefficient is exactly 1. Chunks
+are processed in reverse order, because what the statistics kernel read last is most likely still in cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNSUPPORTED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e
 
 @triton.jit
 def _scaled(x, coefficient):
-    """X times coefficient: in float64 for float64, otherwise in float32 and rounded back."""
+    """X times coefficient: in float64 for float64, otherwise in float32 and rounded back to the type of x."""
     if x.dtype == tl.float64:
         product = x * coefficient
     else:
@@ -35,7 +35,7 @@ def _scaled(x, coefficient):
 
 @triton.jit
 def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl.constexpr):
-    """Scales one chunk; positions are counted as in _read_chunk of stats.py."""
+    """Scales one chunk; positions count as in _read_chunk of stats.py."""
     BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     STEP_VECTORS: tl.constexpr = UNROLL * LANES
@@ -43,7 +43,7 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     end = begin + values
     aligned = address - address % 16
 
-    # Whole vectors of this chunk: in whole steps, then lane by lane.
+    # The whole vectors of this chunk: first in whole steps, then lane by lane.
     first_vector = tl.maximum(chunk * chunk_vectors, (begin + VECTOR - 1) // VECTOR)
     last_vector = tl.minimum((chunk + 1) * chunk_vectors, end // VECTOR)
     vectors = tl.maximum(last_vector - first_vector, 0)
@@ -57,12 +57,12 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     lane = tl.arange(0, LANES)[:, None]
     value = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
     for start in range(steps * STEP_VECTORS, vectors, LANES):
-        # Decided lane by lane, so that the compiler sees that a vector is accessed as a whole.
+        # Per lane, so that the compiler sees that vectors are accessed as a whole.
         mask = (start + lane < vectors) & (value >= 0)
         target = pointer + start * VECTOR + value
         tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
 
-    # Partial vectors: before the first whole one, in the first chunk, and after the last, in the last.
+    # Partial vectors: in the first chunk before the first whole vector, in the last chunk after the last one.
     tail = end // VECTOR
     is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
     head_end = tl.where((chunk == 0) & (begin > 0), VECTOR, 0)
@@ -78,14 +78,14 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
 
 @triton.jit
 def _tensor_of(table, tensors, chunk):
-    """The number of the tensor that a chunk belongs to."""
+    """The index of the tensor that a chunk belongs to."""
     tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_WIDTH).to(tl.pointer_type(tl.int32))
     return tl.load(tensor_of_chunk + chunk).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks", "stride"], do_not_specialize_on_alignment=["coefficients"])
 def scale_kernel(table, coefficients, tensors, chunks, stride):
-    """One chunk for each program, the last first. stride: 0 for one coefficient, 1 for one for each tensor."""
+    """One program per chunk, last chunk first. stride: 0 for one coefficient, 1 for one per tensor."""
     program = chunks - 1 - tl.program_id(0)
     tensor = tl.full((), 0, tl.int64)
     if stride > 0:
@@ -95,7 +95,7 @@ def scale_kernel(table, coefficients, tensors, chunks, stride):
         entry = table + _tensor_of(table, tensors, program) * ENTRY_WIDTH
         address = tl.load(entry + ADDRESS)
         values = tl.load(entry + VALUES)
-        # The parts of complex elements scale like any reals.
+        # The parts of complex elements are scaled like reals.
         real = tl.load(entry + KIND) % _table.PAIR
         chunk_vectors = CHUNK_VECTORS << tl.load(entry + SHIFT)
         chunk = program - tl.load(entry + FIRST_CHUNK)
@@ -113,8 +113,8 @@ _launch_scale = Launcher(scale_kernel, WARPS)
 
 
 def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The list as parts in which no address occurs twice, each as long as the list: empty for what is in another."""
-    rounds = [list(tensors)]  # two programs must not write one element
+    """Splits the list so that no address occurs twice in a part. Parts have the list's length, with empty tensors."""
+    rounds = [list(tensors)]  # two programs must not write the same element
     times_seen: Counter[int] = Counter()
     for i, tensor in enumerate(tensors):
         if tensor.numel() == 0:
@@ -132,15 +132,15 @@ def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
-    """Multiplies all tensors in place by a 0-d float64 tensor; one that occurs k times k times, in k launches.
+    """Multiplies tensors in place by a 0-d float64 tensor. A tensor listed k times is scaled k times, in k launches.
 
-    Tensors that share memory must be the same. NotImplementedError for 8-bit floats, before any is changed.
+    Tensors that share memory must be identical. Raises NotImplementedError for 8-bit floats, before any is changed.
     """
     _scale(tensors, coefficient, 0)
 
 
 def scale_each_(tensors: list[torch.Tensor], coefficients: torch.Tensor) -> None:
-    """The same with a coefficient for each tensor: contiguous float64, ``[len(tensors)]``."""
+    """As `scale_`, with one coefficient per tensor: contiguous float64, ``[len(tensors)]``."""
     _scale(tensors, coefficients, 1)
 
 

@@ -1,11 +1,11 @@
-"""Gradient statistics in one Triton launch for any list of tensors.
+"""Gradient statistics in Triton, in one launch for any list of tensors.
 
-Each program reads one chunk of one tensor (see _table.py). Whole 16-byte vectors are read fast, in tiles, by the
+Each program reads one chunk of one tensor (see _table.py). The fast path reads 16-byte vectors, in tiles, by the
 method of csrc/stats_cpu_kernel.h: a vector is summed in float32 and promoted to float64 once. A tile whose sum of
-squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly; so is what does not fill a step, and the ends of a tensor.
+squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly, as are incomplete steps and the ends of a tensor.
 
-The chunks of a tensor form groups. The program that finishes a group last merges the rows of its chunks, and the
-one that finishes the last group the rows of the groups, in an order that does not depend on which program that is.
+Chunks of a tensor form groups. The program that finishes a group last merges the rows of its chunks, and the one that
+finishes the last group merges the rows of the groups. The merge order does not depend on which programs these are.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gradstat.kernels._table import ADDRESS, CHUNKS, ENTRY_WIDTH, FIRST_CHUNK, K
 
 WARPS = 4
 
-# Lanes are vectors of 16 bytes, one for each thread. A step of the fast loop reads UNROLL of them per
-# thread, so that enough bytes are in flight; a tile is what is checked, and if need be read again, at once.
+# Each lane holds one 16-byte vector, and each thread one lane. A step of the fast loop reads UNROLL vectors per thread,
+# to keep enough bytes in flight. A tile is checked, and if necessary read again, as a whole.
 LANES = tl.constexpr(32 * WARPS)
 UNROLL = tl.constexpr(4)
 STEPS_PER_TILE = tl.constexpr(8)
 CHUNK_VECTORS = tl.constexpr(_table.CHUNK_VECTORS)
 
-# A tile's sum of squares is trusted in this range. Below it, float32 squares that vanished (each under
-# 2**-126, at most 2**16 of them) could matter; above it, one may have overflowed. For float64 likewise: no
-# element beyond LARGE, none that mattered below SMALL.
+# The range in which a tile's sum of squares is trusted. Below it, underflowed float32 squares (each under 2**-126, at
+# most 2**16 of them) could matter; above it, a square may have overflowed. For float64: within it no element is above
+# LARGE, and none below SMALL matters.
 SAFE_LOW = tl.constexpr(2.0**-80)
 SAFE_HIGH = tl.constexpr(2.0**120)
 SAFE_LOW_DOUBLE = tl.constexpr(2.0**-900)
@@ -53,15 +53,15 @@ MIN = tl.constexpr(_fields.column("min"))
 MAX = tl.constexpr(_fields.column("max"))
 FIRST_NONFINITE = tl.constexpr(_fields.column("first_nonfinite"))
 
-# What lanes add up, besides minimum and maximum: a further sum has its name here and its lift in _lift.
+# The sums that lanes accumulate, besides minimum and maximum. For a new sum add its name here and its lift in _lift.
 _SUMMED = ("sq_sum", "sum")
 SUMMED = tl.constexpr(len(_SUMMED))
 SUM_COLUMNS = tl.constexpr(tuple(map(_fields.column, _SUMMED)))
 SQUARES = tl.constexpr(_SUMMED.index("sq_sum"))
 SUM_DEGREES = tl.constexpr(tuple(_fields.DEGREES[_fields.column(name)] for name in _SUMMED))
 
-# Chunks in a group. All rows of a group are loaded at once, and so are those of all groups: two waits for
-# memory, however many chunks there are.
+# Chunks per group. All rows of a group are loaded at once, and so are the rows of all groups, so that merging waits
+# twice for memory, however many chunks there are.
 GROUP = tl.constexpr(128)
 MERGED_ROWS = tl.constexpr(128)
 COLUMNS = tl.constexpr(16)
@@ -73,12 +73,12 @@ NO_INDEX = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _decode_float8(x, kind):
-    """Bytes as float32: float8_to_float of csrc/stat.h."""
+    """Converts float8 codes to float32: float8_to_float of csrc/stat.h."""
     four_three = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E4M3FNUZ)
     ordinary = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E5M2)
-    # 2**(127 - bias), with the biases 7, 15, 8 and 16: moves the exponent, and makes subnormals normal.
+    # 2**(127 - bias), with the biases 7, 15, 8 and 16: rebiases the exponent, and normalizes subnormals.
     scale = tl.where(four_three, 2.0**120, 2.0**112) * tl.where(ordinary, 1.0, 0.5)
-    # Codes that are not numbers: for the fnuz types 0x80 alone, otherwise the largest magnitudes.
+    # Codes that are not finite: 0x80 alone in the fnuz types, otherwise the largest magnitudes.
     highest = tl.where(ordinary, tl.where(four_three, 0x7E, 0x7B), 0x7F)
     nan_code = tl.where(ordinary, 0x100, 0x80)
     inf_magnitude = tl.where(kind == _table.FLOAT8_E5M2, 0x7C, 0x100)
@@ -92,11 +92,11 @@ def _decode_float8(x, kind):
 
 @triton.jit
 def _widen(x, kind):
-    """Elements as float32, or as float64 if that is what they are."""
+    """Converts elements to float32, or leaves them float64."""
     if x.dtype == tl.uint8:
         wide = _decode_float8(x, kind)
     elif x.dtype == tl.bfloat16:
-        # By its bits: Triton's interpreter loses subnormals in the conversion.
+        # On the bits: the conversion in Triton's interpreter loses subnormals.
         wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.float64:
         wide = x
@@ -107,22 +107,22 @@ def _widen(x, kind):
 
 @triton.jit
 def _neighbours(x):
-    """The elements of each row at even and at odd positions."""
+    """The elements at even and at odd positions of each row."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
-# A lane's sums are a tuple: those of SUM_COLUMNS, minimum, maximum.
+# The sums of a lane are a tuple: the sums of SUM_COLUMNS, minimum, maximum.
 
 
 @triton.jit
 def _lift(x, ordinary):
-    """What finite elements add to the sums; `ordinary` are those of ordinary magnitude, zeros in place of others."""
+    """What finite elements x add to the sums. `ordinary`: x with 0 in place of huge and tiny magnitudes."""
     return ordinary * ordinary, x
 
 
 @triton.jit
 def _no_sums(REAL: tl.constexpr):
-    """Of no elements, lane by lane."""
+    """The sums of no elements, per lane."""
     sums = ()
     for _ in tl.static_range(SUMMED):
         sums = sums + (tl.zeros((LANES,), tl.float64),)
@@ -147,7 +147,7 @@ def _store_sums(row, row_stride, sums):
 
 @triton.jit
 def _scale_sums(sums, scale):
-    """Of elements that are so many times as large."""
+    """The sums of elements multiplied by `scale`."""
     scaled = ()
     for i in tl.static_range(SUMMED):
         value = sums[i]
@@ -160,11 +160,11 @@ def _scale_sums(sums, scale):
 
 @triton.jit
 def _add_step(even, odd, sums):
-    """Adds vectors, one in each row, given by their elements at even and odd positions, to the lanes' sums."""
+    """Adds vectors, one per row, given as their elements at even and odd positions, to the lanes' sums."""
     LANE_ROWS: tl.constexpr = even.shape[0] // LANES
     step = _merge_sums(_lift(even, even) + (even, even), _lift(odd, odd) + (odd, odd))
-    # Float32 sums at most three levels deep: the squares of 1- and 2-byte types are exact in float32, so that
-    # three roundings remain for their eight, and for the four of float32, whose squares are rounded.
+    # Each term is rounded at most three times: in three additions of eight elements of 1- and 2-byte types, whose
+    # squares are exact in float32, or in its square and two additions of the four elements of float32.
     for level in tl.static_range(1, 4):
         if 2**level <= even.shape[1]:
             evens = ()
@@ -187,11 +187,11 @@ def _add_step(even, odd, sums):
 
 @triton.jit
 def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: tl.constexpr):
-    """Sums and counts of zeros, lane by lane, of whole steps."""
+    """Sums and zero counts, per lane, of `steps` whole steps."""
     sums = _no_sums(REAL)
     zeros = tl.zeros((LANES,), tl.int32)
     STEP: tl.constexpr = UNROLL * LANES * VECTOR
-    # A vector in each row: the shape that makes adjacent threads load adjacent vectors.
+    # One vector per row, in the layout in which adjacent threads load adjacent vectors.
     offsets = tl.arange(0, UNROLL * LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for step in range(steps):
         even, odd = _neighbours(_widen(tl.load(pointer + step * STEP + offsets), 0))
@@ -206,7 +206,7 @@ def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: t
 
 @triton.jit
 def _halves(pairs):
-    """The lower and the upper halves of words, as float16 and widened."""
+    """The lower and upper halves of words, read as float16 and converted to float32."""
     low = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -214,10 +214,10 @@ def _halves(pairs):
 
 @triton.jit
 def _read_float8_tile(address, steps, kind):
-    """_read_tile for float8, in words of four. A code that hides from the sum of squares makes that NaN.
+    """_read_tile for float8, in words of four codes. Codes that would not show in the sum of squares make it NaN.
 
-    Sign and magnitude of a code are moved to where float16 has its own, which divides every number by the same
-    power of two.
+    Sign and magnitude of a code are shifted to the position of float16's, which divides all numbers by the same power
+    of two.
     """
     WORDS: tl.constexpr = 4
     AT_ONCE: tl.constexpr = 2
@@ -229,7 +229,7 @@ def _read_float8_tile(address, steps, kind):
     shift = tl.where(four_three, 1, 0)
     magnitude = tl.where(four_three, 0x3F803F80, 0x7F007F00)
     sums = _no_sums(tl.float32)
-    # Zeros of the four bytes of a lane's words, one count to a byte; and bytes of 0x80, marked.
+    # Zero counts of the bytes of each lane's words, packed into four bytes; and marks for bytes equal to 0x80.
     packed_zeros = tl.zeros((LANES,), tl.int32)
     marks = tl.zeros((AT_ONCE * LANES, 1), tl.uint32)
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
@@ -241,7 +241,7 @@ def _read_float8_tile(address, steps, kind):
         b, d = _halves(((words >> shift) & magnitude) | (words & 0x80008000))
         rows: tl.constexpr = (AT_ONCE * LANES, 2 * WORDS)
         sums = _add_step(tl.reshape(tl.join(a, c), rows), tl.reshape(tl.join(b, d), rows), sums)
-        # The top bit of a byte says whether its magnitude is zero.
+        # Sets the top bit of each byte whose magnitude is zero.
         zero = ((words & 0x7F7F7F7F) + 0x7F7F7F7F) ^ 0x80808080
         counts = ((zero >> 7) & 0x01010101).to(tl.int32)
         packed_zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (AT_ONCE, LANES)), axis=0)
@@ -252,7 +252,7 @@ def _read_float8_tile(address, steps, kind):
     zeros = tl.zeros((LANES,), tl.int32)
     for byte in tl.static_range(4):
         zeros += (packed_zeros >> (8 * byte)) & 0xFF
-    # The NaN of e4m3fn looks like 480, which nothing else exceeds; that of the fnuz types is the negative zero.
+    # NaN in e4m3fn becomes 480, above all finite values; in the fnuz types it has the code of negative zero.
     limit = tl.where(kind == _table.FLOAT8_E4M3FN, 1.75, INF)
     sign = tl.where(ordinary, 0, 0x80808080)
     marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
@@ -262,7 +262,7 @@ def _read_float8_tile(address, steps, kind):
 
 @triton.jit
 def _lift_finite(x, good, sums, scaled_sums):
-    """lift_finite of csrc/stat.h, lane by lane, for those of x, [LANES, n], that are good."""
+    """lift_finite of csrc/stat.h, per lane, for those elements of x, [LANES, n], that are `good`."""
     sq_sum_large, sq_sum_small = scaled_sums
     wide = tl.where(good, x, 0.0).to(tl.float64)
     ordinary = wide
@@ -298,11 +298,10 @@ def _read_exact(
     PAIR: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Adds the values [begin, end) from an aligned pointer, whatever they are, to rare, sums and zeros.
+    """The exact path: adds values [begin, end) from an aligned pointer to rare, sums and zeros.
 
-    Each lane takes VECTOR values at a time. WHOLE promises that begin is 0 and end a multiple of VECTOR,
-    which keeps the 16-byte loads.
-    first_index is the index of the element at the pointer: negative if that lies before the tensor.
+    Each lane takes VECTOR values at a time. WHOLE promises that begin is 0 and end a multiple of VECTOR, which keeps
+    16-byte loads. first_index is the index of the element at the pointer, negative if that is before the tensor.
     """
     nans, infs, sq_sum_large, sq_sum_small, first = rare
     WIDTH: tl.constexpr = 2 if PAIR else 1
@@ -315,7 +314,7 @@ def _read_exact(
     scaled_sums = (tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64))
     for start in range(0, end, LANES * VECTOR):
         if WHOLE:
-            # Decided lane by lane, so that the compiler sees that a vector is loaded as a whole.
+            # Per lane, so that the compiler sees that vectors are loaded as a whole.
             is_inside = start + lane * VECTOR < end
             mask = is_inside & (value >= 0)
             valid = is_inside & (element >= 0)
@@ -332,7 +331,7 @@ def _read_exact(
             is_nan = x != x
             is_bad = is_nan | (tl.abs(x) == INF)
             is_zero = x == 0
-        # What the mask excludes was loaded as 0, which is not bad but must not count as a zero either.
+        # Masked elements were loaded as 0, which is not bad but must not be counted as a zero either.
         good = valid & (is_bad == 0)
         lane_nans += tl.sum(is_nan.to(tl.int32), axis=1)
         lane_infs += tl.sum((is_bad & (is_nan == 0)).to(tl.int32), axis=1)
@@ -358,22 +357,22 @@ def _read_exact(
 def _read_chunk(
     address, values, chunk, chunk_vectors, row, row_stride, kind, ELEMENT: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Reads one chunk of one tensor and stores its row, whose columns are row_stride apart.
+    """Reads one chunk of one tensor and stores its row, with columns `row_stride` apart.
 
-    Positions are counted, in values or in vectors, from the address rounded down to a vector.
+    Positions, in values or vectors, count from the address rounded down to a vector.
     """
     BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     WIDTH: tl.constexpr = 2 if PAIR else 1
     REAL: tl.constexpr = tl.float64 if tl.float64 == ELEMENT else tl.float32
-    # Sixteen bytes a lane would take too many registers once each of them is a float64.
+    # With sixteen bytes per lane, each converted to float64, too many registers would be needed.
     EXACT: tl.constexpr = 8 if VECTOR == 16 else VECTOR
     STEP_VECTORS: tl.constexpr = UNROLL * LANES
     begin = address % 16 // BYTES
     end = begin + values
     aligned = address - address % 16
 
-    # Whole vectors of this chunk.
+    # The whole vectors of this chunk.
     vector = tl.maximum(chunk * chunk_vectors, (begin + VECTOR - 1) // VECTOR)
     last_vector = tl.minimum((chunk + 1) * chunk_vectors, end // VECTOR)
 
@@ -384,7 +383,7 @@ def _read_chunk(
     zeros = tl.zeros((LANES,), tl.int32)
 
     while vector < last_vector:
-        # A tile: at most STEPS_PER_TILE steps; what is left of the chunk after its last step is read exactly.
+        # A tile has at most STEPS_PER_TILE steps. What remains of the chunk after the last step is read exactly.
         pointer = tl.multiple_of((aligned + vector * 16).to(tl.pointer_type(ELEMENT)), 16)
         steps = tl.minimum((last_vector - vector) // STEP_VECTORS, STEPS_PER_TILE).to(tl.int32)
         vectors = (steps * STEP_VECTORS).to(tl.int64)
@@ -412,7 +411,7 @@ def _read_chunk(
             rare, sums, zeros = _read_exact(pointer, 0, count, first_index, kind, rare, sums, zeros, EXACT, PAIR, True)
         vector += vectors
 
-    # Partial vectors: before the first whole one, in the first chunk, and after the last, in the last.
+    # Partial vectors: in the first chunk before the first whole vector, in the last chunk after the last one.
     tail = end // VECTOR
     is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
     for edge in range(2):
@@ -425,9 +424,9 @@ def _read_chunk(
             pointer = tl.multiple_of((aligned + at * 16).to(tl.pointer_type(ELEMENT)), 16)
             edge_begin = tl.where(is_tail, 0, begin).to(tl.int32)
             edge_end = tl.minimum(end - at * VECTOR, VECTOR).to(tl.int32)
-            # Positions before the tensor make the division inexact, but pairs never straddle a vector.
+            # An exact division, also for positions before the tensor: pairs are aligned and never straddle a vector.
             first_index = (at * VECTOR - begin) // WIDTH
-            # Less than a vector: one element for each lane.
+            # Less than a vector: one element per lane.
             rare, sums, zeros = _read_exact(
                 pointer, edge_begin, edge_end, first_index, kind, rare, sums, zeros, WIDTH, PAIR, False
             )
@@ -443,18 +442,18 @@ def _read_chunk(
 
 @triton.jit
 def _merge_rows(rows, column_stride, row_stride, count, out, out_stride):
-    """Merges at most MERGED_ROWS rows into out; columns and rows are so many numbers apart."""
+    """Merges at most MERGED_ROWS rows into `out`; the strides are counted in numbers."""
     column = tl.arange(0, COLUMNS)
     merge = tl.full((COLUMNS,), 0, tl.int32)
     for field in tl.static_range(FIELD_COUNT):
         merge = tl.where(column == field, MERGES[field], merge)
-    # A maximum is the minimum of the opposites.
+    # A maximum is computed as the negated minimum of negated values.
     sign = tl.where(merge == 2, -1.0, 1.0).to(tl.float64)
     identity = tl.where(merge == 0, 0.0, INF).to(tl.float64) * sign
     index = tl.arange(0, MERGED_ROWS)
     at = column[:, None] * column_stride.to(tl.int64) + index[None, :] * row_stride
     mask = (column[:, None] < FIELD_COUNT) & (index[None, :] < count)
-    # Written by other programs: read behind the first-level cache, which is not coherent.
+    # The rows were written by other programs; .cg bypasses L1, which is not coherent.
     part = tl.load(rows + at, mask=mask, other=0.0, cache_modifier=".cg")
     part = tl.where(mask, part, identity[:, None])
     merged = tl.where(merge == 0, tl.sum(part, axis=1), sign * tl.min(part * sign[:, None], axis=1))
@@ -463,7 +462,7 @@ def _merge_rows(rows, column_stride, row_stride, count, out, out_stride):
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def stats_kernel(table, rows, tickets, out, tensors, chunks):
-    """One chunk for each program. rows: [fields, chunks]; tickets: [chunks] int32, 0 before and after."""
+    """One program per chunk. rows: [fields, chunks]; tickets: [chunks] int32, 0 before and after the launch."""
     program = tl.program_id(0)
     tensor_of_chunk = (table + tensors.to(tl.int64) * ENTRY_WIDTH).to(tl.pointer_type(tl.int32))
     tensor = tl.load(tensor_of_chunk + program).to(tl.int64)
@@ -477,7 +476,7 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
 
     count = tl.load(entry + CHUNKS).to(tl.int32)
     row_of_tensor = out + tensor * FIELD_COUNT
-    # The row of a tensor's only chunk is that of the tensor.
+    # A tensor's only chunk stores the tensor's row directly.
     row = row_of_tensor
     row_stride = tl.full((), 1, tl.int64)
     if count > 1:
@@ -506,7 +505,7 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
         first_of_group = first_chunk + group * GROUP
         in_group = tl.minimum(count - group * GROUP, GROUP).to(tl.int32)
         groups = (count + GROUP - 1) // GROUP
-        # The row's stores come before the ticket, for every thread of this program and then for the others.
+        # All threads of this program must store their parts of the row before the ticket releases it to other programs.
         tl.debug_barrier()
         done = tl.atomic_add(tickets + first_of_group, 1, sem="acq_rel", scope="gpu")
         if done == in_group - 1:
@@ -514,10 +513,10 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
             if groups == 1:
                 _merge_rows(rows + first_chunk, chunks, 1, count, row_of_tensor, 1)
             else:
-                # In place of the row of its first chunk, which is read by then.
+                # Stored in place of the row of the group's first chunk, which has been read by then.
                 _merge_rows(rows + first_of_group, chunks, 1, in_group, rows + first_of_group, chunks)
                 tl.debug_barrier()
-                # The second chunk's ticket, of which no group makes use, is that of the groups.
+                # The groups' ticket is that of the second chunk, which no group uses.
                 done = tl.atomic_add(tickets + first_chunk + 1, 1, sem="acq_rel", scope="gpu")
                 if done == groups - 1:
                     tl.store(tickets + first_chunk + 1, 0)
@@ -530,18 +529,18 @@ _lock = threading.Lock()
 
 
 def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and zeroed tickets for the chunks of a launch, kept for each stream: its order separates its launches."""
-    # A captured graph may be replayed on another stream, so it gets its own.
+    """Rows and zeroed tickets for the chunks of a launch, one pair per stream: launches on a stream are ordered."""
+    # A captured graph may be replayed on another stream, so it gets tensors of its own.
     captured = _table.is_capturing(device)
     key = (device, 0 if captured else _table.stream_of(device))
-    # A launch that splits no tensor uses neither, but of other types they would make another kernel.
+    # A launch that splits no tensor uses neither, but passing other dtypes would compile another kernel.
     length = table.chunks * len(_fields.FIELDS) if table.is_split else 1
     count = table.chunks if table.is_split else 1
     with _lock:
         kept = None if captured else _scratch.get(key)
         if kept is not None and kept[0].numel() >= length and kept[1].numel() >= count:
             return kept
-        # Half as much again, lest lists that grow a little each time allocate each time.
+        # Grows by half, so that lists that become a little longer each time do not allocate each time.
         growth = 1 if captured else 1.5
         rows = torch.empty(int(length * growth), dtype=torch.float64, device=device)
         tickets = torch.zeros(int(count * growth), dtype=torch.int32, device=device)
@@ -551,7 +550,7 @@ def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tenso
 
 
 def stats(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The table of tensors as `gradstat._core.tensors.readable` returns them, at least one, all on one device."""
+    """The table of ``tensors``, at least one, all on one device, as `gradstat._core.tensors.readable` returns them."""
     assert tensors, "expected at least one tensor"
     device = tensors[0].device
     with _table.on_device(device):

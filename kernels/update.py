@@ -1,8 +1,8 @@
-"""Sums over gradient, weight and optimizer state of many tensors in Triton: csrc/update.h says of what.
+"""Update statistics in Triton: sums over gradient, weight and optimizer state of many tensors (see csrc/update.h).
 
-Tensors of one rule and element type share two launches. Each program reads one chunk of one tensor and stores its
-sums; the second kernel adds up a tensor's chunks in their order. The elements of a lane's vectors are summed in float32
-and promoted; a chunk with sums that cannot be trusted is read again in float64, and so is what does not fill a step.
+Tensors with the same rule and dtype share two launches. Each program reads one chunk of one tensor and stores its sums;
+a second kernel adds up the chunks of each tensor in order. Vectors are summed in float32 per lane and promoted. A chunk
+whose sums cannot be trusted is read again in float64, as are incomplete steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WARPS = 4
 LANES = tl.constexpr(32 * WARPS)
 CHUNK = tl.constexpr(16384)  # elements
 
-# The int64 columns of a place: the addresses of five operands, and these.
+# The int64 columns of a place: the addresses of five operands, followed by these.
 NUMEL, ROW, FIRST_CHUNK = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 WIDTH = tl.constexpr(8)
 
@@ -37,7 +37,7 @@ _ELEMENTS[torch.float64] = tl.float64
 
 @triton.jit
 def _add_update(x, by, RULE: tl.constexpr):
-    """add_update of csrc/update_element.h, element by element: what each adds to every sum."""
+    """add_update of csrc/update_element.h, elementwise: the contribution of each element to every sum."""
     gradient_scale, weight_decay, momentum_decay, momentum_gain, second_decay, second_gain = (
         by[0], by[1], by[2], by[3], by[4], by[5]
     )  # fmt: skip
@@ -65,7 +65,7 @@ def _add_update(x, by, RULE: tl.constexpr):
 
 @triton.jit
 def _operands(place, offsets, mask, REAL: tl.constexpr, RULE: tl.constexpr, ELEMENT: tl.constexpr, WHOLE: tl.constexpr):
-    """The operands at some offsets; zeros for those the rule does not have. WHOLE: all of them, by whole vectors."""
+    """The operands at `offsets`; zeros for those the rule does not have. WHOLE: no mask, aligned vectors."""
     found = ()
     for k in tl.static_range(5):
         if k < OPERANDS[RULE]:
@@ -92,7 +92,7 @@ def _is_zero(x):
 
 @triton.jit
 def _is_safe(sums, x, weight_decay, RULE: tl.constexpr):
-    """is_safe of csrc/update.h, lane by lane."""
+    """is_safe of csrc/update.h, per lane."""
     no_gradient = _is_zero(x[0]) & _is_zero(x[1] * weight_decay)
     no_momentum = _is_zero(x[2])
     good = (no_gradient | _is_safe_square(sums[4])) & (no_momentum | _is_safe_square(sums[5]))
@@ -106,7 +106,7 @@ def _is_safe(sums, x, weight_decay, RULE: tl.constexpr):
 def update_kernel(
     places, coefficients, rows, tensors, RULE: tl.constexpr, ELEMENT: tl.constexpr, IS_WIDE: tl.constexpr
 ):
-    """One chunk for each program; `places` ends with the number of each chunk's tensor. rows: [chunks, sums]."""
+    """One program per chunk; `places` ends with the tensor index of each chunk. rows: [chunks, sums]."""
     VECTOR: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
     STEP: tl.constexpr = LANES * VECTOR
     program = tl.program_id(0)
@@ -166,7 +166,7 @@ def update_kernel(
 
 @triton.jit(do_not_specialize=["tensors"])
 def merge_kernel(places, rows, table, tensors):
-    """One tensor for each program."""
+    """One program per tensor."""
     place = places + tl.program_id(0).to(tl.int64) * WIDTH
     first = tl.load(place + FIRST_CHUNK)
     chunks = (tl.load(place + NUMEL) + CHUNK - 1) // CHUNK
@@ -183,7 +183,7 @@ def merge_kernel(places, rows, table, tensors):
 
 
 def update_sums(operands: list[torch.Tensor], rules: list[int], coefficients: torch.Tensor) -> torch.Tensor:
-    """As `gradstat._core.reference.update_sums`. Operands of different types are converted first."""
+    """As `gradstat._core.reference.update_sums`. Operands of mixed dtypes are converted first."""
     device, rest = operands[0].device, iter(operands)
     groups: dict[tuple[int, torch.dtype, bool], list[list[int]]] = {}
     converted = []

@@ -1,4 +1,4 @@
-"""Settings all tests share: Triton's interpreter where there is no GPU, poisoned allocations, seeds."""
+"""Settings shared by all tests: Triton's interpreter if there is no GPU, poisoned allocations, seeds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _frozen() -> Iterator[None]:
-    """The garbage collections that frameworks ask for need not go through all that was imported each time."""
+    """Keeps the garbage collections that frameworks trigger from traversing all imported modules each time."""
     gc.collect()
     gc.freeze()
     yield
@@ -45,13 +45,13 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _watched_no_longer() -> Iterator[None]:
-    """What `gradstat.auto` watched in a test does not watch torch's clips in the next."""
+    """Stops `gradstat.auto` of one test from watching torch's clips in the next."""
     yield
     automatic = sys.modules.get("gradstat.automatic")
     if automatic is not None:
         from gradstat.monitor import AnomalyError
 
-        with warnings.catch_warnings():  # the test has seen those that it was about
+        with warnings.catch_warnings():  # the test has checked its own
             warnings.simplefilter("ignore")
             for handle in list(automatic._handles):
                 with contextlib.suppress(AnomalyError):
@@ -70,7 +70,7 @@ def where(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A chunk of Triton's kernels is a tile here too, but its interpreter's are a quarter as long: 16 KB."""
+    """Shortens the chunks of Triton's kernels in the interpreter to a quarter, 16 KB. A chunk is still one tile."""
     import triton.language as tl
 
     from gradstat.kernels import _table, scale, stats
@@ -78,7 +78,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vectors = 2 * stats.UNROLL.value * stats.LANES.value
     assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS
     _table._tables.clear()
-    if not HAS_CUDA:  # what is compiled has its constants for good
+    if not HAS_CUDA:  # constants of compiled kernels cannot be changed
         for module, name, value in (
             *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
             *((module, "CHUNK_VECTORS", tl.constexpr(vectors)) for module in (stats, scale)),
@@ -90,7 +90,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def emulated(kernels_on_host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """The CUDA kernels on the CPU (tests/host_kernels.py), which can be asked for as a backend meanwhile."""
+    """The CUDA kernels on the CPU (tests/host_kernels.py), registered as a backend for the duration of a test."""
     from host_kernels import EmulatedKernels
 
     from gradstat._core import backends
@@ -108,7 +108,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def skip_unless_fused() -> Callable[[Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], str], None]:
-    """Skips what torch itself refuses to fuse on a device, as torch 2.11 does Adagrad on a GPU."""
+    """Skips optimizers that torch itself refuses to fuse on a device, as torch 2.11 does Adagrad on a GPU."""
 
     def skip(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2, device=device))
@@ -125,7 +125,7 @@ def skip_unless_fused() -> Callable[[Callable[[list[torch.nn.Parameter]], torch.
 
 @pytest.fixture
 def _poisoned() -> object:
-    """New memory from torch is filled with NaN, so that an output nobody wrote shows."""
+    """Makes torch fill new memory with NaN, so that outputs that were not written are noticed."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
@@ -134,7 +134,7 @@ def _poisoned() -> object:
 
 @pytest.fixture(scope="session")
 def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The CUDA kernels, compiled for the CPU by tests/host_build.py, once for all workers."""
+    """The CUDA kernels, compiled for the CPU by tests/host_build.py once for all workers."""
     from host_build import build
 
     if shutil.which("g++") is None:
@@ -145,7 +145,7 @@ def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes to run a function on, as ranks; see tests/ranks.py."""
+    """Processes that run a function as ranks; see tests/ranks.py."""
     from ranks import Ranks
 
     pool = Ranks()
@@ -155,7 +155,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Runs programs that begin with torch imported and gradstat not; see tests/forks.py."""
+    """Runs programs that start with torch imported but not gradstat; see tests/forks.py."""
     from forks import Forks
 
     made = Forks()

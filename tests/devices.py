@@ -1,4 +1,4 @@
-"""What there is to test on: devices, and the backends of each. What a test module imports is never in a conftest.py."""
+"""Devices to test on, and their backends. Modules that tests import are never called conftest.py."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
-    # Decided when the kernels are first imported, hence before any test module is.
+    # Triton reads this when the kernels are first imported, so it is set before any test module is imported.
     os.environ["TRITON_INTERPRET"] = "1"
-# Threads that wait for each other take longer than the work, where workers share cores. Here and in child processes.
+# With shared cores, threads would wait for each other longer than they work. Set here and for child processes.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 DEVICES = ["cpu", *(["cuda"] if HAS_CUDA else [])]
-# Every way to compute the statistic on this machine, as (backend, device). None of them may be missing.
+# Every way to compute the statistics on this machine, as (backend, device). None of them may be missing.
 BACKENDS = [("reference", "cpu"), ("native", "cpu"), ("emulated", "cpu")] + (
     [("reference", "cuda"), ("native", "cuda"), ("triton", "cuda")] if HAS_CUDA else [("triton", "cpu")]
 )
 
 
 def kernels_on_the_cpu(request: pytest.FixtureRequest) -> Kernels:
-    """Makes a fixture of the names of backends; "dispatched" is the native one, by torch's dispatcher alone."""
+    """For fixtures parametrized by backend names; "dispatched": the native backend through torch's dispatcher only."""
     from gradstat._core import backends
 
     if request.param == "dispatched":

@@ -1,4 +1,4 @@
-"""An exact account of tensors, and tables held against it: the judge of every backend."""
+"""Exact statistics of tensors, and assertions that compare tables with them: the judge of every backend."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ Floats = npt.NDArray[np.float64]
 
 assert np.finfo(np.longdouble).nmant >= 63, "the account needs an extended precision that this platform does not have"
 
-NARROW_TOLERANCE = 1e-7  # of norms: the contract, for every input
-# Of a sum, relative to the magnitudes that were added: three roundings in float32.
+NARROW_TOLERANCE = 1e-7  # of norms: the guarantee, for every input
+# Of sums, relative to the sum of magnitudes: three roundings in float32.
 SUM_TOLERANCE = 2.5e-7
-# Of float64: as many roundings as a chunk of work has elements, one after the other at worst.
+# Of float64: as many roundings as a chunk has elements, if all are added one after the other.
 WIDE_TOLERANCE = 2.0**16 * 2.0**-53
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
@@ -27,7 +27,7 @@ REAL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 EXACT = tuple(name for name in _fields.NAMES if name not in ("sum", "sq_sum", "sq_sum_large", "sq_sum_small"))
-"""The fields that nothing rounds."""
+"""The fields that are not rounded."""
 
 
 def square_root(total: Fraction) -> float:
@@ -43,10 +43,10 @@ def square_root(total: Fraction) -> float:
 
 
 class Account:
-    """What must be said of a tensor, from its ``[elements, parts]`` in the order in which they are counted.
+    """The exact statistics of a tensor, from its elements as ``[elements, parts]``, in the order of flat indices.
 
-    Squares and sums are formed in extended precision, whose range none of them leaves: 64 bits of significand or more,
-    rounded some twenty times at most, as numpy adds in pairs.
+    Squares and sums are formed in extended precision, whose range they do not leave, with at least 64 bits of
+    significand. They are rounded some twenty times at most, as numpy uses pairwise summation.
     """
 
     def __init__(self, elements: Floats) -> None:
@@ -73,12 +73,12 @@ class Account:
 
     @property
     def norm(self) -> np.longdouble:
-        """Of the finite elements."""
+        """L2 norm of the finite elements."""
         return np.sqrt(self.squares)
 
 
 def account_of(tensor: Tensor) -> Account:
-    """In the order of memory if the tensor is dense, else in row-major order."""
+    """Takes elements in memory order if the tensor is dense, else in row-major order."""
     by_stride = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     flat = (by_stride if by_stride.is_contiguous() else tensor).reshape(-1).cpu()
     parts = torch.view_as_real(flat.to(torch.complex128)) if flat.is_complex() else flat.double()[:, None]
@@ -86,7 +86,7 @@ def account_of(tensor: Tensor) -> Account:
 
 
 class WrongError(AssertionError):
-    """Something was computed or changed that is not so."""
+    """A computed or changed value is wrong."""
 
 
 def expect(holds: bool, what: str, where: object, got: object, expected: object) -> None:
@@ -101,7 +101,7 @@ def assert_rows(
     where: Sequence[Any],
     wide_tolerance: float = WIDE_TOLERANCE,
 ) -> None:
-    """Every field of every row; ``where`` says what the rows are of."""
+    """Checks every field of every row; ``where`` names the rows in error messages."""
     expect(table.dtype == torch.float64, "dtype", "the table", table.dtype, torch.float64)
     expect(tuple(table.shape) == (len(accounts), len(_fields.NAMES)), "shape", "the table", table.shape, len(accounts))
     rows = table.cpu().numpy()
@@ -126,7 +126,7 @@ def assert_rows(
         norms = _fields.l2_norm(np, rows)
         expected, magnitudes = true("norm"), true("magnitudes")
         hold("norm", norms, expected, np.where(is_wide, wide_tolerance, NARROW_TOLERANCE) * expected)
-        # Where magnitudes add up to more than float64 holds, sums are infinite on the way, of either sign.
+        # Where the magnitudes add up to more than float64 can hold, partial sums may be infinite, with either sign.
         holds = magnitudes < 1e300
         slack = np.where(is_wide, wide_tolerance, SUM_TOLERANCE) * magnitudes
         hold("sum", column["sum"][holds], true("sum")[holds], slack[holds])
@@ -137,9 +137,9 @@ def is_float64(dtype: torch.dtype) -> bool:
 
 
 def rounded_product(values: Tensor, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
-    """What torch makes of real numbers times coefficients: formed in float64 for float64, else in float32; rounded."""
+    """Real values times coefficients as torch computes them: in float64 for float64, else in float32, then rounded."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     multiplied = values.to(wide) * coefficients.to(wide)
-    if dtype == torch.float8_e4m3fn:  # where torch 2.10 makes NaN of what is too large
+    if dtype == torch.float8_e4m3fn:  # torch 2.10 returns NaN for values that are too large
         multiplied = multiplied.clamp(-448.0, 448.0)
     return multiplied.to(dtype)

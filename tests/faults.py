@@ -1,7 +1,7 @@
-"""Failures injected into small trainings, and what the monitor has to say first about each of them.
+"""Faults injected into small trainings, and the finding that the monitor must report first for each.
 
-A `Fault` declares what is broken, when, and which finding has to come first: the rule, the name and the step. `inject`
-runs it. ``python tools/diagnosis.py --only faults`` prints what is found, or writes it into docs/diagnosis.md.
+A `Fault` declares what is broken, in which step, and the rule, name and step of the first finding. `inject` runs it.
+``python tools/diagnosis.py --only faults`` prints the findings, or writes them into docs/diagnosis.md.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Fault:
-    """A training that is broken, and what has to be found."""
+    """A broken training, and what must be found."""
 
-    what: str  # is broken, in words
-    model: str  # in which training
-    rule: str  # of the finding that has to be the first
+    what: str  # what is broken, in words
+    model: str  # the training, in words
+    rule: str  # of the first finding; `name` likewise
     name: str
     breaks: Callable[[Training], object]
     training: Callable[[], Training] = train_mlp
-    step: int = 70  # before which it is broken; 0 is from the start
-    late: int = 0  # by how many steps the finding may date it too late
-    further: int = 6  # steps after it
-    also: tuple[str, ...] = ()  # other rules that have to be among the findings
+    step: int = 70  # the step before which the training is broken; 0: from the start
+    late: int = 0  # by how many steps the finding may be dated too late
+    further: int = 6  # steps to train after it
+    also: tuple[str, ...] = ()  # other rules that must be among the findings
     watch: dict[str, int] | None = None
     classes: int | None = None
-    ranks: int = 1  # by DDP; what the monitor of rank 0 finds counts
-    bad_ranks: tuple[int, ...] = (0,)  # where the training is broken
+    ranks: int = 1  # run with DDP; the findings of rank 0 count
+    bad_ranks: tuple[int, ...] = (0,)  # ranks on which the training is broken
     policy: Any = field(default_factory=lambda: RECORD)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a monitor found, in which step each was noticed, and what the diagnosis begins with if not with an info."""
+    """The findings of a monitor, the step in which each was noticed, and the diagnosis's first one unless it is ok."""
 
     findings: list[Finding]
     noticed: list[int]
     first: Finding | None
 
     def noticed_at(self, finding: Finding) -> int:
-        """The step in which a finding was noticed."""
+        """The step in which a finding was noticed, which may be later than the step of the finding."""
         return self.noticed[[id(known) for known in self.findings].index(id(finding))]
 
 
 def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
-    """Trains, breaks the training, and trains on; faults of several ranks on ``ranks``."""
+    """Trains, breaks the training, and trains on; faults with several ranks run on ``ranks``."""
     if fault.ranks > 1:
         assert ranks is not None
         return ranks.run(fault.ranks, _inject, FAULTS.index(fault))[0]
@@ -82,7 +82,7 @@ def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
 
 
 def _inject(number: int) -> Outcome:
-    """On one rank of several."""
+    """Runs a fault as one of several ranks."""
     torch.set_num_threads(1)
     fault = FAULTS[number]
     training = fault.training()
@@ -113,7 +113,7 @@ def _injected(fault: Fault, training: Training) -> Outcome:
 
 
 def every_batch(spoil: Callable[[Batch], Batch], count: float = math.inf) -> Callable[[Training], None]:
-    """Spoils so many batches from now on."""
+    """Spoils the next ``count`` batches."""
 
     def breaks(training: Training) -> None:
         healthy, numbers = training.batch, itertools.count()
@@ -128,7 +128,7 @@ def next_batch(spoil: Callable[[Batch], Batch]) -> Callable[[Training], None]:
 
 
 def loss(function: Callable[[nn.Module, Batch], Tensor], shown: bool = False) -> Callable[[Training], None]:
-    """Another loss from now on; batches are only shown to the monitor if they tell something."""
+    """Replaces the loss from now on; ``shown``: whether the monitor is shown the batches."""
 
     def breaks(training: Training) -> None:
         training.loss, training.shown = function, shown
@@ -156,12 +156,12 @@ def multiplied(name: str, factor: float) -> Callable[[Training], None]:
 
 
 def state(name: str, key: str, change: Callable[[Tensor], object]) -> Callable[[Training], None]:
-    """Changes a state of the optimizer."""
+    """Changes a tensor of the optimizer state."""
     return lambda training: change(training.optimizer.state[training.model.get_parameter(name)][key])
 
 
 def learning_rate(change: Callable[[float], float]) -> Callable[[Training], None]:
-    """Another learning rate from now on."""
+    """Changes the learning rate from now on."""
 
     def breaks(training: Training) -> None:
         for group in training.optimizer.param_groups:
@@ -171,7 +171,7 @@ def learning_rate(change: Callable[[float], float]) -> Callable[[Training], None
 
 
 def replaced_forward(name: str, forward: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[Training], None]:
-    """Another forward pass of a module, which is given what it gave so far."""
+    """Replaces a module's forward pass by a function of the module and its original output."""
 
     def breaks(training: Training) -> None:
         module = training.model.get_submodule(name)
@@ -185,7 +185,7 @@ def replaced_forward(name: str, forward: Callable[[nn.Module, Tensor], Tensor]) 
 
 
 def _log_of_softmax(model: nn.Module, batch: Batch) -> Tensor:
-    # The centre is far away, so that the probability of another class is 0.
+    # The first input is far from the centers, so that the probability of other classes is 0.
     inputs = batch[0].clone()
     inputs[0] *= 1e4
     return -F.softmax(model(inputs), -1)[:, 0].log().mean()
@@ -198,14 +198,14 @@ def _softmax_by_hand(model: nn.Module, batch: Batch) -> Tensor:
 
 def _pairwise_distances(model: nn.Module, batch: Batch) -> Tensor:
     hidden = model[0](batch[0])  # type: ignore[index]
-    # Every point has no distance from itself.
+    # The distance of each point from itself is 0.
     distances = (hidden[:, None] - hidden[None]).square().sum(-1).sqrt()
     return cross_entropy(model, batch) - 1e-4 * distances.mean()
 
 
 def _cosine(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(torch.cat([torch.zeros_like(batch[0][:1]), batch[0][1:]]))
-    directions = batch[0] - batch[0][:1]  # the first one is zero
+    directions = batch[0] - batch[0][:1]  # the first row is zero
     return F.cross_entropy(logits, batch[1]) + (directions / directions.norm(dim=1, keepdim=True)).mean()
 
 
@@ -215,17 +215,17 @@ def _without_branch(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _with_hidden_infinity(model: nn.Module, batch: Batch) -> Tensor:
-    # The loss is finite, the derivative of the root is not, whatever the loss is scaled by.
+    # The loss is finite, but the derivative of the square root is infinite, whatever the loss scale.
     return cross_entropy(model, batch) + torch.sqrt(0 * model[0].bias).sum()  # type: ignore[index]
 
 
 def _fixed_scale(model: nn.Module, batch: Batch) -> Tensor:
     unscaled = F.cross_entropy(model(batch[0].half()).float(), batch[1])
-    return (unscaled - unscaled.detach()) * 2.0**24 + unscaled.detach()  # the monitor is told the loss without it
+    return (unscaled - unscaled.detach()) * 2.0**24 + unscaled.detach()  # the value that the monitor sees is unscaled
 
 
 class _Alternating:
-    """A root at 0 that is added in one micro-batch and subtracted in the next."""
+    """Adds a square root of 0 in one micro-batch and subtracts it in the next."""
 
     def __init__(self) -> None:
         self.sign = 1.0
@@ -248,7 +248,7 @@ def _with_nan(batch: Batch) -> Batch:
 
 
 def _half_model(loss_scale: float = 1.0) -> Training:
-    """A model whose parameters are float16, without a scaler."""
+    """A model with float16 parameters, without a scaler."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].half()), batch[1]) * loss_scale
@@ -300,7 +300,7 @@ def _once(training: Training) -> None:
 
 
 def _sporadic(training: Training) -> None:
-    """NaN in one gradient every tenth step, each time another."""
+    """NaN in one gradient every tenth step, in a different parameter each time."""
     parameters, healthy, steps = list(training.model.parameters()), training.loss, itertools.count()
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -362,7 +362,7 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: None, _two_rates, step=0, late=1, further=40, watch={"updates": 1, "parameters": 1}),
     Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight",
           state("2.weight", "exp_avg", lambda s: _poke(s, -1e6)), step=120, late=1, also=("parameter-jump",)),
-    # The weight falls so far that its unit is dead from then on, and the loss hardly notices.
+    # The weight becomes so negative that its unit is dead from then on, and the loss hardly changes.
     Fault("one element of exp_avg is 1e6, and its unit dies", "MLP", "momentum-drift", "2.weight",
           state("2.weight", "exp_avg", lambda s: _poke(s, 1e6)),
           step=120, late=30, further=40),
@@ -423,7 +423,7 @@ FAULTS: tuple[Fault, ...] = (
 
 
 def is_found(fault: Fault, outcome: Outcome) -> bool:
-    """Whether the first finding is the one that has to be, and the others are there."""
+    """Whether the expected finding comes first, and the other expected rules are among the findings."""
     first = outcome.first
     return (
         first is not None

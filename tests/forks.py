@@ -1,4 +1,4 @@
-"""Short programs, each in a process forked from one that has imported torch and nothing of gradstat."""
+"""Runs short programs, each in a process forked from one that has imported torch but nothing of gradstat."""
 
 import json
 import os
@@ -28,7 +28,7 @@ for line in sys.stdin:
 
 
 class Forks:
-    """The process that forks; it is started with the first program."""
+    """The process that forks; started with the first program."""
 
     def __init__(self) -> None:
         self._template: subprocess.Popen[str] | None = None
@@ -37,7 +37,7 @@ class Forks:
     def run(
         self, program: str, *arguments: str, warnings: str = "error", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """What became of ``program``; ``warnings`` is the action on all of them."""
+        """Runs ``program`` and returns its result; ``warnings`` is the filter action for all warnings."""
         if self._template is None:
             # The caller's interpreter may have found gradstat through its working directory.
             path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

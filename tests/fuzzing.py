@@ -1,8 +1,8 @@
-"""Tensors of random bits in random layouts; judging.py holds operations against the account (exact.py) of each.
+"""Tensors of random bits in random layouts; judging.py checks operations against the exact statistics (exact.py).
 
-A `Recipe` says what one tensor is: element type, sizes, strides, where it begins, and what bits fill it. A `Batch` is
-made of recipes: tensors over memory that it owns, one stretch for each element type, so that it also sees what is
-written beside them. A seed draws the same recipes everywhere (`drawn_recipe`).
+A `Recipe` describes one tensor: dtype, sizes, strides, offset, and the bits that fill it. A `Batch` consists of tensors
+over memory that it owns, one buffer per dtype, so that it also detects writes outside of the tensors. A seed draws the
+same recipes on every machine (`drawn_recipe`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Bits = npt.NDArray[np.unsignedinteger]
 
 
 class Format(NamedTuple):
-    """How the real numbers of an element type are encoded: a sign, `exponent` and `mantissa` bits."""
+    """The encoding of real numbers: a sign bit, `exponent` and `mantissa` bits."""
 
     exponent: int
     mantissa: int
@@ -38,7 +38,7 @@ class Format(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """An element type: the format of its parts, of which complex numbers have two."""
+    """An element type: the format of its parts, of which complex elements have two."""
 
     dtype: torch.dtype
     format: Format
@@ -67,7 +67,7 @@ FLOAT8 = frozenset(kind.dtype for kind in KINDS if kind.format.bits == 8)
 
 
 def special_bits(format: Format) -> list[int]:
-    """Both signs of: zero, the ends of the subnormals and of the normal numbers, one, Inf, NaN of several payloads."""
+    """Both signs of: zero, the ends of the subnormal and the normal range, one, Inf, NaN with several payloads."""
     unit, top = 1 << format.mantissa, ((1 << format.exponent) - 1) << format.mantissa
     positive = [0, 1, unit - 1, unit, unit + 1, format.bias << format.mantissa, top - 1, top]
     positive += [top + 1, top + unit // 2, top + unit - 1]
@@ -91,13 +91,13 @@ def _of_exponents(format: Format, rng: np.random.Generator, count: int, first: i
 
 
 def _of_one_size(format: Format, rng: np.random.Generator, count: int) -> Bits:
-    """Random significands and signs at neighbouring exponents, anywhere in the range."""
+    """Random significands and signs at adjacent exponents, anywhere in the range."""
     number = int(rng.integers(1, 4))
     return _of_exponents(format, rng, count, int(rng.integers(0, (1 << format.exponent) - number)), number)
 
 
 def _where_squares_end(format: Format, rng: np.random.Generator, count: int) -> Bits:
-    """As large or small as numbers whose squares are the last to be finite, normal, or there at all."""
+    """Numbers near the limits beyond which squares overflow, become subnormal, or underflow to zero."""
     edges = [-511, -487, 486, 511, 485] if format.bits == 64 else [-75, -63, -43, 60, 63]
     first = min(max(edges[rng.integers(5)] + format.bias - 1, 0), (1 << format.exponent) - 4)
     return _of_exponents(format, rng, count, first, 3)
@@ -108,12 +108,12 @@ def _zeros(format: Format, rng: np.random.Generator, count: int) -> Bits:
 
 
 def _ordinary(format: Format, rng: np.random.Generator, count: int) -> Bits:
-    """Magnitudes between 2**-6 and 2, as gradients may be."""
+    """Magnitudes between 2**-6 and 2, as is common for gradients."""
     return _of_exponents(format, rng, count, format.bias - 6, 7)
 
 
 def _with_few(fill: Callable[[Format, np.random.Generator, int], Bits]) -> Callable[..., Bits]:
-    """Ordinary numbers, among which there are some others."""
+    """Ordinary numbers with a few others among them."""
 
     def filled(format: Format, rng: np.random.Generator, count: int) -> Bits:
         bits = _ordinary(format, rng, count)
@@ -133,7 +133,7 @@ FILLS: dict[str, Callable[[Format, np.random.Generator, int], Bits]] = {
     "of one size": _of_one_size,
     "where squares end": _where_squares_end,
     "subnormal": lambda format, rng, count: _of_exponents(format, rng, count, 0, 1),
-    # In most formats, NaN of all payloads.
+    # NaN with all payloads, in most formats.
     "top exponent": lambda format, rng, count: _of_exponents(format, rng, count, (1 << format.exponent) - 1, 1),
     "zeros": _zeros,
     "few special": _with_few(_special),
@@ -146,7 +146,7 @@ FILLS: dict[str, Callable[[Format, np.random.Generator, int], Bits]] = {
 
 
 class Recipe(NamedTuple):
-    """What one tensor is. `skip` elements lie before it; `fill` is a name in `FILLS`, or bits to be repeated."""
+    """Describes one tensor. `skip`: elements of memory before it; `fill`: a name in `FILLS`, or bits to repeat."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -160,31 +160,31 @@ class Recipe(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Elements of memory from the first to the last."""
+        """Elements of memory from the first to the last element."""
         if not self.numel:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def is_expanded(self) -> bool:
-        """Whether several elements share one place in memory."""
+        """Whether several elements share a memory location."""
         return self.numel > 0 and any(
             stride == 0 and size > 1 for size, stride in zip(self.shape, self.strides, strict=True)
         )
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements fill one stretch of memory, in any order of the dimensions."""
+        """Whether the elements fill a contiguous range of memory, in any order of the dimensions."""
         return self.numel <= 1 or (not self.is_expanded and self.extent == self.numel)
 
 
 def strides_for(
     shape: Sequence[int], order: Sequence[int], gaps: Sequence[int], expanded: Sequence[bool], odd: Sequence[int]
 ) -> tuple[int, ...]:
-    """Strides of dimensions that follow each other in memory in ``order``, fastest first, without overlap.
+    """Strides without overlap, for dimensions in the memory order ``order``, fastest first.
 
-    A dimension's elements lie ``1 + gap`` times as far apart as they could; those of expanded ones lie in one place;
-    where there is but one, the stride is the ``odd`` one, which means nothing.
+    The elements of a dimension are ``1 + gap`` times as far apart as necessary; those of expanded dimensions share a
+    location. Dimensions of size 1 have the ``odd`` stride, which has no effect.
     """
     strides, next_stride = [0] * len(shape), 1
     for dim in order:
@@ -196,7 +196,7 @@ def strides_for(
 
 
 class Home(NamedTuple):
-    """Memory in which tensors of a type lie."""
+    """A buffer that holds tensors of one dtype."""
 
     dtype: torch.dtype
     number: int
@@ -206,10 +206,10 @@ Memory = dict[Home, npt.NDArray[np.uint8]]
 
 
 class Batch:
-    """Tensors over memory of the batch's own, on ``device``, and what is true of each.
+    """Tensors over memory owned by the batch, on ``device``, and their exact statistics.
 
-    Those of one type lie one behind another, with memory behind the last one in which nothing may be written. If they
-    are to lie apart, each has an allocation that ends where it ends, whose surroundings AddressSanitizer watches.
+    Tensors of one dtype are stored one behind another, followed by memory that must not be written. If ``apart``, each
+    has an allocation of its own that ends with the tensor, so that AddressSanitizer detects accesses around it.
     """
 
     def __init__(self, recipes: Sequence[Recipe], seed: int, device: str = "cpu", apart: bool = False) -> None:
@@ -217,7 +217,7 @@ class Batch:
         self.seed = seed
         self.apart = apart
         rng = np.random.default_rng(seed)
-        # Where each tensor lies, and its first element's number there.
+        # The buffer of each tensor, and the index of the tensor's first element in it.
         self.homes = [Home(recipe.dtype, i if apart else 0) for i, recipe in enumerate(self.recipes)]
         self.starts: list[int] = []
         self._at_home: dict[Home, list[int]] = {}
@@ -246,25 +246,25 @@ class Batch:
     def drawn(
         cls, seed: int, tensors: int, device: str = "cpu", apart: bool = False, largest: int | None = None
     ) -> Batch:
-        """A batch of so many tensors, each a `drawn_recipe`."""
+        """A batch of ``tensors`` tensors, each a `drawn_recipe`."""
         source = random.Random(seed)
         return cls([drawn_recipe(source, largest) for _ in range(tensors)], seed, device, apart)
 
     def only(self, takes: Callable[[Recipe], bool]) -> list[int]:
-        """The positions of the tensors that ``takes`` takes."""
+        """The positions of the recipes for which ``takes`` is true."""
         return [i for i, recipe in enumerate(self.recipes) if takes(recipe)]
 
     def memory(self) -> Memory:
-        """A copy of the memory as it is now."""
+        """A copy of the current memory."""
         return {home: there.cpu().numpy().copy() for home, there in self._memory.items()}
 
     def restore(self, memory: Memory) -> None:
-        """Makes the memory what it was when `memory` gave a copy of it."""
+        """Restores a copy that `memory` returned."""
         for home, there in self._memory.items():
             there.copy_(torch.from_numpy(memory[home]))
 
     def elements(self) -> list[Floats]:
-        """``[elements, parts]`` of each tensor now: in memory order if it is dense, else in row-major order."""
+        """``[elements, parts]`` of each tensor: in memory order if it is dense, else in row-major order."""
         decoded = {home: decoded_from(home.dtype, there) for home, there in self.memory().items()}
         return [
             decoded[home][start : start + recipe.numel]
@@ -274,15 +274,15 @@ class Batch:
         ]
 
     def accounts(self) -> list[Account]:
-        """What is true of each tensor now."""
+        """The exact statistics of each tensor."""
         return [Account(elements) for elements in self.elements()]
 
     def at_home(self, home: Home) -> list[int]:
-        """The positions of the tensors that lie there."""
+        """The positions of the tensors in a buffer."""
         return self._at_home[home]
 
     def owner(self, home: Home, place: int) -> Recipe | None:
-        """The tensor that lies around an element of the memory."""
+        """The tensor whose extent contains element ``place`` of a buffer, if any."""
         for i in self.at_home(home):
             if self.starts[i] <= place < self.starts[i] + self.recipes[i].extent:
                 return self.recipes[i]
@@ -299,14 +299,14 @@ def _filled(fill: str | tuple[int, ...], format: Format, rng: np.random.Generato
 
 
 def decoded_from(dtype: torch.dtype, memory: npt.NDArray[np.uint8]) -> Floats:
-    """``[elements, parts]`` of memory for ``dtype``."""
+    """Decodes a buffer of ``dtype`` to ``[elements, parts]``."""
     kind = KIND_OF[dtype]
     values: Floats = torch.from_numpy(memory).view(dtype.to_real() if dtype.is_complex else dtype).double().numpy()
     return values.reshape(-1, kind.parts)
 
 
 def view_of(elements: npt.NDArray[Any], recipe: Recipe, start: int) -> npt.NDArray[Any]:
-    """Those of ``[elements, parts]`` that belong to a tensor that begins at ``start``: its shape, then parts."""
+    """The elements of the tensor that begins at ``start``, of ``[elements, parts]``: its shape, then parts."""
     parts, size = elements.shape[1], elements.itemsize
     if not recipe.numel:
         return np.empty((*recipe.shape, parts), elements.dtype)
@@ -324,7 +324,7 @@ _SIZES = ((0, 0), (1, 1), (2, 40), (2, 40), (2, 40), (2, 70), (41, 600), (41, 60
 
 
 def drawn_recipe(source: random.Random, largest: int | None = None) -> Recipe:
-    """Mostly small tensors, every other one plain; now and then one of several chunks of work, unless too large."""
+    """Mostly small tensors, half of them plain; rarely, and never above ``largest``, one of several chunks."""
     dtype = source.choice(KINDS).dtype
     low, high = (60_000, 200_000) if source.random() < 0.001 else source.choice(_SIZES)
     numel = source.randint(low, high) if largest is None else min(source.randint(low, high), largest)

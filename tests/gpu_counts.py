@@ -1,4 +1,4 @@
-"""Counts the kernels a call runs on the GPU and how often it makes the host wait, with torch's profiler."""
+"""Counts the kernels that a call runs on the GPU and its host syncs, with torch's profiler."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -10,24 +10,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstat.bench.memory import quiet
 
-# torch.cuda.synchronize(), which ends the profile, is cudaDeviceSynchronize and not among them.
+# The call of torch.cuda.synchronize() that ends the profile is cudaDeviceSynchronize, which is not in this set.
 _WAITS = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
 
 class Counts(NamedTuple):
-    """Of one call: kernels (copies and fills of memory not counted) and waits of the host."""
+    """Counts of one call: kernel launches (without memory copies and fills) and host syncs."""
 
     launches: int
     syncs: int
 
 
 def busy_device() -> None:
-    """Makes the device sleep some 25 ms, one launch: what is asked of it then has not arrived when the host looks."""
+    """Keeps the device busy for some 25 ms with one launch, so that later work is unfinished when the host checks."""
     torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
 
 
 def count(call: Callable[[], object]) -> Counts:
-    """Counts one call after three that warm up. Without a GPU there is nothing to count."""
+    """Counts one call, after three to warm up. Without a GPU there is nothing to count."""
     on_gpu = torch.cuda.is_available()
     for _ in range(3):
         call()
@@ -41,7 +41,7 @@ def count(call: Callable[[], object]) -> Counts:
 
 
 def counts_of(events: Iterable[Any]) -> Counts:
-    """Of what the profiler recorded. Ranges that annotate (``Optimizer.step`` opens one) show up on the device too."""
+    """Counts from profiler events. Annotations (as by ``Optimizer.step``) also appear on the device and are ignored."""
     listed = list(events)
     kernels = [
         event
@@ -54,7 +54,7 @@ def counts_of(events: Iterable[Any]) -> Counts:
 
 
 class NoSync(TorchDispatchMode):
-    """Refuses to bring a number to the host."""
+    """Raises if a number is copied to the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
@@ -63,7 +63,7 @@ class NoSync(TorchDispatchMode):
 
 
 class Operations(TorchDispatchMode):
-    """Names the operators that compute, not views."""
+    """Records the names of operators, except views."""
 
     def __init__(self) -> None:
         super().__init__()

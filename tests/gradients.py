@@ -1,4 +1,4 @@
-"""Parameters that have given gradients."""
+"""Parameters with given gradients."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def parameter_with(gradient: Tensor | None, shape: tuple[int, ...] = (3, 4)) -> nn.Parameter:
-    """One of zeros; of that shape if it has no gradient."""
+    """A parameter of zeros with this gradient; ``shape`` is used if it has none."""
     like = torch.zeros(shape) if gradient is None else gradient
     zeros = torch.zeros_like(like.to_dense() if like.is_sparse else like)
     parameter = nn.Parameter(zeros, requires_grad=like.is_floating_point() or like.is_complex())

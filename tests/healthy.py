@@ -1,6 +1,6 @@
-"""Healthy trainings in which the monitor has to be silent: small models, as they are commonly trained.
+"""Healthy trainings for which the monitor must be silent: small models, trained in common ways.
 
-``python tools/diagnosis.py --only healthy --seeds 10 --steps 2000`` runs more and longer than the tests do.
+``python tools/diagnosis.py --only healthy --seeds 10 --steps 2000`` runs more and longer trainings than the tests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def warmup_and_cosine(total: int) -> Callable[[int], float]:
 
 
 def warm_restarts(period: int) -> Callable[[int], float]:
-    """A cosine down to nearly zero that begins anew, each time after as many steps."""
+    """A cosine down to nearly zero that restarts every ``period`` steps."""
     return lambda step: 1e-3 + 0.5 * (1 + math.cos(math.pi * (step % period) / period))
 
 
@@ -103,7 +103,7 @@ def _half_precision(seed: int, steps: int) -> Training:
 
 @dataclass(frozen=True)
 class Healthy:
-    """A way to train that is healthy, made of a seed and the number of steps; and what is watched besides."""
+    """A healthy way to train, from a seed and the number of steps, and what else the monitor watches."""
 
     name: str
     training: Callable[[int, int], Training]
@@ -149,7 +149,7 @@ HEALTHY: tuple[Healthy, ...] = (
 
 
 def silence(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
-    """Trains; what was found that is no mere info, and the monitor."""
+    """Trains; returns the findings above severity info, and the monitor."""
     training = healthy.training(seed, steps)
     monitor = training.monitor(watch=healthy.watch, classes=TOKENS, max_norm=training.max_norm)
     for _ in training.steps(monitor, 0, steps):

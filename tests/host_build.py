@@ -1,4 +1,4 @@
-"""Compiles the CUDA code with g++ for the CPU, as tests/gpu_on_host needs it, and loads it."""
+"""Compiles the CUDA code for the CPU with g++, for tests/gpu_on_host, and loads it."""
 
 import ctypes
 import fcntl
@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
-    """The launchers and kernels of CUDA, loaded; compiled into ``folder`` by the first process that asks for them."""
+    """The CUDA launchers and kernels, loaded; the first process that needs them compiles them into ``folder``."""
     made = folder / "launchers.so"
     with (folder / "launchers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -25,14 +25,14 @@ def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
 
 
 def compiled(source: str, folder: Path, macros: Iterable[str] = ()) -> Path:
-    """The shared library of one file of tests/gpu_on_host."""
+    """Compiles a file of tests/gpu_on_host to a shared library."""
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    flags += ["-Wno-uninitialized"]  # a share begins with its first vector, which g++ does not see
+    flags += ["-Wno-uninitialized"]  # a Share is initialized by its first vector, which g++ does not see
     flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique"]
     flags += [f"-I{path}" for path in (SOURCES / "runtime", ROOT / "csrc", SOURCES)]
     flags += [f"-DGRADSTAT_{macro}" for macro in macros]
-    # As in setup.py: what sanitizers and the measurement of coverage need.
+    # Flags for sanitizers and coverage, as in setup.py.
     flags += os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
     subprocess.run(["g++", *flags, str(SOURCES / source), "-o", str(target)], check=True)
     return target

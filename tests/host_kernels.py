@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled for the CPU (tests/gpu_on_host), as a backend of tests: "emulated"."""
+"""The CUDA kernels, compiled for the CPU (tests/gpu_on_host), as a test backend: "emulated"."""
 
 import ctypes
 import itertools
@@ -17,7 +17,7 @@ DTYPES = {dtype: number for number, dtype in enumerate([*REAL, *FLOAT8])}
 
 
 def arrays(tensors: Sequence[Tensor]) -> list[Any]:
-    """What every function of the library takes of dense tensors; of complex numbers it takes pairs."""
+    """The arguments that describe dense tensors to the library's functions; complex elements are pairs."""
     kinds = [DTYPES[tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype] for tensor in tensors]
     return [
         ctypes.c_int64(len(tensors)),
@@ -37,7 +37,7 @@ def at(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 class EmulatedKernels(Kernels):
-    """Done when a call returns, unless it is captured. Each launch has its blocks in another order."""
+    """Work is done when a call returns, unless it is captured. Blocks of each launch run in a different order."""
 
     def __init__(self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None) -> None:
         super().__init__(self.measured, self._scale_all, self._scale_apart, self._sums)
@@ -45,7 +45,7 @@ class EmulatedKernels(Kernels):
         library.error_text.restype = ctypes.c_char_p
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
         self.decide_clip_, self.guard_ = self._decide, self._refuse
-        self._turns = itertools.cycle(range(4))  # of devices: a product does not depend on them
+        self._turns = itertools.cycle(range(4))  # of devices: products do not depend on the device
 
     def start(self, name: str, *arguments: Any) -> None:
         if getattr(self.library, f"start_{name}")(self.stream, *arguments):
@@ -63,7 +63,7 @@ class EmulatedKernels(Kernels):
         step: Sequence[Tensor | None] = (None, None, None),  # loss scale, verdict, counters
         device: int | None = None,
     ) -> Tensor:
-        """The table; norm, coefficient and verdict go where they are wanted. Multiplies by ``factor`` before."""
+        """Returns the table, multiplying by ``factor`` first; writes norm, coefficient and verdict to given tensors."""
         table = torch.full((len(tensors), len(_fields.FIELDS)), 1e33, dtype=torch.float64)
         wanted = at(norm), DTYPES[torch.float32 if norm is None else norm.dtype], ctypes.c_double(max_norm)
         place = self._device(tensors) if device is None else device
@@ -81,14 +81,14 @@ class EmulatedKernels(Kernels):
         self._scale_all(tensors, coefficients, stride=1)
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        if len(set(map(id, tensors))) < len(tensors):  # which the operators give to launches of their own
+        if len(set(map(id, tensors))) < len(tensors):  # which the operators give to separate launches
             return super().unscale_(tensors, factor)
         _require_numbers(factor, torch.float32, 1, tensors[0].device)
         return self.measured(tensors, factor)
 
     @staticmethod
     def _device(tensors: Sequence[Tensor]) -> int:
-        """One of four, which hold 6, 3, 15 and 768 blocks: the last bits of rows differ between them."""
+        """One of four devices, which hold 6, 3, 15 and 768 blocks: the last bits of rows differ between them."""
         return sum(tensor.numel() + 1 for tensor in tensors) % 4
 
     def _sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class EmulatedKernels(Kernels):
         measured: Tensor,
         *others: Tensor | None,  # weights, factor, skip
     ) -> Tensor:
-        """The operator ``decide_clip_`` as the block of a GPU computes it."""
+        """The operator ``decide_clip_`` as a block on a GPU computes it."""
         norm, rows, count = (None, measured, len(measured)) if measured.dim() == 2 else (measured, None, 1)
         out = torch.full((count + 1,), 77.0, dtype=torch.float64)
         given = ctypes.c_int64(rule), (ctypes.c_double * 5)(*options), ctypes.c_int64(len(options))
@@ -115,7 +115,7 @@ class EmulatedKernels(Kernels):
         return out
 
     def _refuse(self, options: Sequence[float], state: Tensor, window: int, *others: Tensor | None) -> Tensor:
-        """The operator ``guard_`` likewise, for float32 values: numbers, verdict, loss, update, counters."""
+        """The operator ``guard_``, likewise; for float32 values: numbers, verdict, loss, update, counters."""
         out = torch.full((4,), 77.0)
         held = at(state), ctypes.c_int64(window)
         self.start("guard", (ctypes.c_double * 8)(*options), *held, *map(at, (*others, out)))

@@ -1,8 +1,8 @@
-"""Operations of gradstat on batches of fuzzing.py, each held against the exact account.
+"""Operations of gradstat on batches of fuzzing.py, checked against the exact statistics.
 
-An operation is a function of a batch, a source of chance for its arguments, and a backend. What is wrong raises
-`exact.WrongError`, which names the tensor; what must not be changed is compared byte by byte, and so is the memory
-around tensors.
+An operation is a function of a batch, a random source for its arguments, and a backend. A wrong result raises
+`exact.WrongError`, which names the tensor. Tensors that must not change, and the memory around tensors, are compared
+byte by byte.
 """
 
 import math
@@ -35,7 +35,7 @@ def assert_unchanged(batch: Batch, before: Memory) -> None:
 
 
 def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
-    """How far a norm over tensors of these types may be off, relatively."""
+    """The relative error allowed for a norm over tensors of these dtypes."""
     return WIDE_TOLERANCE if all(map(is_float64, dtypes)) else NARROW_TOLERANCE
 
 
@@ -47,7 +47,7 @@ def judge_stats(batch: Batch, source: random.Random, backend: str) -> None:
 
 
 def judge_check(batch: Batch, source: random.Random, backend: str) -> None:
-    """Of gradients, some of which are missing, and of the tensors themselves."""
+    """Checks gradients, some of which are missing, and the tensors themselves."""
     before, accounts = batch.memory(), batch.accounts()
     named = {f"p{i}": parameter for i, parameter in enumerate(parameters_with(batch.tensors))}
     names = list(named)
@@ -85,7 +85,7 @@ def assert_report(report: Report, batch: Batch, accounts: Sequence[Account], nam
 
 
 def assert_first(index: tuple[int, ...] | None, account: Account, batch: Batch, position: int) -> None:
-    """The index of a tensor's first element that is not finite, first in the order in which it is counted."""
+    """Checks the index of a tensor's first nonfinite element, in the order in which elements are counted."""
     recipe = batch.recipes[position]
     if index is None:
         expect(account.is_finite, "first_nonfinite", recipe, index, account.first_nonfinite)
@@ -99,7 +99,7 @@ def assert_first(index: tuple[int, ...] | None, account: Account, batch: Batch, 
 
 
 def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
-    """The rows of slices along dimension 0, which are then multiplied by a coefficient each."""
+    """Checks the rows of slices along dimension 0, which are then multiplied by a coefficient each."""
     few = batch.only(lambda recipe: len(recipe.shape) < 2 or recipe.shape[0] <= 64)
     if not few:
         return
@@ -162,13 +162,13 @@ def norm_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def assert_norm(norm: Tensor, exact: float, dtypes: Sequence[torch.dtype]) -> None:
-    """A norm that was returned: it lies between those that the bound on its error allows, rounded to its type."""
+    """Checks a returned norm: it lies within the error bound, rounded to its dtype."""
     expected = norm_dtype(dtypes) if dtypes else torch.float32
     expect(norm.dtype == expected and norm.shape == (), "dtype", "the norm", norm, expected)
     got = norm.item()
     if math.isnan(exact):
         return expect(math.isnan(got), "value", "the norm", got, exact)
-    slack = tolerance_of(dtypes) + (0.0 if expected == torch.float64 else 2.0**-24)  # it may be rounded twice
+    slack = tolerance_of(dtypes) + (0.0 if expected == torch.float64 else 2.0**-24)  # a norm may be rounded twice
     low, high = (
         torch.tensor(exact * factor, dtype=torch.float64).to(expected).item() for factor in (1 - slack, 1 + slack)
     )
@@ -176,7 +176,7 @@ def assert_norm(norm: Tensor, exact: float, dtypes: Sequence[torch.dtype]) -> No
 
 
 def can_have_infinity_norm(batch: Batch, chosen: Sequence[int]) -> bool:
-    """Of tensors without elements torch has none, and of complex numbers it is another than that of their parts."""
+    """False for empty tensors, where torch has no such norm, and complex ones, where it is not that of the parts."""
     return all(batch.recipes[i].numel and not batch.recipes[i].dtype.is_complex for i in chosen)
 
 
@@ -190,7 +190,7 @@ def judge_total_norm(batch: Batch, source: random.Random, backend: str) -> None:
 
 
 def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
-    """Of the gradients that can be clipped; the others are refused, and nothing is changed."""
+    """Clips the gradients that can be clipped. Adding an expanded gradient raises and changes nothing."""
     refused = FLOAT8 if backend == "triton" else ()
     writable = batch.only(lambda recipe: not recipe.is_expanded and recipe.dtype not in refused)
     before, every = batch.memory(), batch.accounts()
@@ -201,7 +201,7 @@ def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
     factor = source.choice((0.0, 0.5, -0.5, 1e-3, 1.0, 1 - 1e-9, 1 + 1e-9, 2.0))
     max_norm = math.inf if source.random() < 0.1 else factor * (exact if 0 < exact < 1e300 else 1.0)
     parameters = parameters_with(gradients)
-    raises = math.isfinite(exact) and source.random() < 0.5  # then it waits for the norm before it scales
+    raises = math.isfinite(exact) and source.random() < 0.5  # it then waits for the norm before it scales
     order = math.inf if infinity else 2.0
     norm = gradstat.clip_grad_norm_(parameters, max_norm, order, error_if_nonfinite=raises, backend=backend)
     assert_norm(norm, exact, dtypes)
@@ -228,9 +228,10 @@ def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
 def assert_products(
     batch: Batch, before: Memory, coefficients: dict[int, tuple[Any, Any]], keeps_bits: bool = False
 ) -> None:
-    """Tensors were multiplied by something between two numbers, or arrays, each, rounded as torch rounds; nothing else.
+    """Checks that tensors were multiplied and rounded as torch does, and that nothing else changed.
 
-    Multiplied by exactly 1 they keep their values, and the bits of NaN if ``keeps_bits``.
+    ``coefficients`` gives bounds for each: two numbers, or arrays. Multiplied by exactly 1 tensors keep their values,
+    and the bits of NaN if ``keeps_bits``.
     """
     for home, memory in batch.memory().items():
         was, now = decoded_from(home.dtype, before[home]), decoded_from(home.dtype, memory)
@@ -253,14 +254,14 @@ def assert_products(
 
 
 def product(values: Floats, coefficients: Floats, dtype: torch.dtype) -> Floats:
-    """Of parts of elements, rounded to their type."""
+    """Products for parts of elements, rounded to their dtype."""
     real = dtype.to_real() if dtype.is_complex else dtype
     rounded = rounded_product(torch.from_numpy(values), torch.from_numpy(coefficients), real)
     return rounded.double().numpy()  # type: ignore[no-any-return]
 
 
 def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
-    """With limits that every type holds exactly."""
+    """Clamps to limits that every dtype represents exactly."""
     clamped = batch.only(lambda recipe: not recipe.dtype.is_complex and recipe.dtype not in FLOAT8)
     clamped = [i for i in clamped if not batch.recipes[i].is_expanded]
     before, limit = batch.memory(), source.choice((0.0, 2.0**-14, 0.5, 1.0, 1.5, 448.0, math.inf))
@@ -277,7 +278,7 @@ def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
 
 
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
-    """A coefficient for each tensor, then all by one factor and measured on the way; past torch's dispatcher or not."""
+    """Scales by a coefficient per tensor, then by a factor while measuring; through torch's dispatcher or directly."""
     chosen = batch.only(lambda recipe: is_scaled_by(backend, recipe))
     if not chosen:
         return

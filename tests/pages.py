@@ -1,17 +1,17 @@
 """The code on the pages of the documentation, and how it is run: from top to bottom, as a reader would.
 
-Python blocks of a page share one namespace, which begins empty, and one working directory, which begins empty. Of `sh`
-blocks the lines ``python -m gradstat ...`` run, too. Comments in the source of a page, which no reader sees, say
-what differs:
+The Python blocks of a page share a namespace and a working directory, both empty at first. In `sh` blocks, lines with
+``python -m gradstat ...`` are run as well. Comments in the source of a page, which readers do not see, give
+exceptions:
 
-    <!-- run: model = ... -->                      code that the next blocks take for granted, or that cleans up
-    <!-- file: train.py -->                        the next block is a file of that name, and runs as one
+    <!-- run: model = ... -->                      runs code that later blocks depend on, or that cleans up
+    <!-- file: train.py -->                        the next block is a file of that name, and is run as a script
     <!-- raises: RuntimeError: total norm -->      the next block ends with that error
     <!-- warns: UserWarning: is slow -->           the next block gives that warning
-    <!-- prints -->                                the next block, of text, is what the last code printed; a line ...
-                                                   stands for any others
-    <!-- ranks: 2 -->                              the next block runs on so many ranks
-    <!-- not run: needs a GPU -->                  the next block does not run here, for that reason
+    <!-- prints -->                                the next block, of text, is the output of the last code; a line ...
+                                                   stands for any text
+    <!-- ranks: 2 -->                              the next block runs on that number of ranks
+    <!-- not run: needs a GPU -->                  the next block is not run here, for that reason
 """
 
 import contextlib
@@ -48,10 +48,10 @@ _COMMAND = re.compile(r"(?:\$ )?python -m gradstat (.*)")
 
 @dataclass
 class Block:
-    """A block of code, or of text, on a page; what a comment runs is ``"python"``. Comments before it are its marks."""
+    """A block of code or text on a page, or ``"python"`` code of a comment. ``marks``: the comments before it."""
 
     page: Path
-    line: int  # of its first line there
+    line: int  # of its first line on the page
     language: str
     code: str
     marks: dict[str, str] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The arguments of gradstat's commands in a `sh` block."""
+        """The arguments of the gradstat commands in a `sh` block."""
         lines = self.code.splitlines()
         return [shlex.split(match[1], comments=True) for line in lines if (match := _COMMAND.match(line))]
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """The blocks of a page in order, what comments run included; directives of the site's generator left out."""
+    """The blocks of a page in order, including code in comments, without directives of the site generator."""
     text = page.read_text()
     marks: dict[str, str] = {}
     for piece in _PIECE.finditer(text):
@@ -85,7 +85,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def run(blocks: list[Block]) -> None:
-    """Runs blocks of one page, in one namespace."""
+    """Runs blocks of one page in one namespace."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     for block in blocks:
@@ -95,16 +95,16 @@ def run(blocks: list[Block]) -> None:
             try:
                 printed = _run(block, names)
             except BaseException as error:
-                if hasattr(error, "add_note"):  # from Python 3.11 on
+                if hasattr(error, "add_note"):  # Python 3.11 and later
                     error.add_note(f"in the block at {block}")
                 raise
 
 
 def _run(block: Block, names: dict[str, Any]) -> str:
-    """What a block prints."""
+    """Runs a block and returns its output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), warnings.catch_warnings(record="warns" in block.marks) as caught:
-        # What a monitor has to say is what the pages are about. Every other warning is an error, as in all tests.
+        # Pages demonstrate the warnings of monitors. All other warnings are errors, as in all tests.
         warnings.simplefilter("ignore", AnomalyWarning)
         if "warns" in block.marks:
             warnings.simplefilter("always")
@@ -125,7 +125,7 @@ def _python(block: Block, names: dict[str, Any]) -> None:
             Path(block.marks["file"]).write_text(block.code)
             names.update(runpy.run_path(block.marks["file"], run_name="__main__"))
         else:
-            # Lines are numbered as on the page, so that a traceback leads there.
+            # Line numbers are those on the page, for tracebacks.
             exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), names)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -138,22 +138,22 @@ def _python(block: Block, names: dict[str, Any]) -> None:
 def _command(arguments: list[str]) -> None:
     try:
         status = main(arguments)
-    except SystemExit as end:  # of --help
+    except SystemExit as end:  # raised by --help
         status = int(end.code or 0)
     assert status in (0, 1), f"python -m gradstat {shlex.join(arguments)} exits with {status}"
 
 
 def _has(text: str, part: str) -> bool:
-    """Whether ``part`` is in ``text``, wherever lines are broken."""
+    """Whether ``part`` is in ``text``, ignoring line breaks."""
     return " ".join(part.split()) in " ".join(text.split())
 
 
 def _is_told(told: str, printed: str) -> bool:
-    """Whether ``printed`` is what a page says it is, but for what may be left out."""
+    """Whether ``printed`` matches the output shown on a page, in which ``...`` lines stand for any text."""
     parts = [re.escape(_rounded(part)) for part in re.split(r"^\.\.\.$", told, flags=re.MULTILINE)]
     return re.fullmatch(".*".join(parts), _rounded(printed)) is not None
 
 
 def _rounded(text: str) -> str:
-    """Text without what may differ between machines: how numbers are rounded, and how wide columns are."""
+    """Replaces what may differ between machines: decimal numbers, and the width of columns."""
     return " ".join(re.sub(r"-?\d+\.\d+(e[-+]?\d+)?", "<number>", text).split())

@@ -1,4 +1,4 @@
-"""Programs of a few lines, run by another Python with a limit of time, for tests of how processes begin and end."""
+"""Runs short programs in another Python process with a time limit, for tests of how processes start and end."""
 
 import os
 import subprocess
@@ -7,12 +7,12 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# A program takes a few seconds, most of them to import torch. One that needs this long is stuck.
+# A program takes a few seconds, mostly to import torch. After this time it is assumed to hang.
 SECONDS = 120
 
 
 def run(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What became of ``program``; fails if it does not end. Its arguments are in ``sys.argv[1:]``."""
+    """Runs ``program``, with its arguments in ``sys.argv[1:]``; fails if it does not end."""
     return subprocess.run(
         command(program, *arguments),
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]), **environment},
@@ -24,12 +24,12 @@ def run(program: str, *arguments: object, **environment: str) -> subprocess.Comp
 
 
 def command(program: str, *arguments: object) -> list[str]:
-    """How ``program`` is run."""
+    """The command line that runs ``program``."""
     return [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, arguments)]
 
 
 def output_of(program: str, *arguments: object, **environment: str) -> str:
-    """What ``program`` printed; fails, with what it said, unless it ended as it should."""
+    """The output of ``program``; fails, showing all its output, if it did not exit with 0."""
     ended = run(program, *arguments, **environment)
     assert ended.returncode == 0, f"it ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout.strip()

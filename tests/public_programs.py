@@ -1,8 +1,8 @@
-"""Training programs as others publish them, in which the monitor has to be silent: written anew and small.
+"""Small versions of published training programs, for which the monitor must be silent.
 
-What matters is kept: losses, optimizers, learning rates, schedules, initialisation, and how their loops are written.
-Each calls gradstat as its user would, by `gradstat.auto` or a `gradstat.Monitor`, or not at all if not watched.
-``python tools/diagnosis.py --only programs`` runs more and longer than the tests do.
+They keep what matters: losses, optimizers, learning rates, schedules, initialization, and how loops are written. Each
+calls gradstat as its users would, by `gradstat.auto` or a `gradstat.Monitor`, or not at all if it is not watched.
+``python tools/diagnosis.py --only programs`` runs more and longer trainings than the tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradstat.monitor import Finding, Monitor
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has to fall as the program learns, step by step, and the modules that were trained."""
+    """The values that must fall as the program learns, by step, and the trained modules."""
 
     course: Sequence[float]
     modules: Sequence[nn.Module]
@@ -39,7 +39,7 @@ class Outcome:
         return sum(self.course[:tenth]) / tenth, sum(self.course[-tenth:]) / tenth
 
     def bits(self) -> list[bytes]:
-        """Of all parameters and buffers."""
+        """The bytes of all parameters and buffers."""
         return [tensor.numpy().tobytes() for module in self.modules for tensor in module.state_dict().values()]
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Session:
-    """A run of a program: its seed, its steps, and the ways into gradstat, which do nothing unless it is watched."""
+    """A run of a program: its seed, its steps, and the calls of gradstat, which do nothing if it is not watched."""
 
     def __init__(self, seed: int, steps: int, is_watched: bool) -> None:
         self.seed, self.steps, self.is_watched = seed, steps, is_watched
@@ -76,13 +76,13 @@ class Session:
         clip: float | None = None,
         kept: Sequence[nn.Module] = (),
     ) -> Outcome:
-        """The loop that most programs have, by `gradstat.auto` if there is no monitor.
+        """The loop that most programs have; watched by `gradstat.auto` if no monitor is given.
 
         Args:
-            loss: Of the tensors of a batch.
-            each: Called behind every step.
+            loss: Function of the tensors of a batch.
+            each: Called after every step.
             clip: As for `descend`.
-            kept: What is changed besides the model.
+            kept: Modules that are changed besides the model.
         """
         if monitor is None:
             self.auto(optimizer, model)
@@ -104,7 +104,7 @@ class Program:
     name: str
     short: int  # steps in a test
     steps: int  # in the table of docs/diagnosis.md
-    falls: float | None  # to what share of its beginning the course falls in a short run; None where that takes longer
+    falls: float | None  # the share of its start to which the course falls in a short run; None if that takes longer
     train: Callable[[Session], Outcome]  # random numbers are seeded before
 
 
@@ -112,12 +112,12 @@ PROGRAMS: list[Program] = []
 
 
 def program(name: str, short: int, steps: int, falls: float | None = 0.7) -> Callable[..., None]:
-    """Enters a function as a program."""
+    """Decorator that registers a function as a program."""
     return lambda train: PROGRAMS.append(Program(name, short, steps, falls, train))
 
 
 def run(program: Program, seed: int, steps: int, on: bool = True) -> tuple[Outcome, list[Finding], list[Monitor]]:
-    """Runs a program; its outcome, what was found that is no mere info, and the monitors."""
+    """Runs a program; returns its outcome, the findings above severity info, and the monitors."""
     torch.manual_seed(seed)
     random.seed(seed)
     session = Session(seed, steps, on)
@@ -129,7 +129,7 @@ def run(program: Program, seed: int, steps: int, on: bool = True) -> tuple[Outco
 
 
 def descend(optimizer: Optimizer, loss: Tensor, monitor: Monitor | None = None, clip: float | None = None) -> float:
-    """A step of an optimizer, which may clip before, down a loss; the loss."""
+    """One optimizer step, after clipping if ``clip`` is given; returns the loss."""
     optimizer.zero_grad()
     loss.backward()
     if monitor is not None:
@@ -141,7 +141,7 @@ def descend(optimizer: Optimizer, loss: Tensor, monitor: Monitor | None = None, 
 
 
 def every(steps: int, call: Callable[[], object]) -> Callable[[int], None]:
-    """Calls behind every so many steps, as at the end of an epoch."""
+    """Calls ``call`` after every ``steps`` steps, as at the end of an epoch."""
 
     def each(step: int) -> None:
         if (step + 1) % steps == 0:
@@ -152,13 +152,13 @@ def every(steps: int, call: Callable[[], object]) -> Callable[[int], None]:
 
 @torch.no_grad()
 def average(kept: nn.Module, model: nn.Module, decay: float) -> None:
-    """Moves a copy's parameters towards those of a model."""
+    """Updates an exponential moving average of a model's parameters."""
     for mean, parameter in zip(kept.parameters(), model.parameters(), strict=True):
         mean.lerp_(parameter, 1 - decay)
 
 
 class Net(nn.Module):
-    """Parts by their names, and a function of the module and its inputs."""
+    """A module with named parts, whose forward pass is a function of the module and its inputs."""
 
     def __init__(self, function: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Net(nn.Module):
 
 
 class Images:
-    """Images in [0, 1] of one of several coarse patterns each, with noise; and which."""
+    """Noisy images in [0, 1], each of one of several coarse patterns, and labels of the patterns."""
 
     def __init__(self, seed: int, size: int, batch: int, classes: int = 10, noise: float = 0.1) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -184,7 +184,7 @@ class Images:
         return self.of(labels), labels
 
     def of(self, labels: Tensor) -> Tensor:
-        """Images of these patterns."""
+        """Images of the patterns ``labels``."""
         images = self.patterns[labels]
         return (images + self.noise * torch.randn(images.shape, generator=self.random)).clamp(0, 1)
 
@@ -194,7 +194,7 @@ class Images:
 
 @program("VAE, summed loss", 200, 1000, 0.9)
 def vae(session: Session) -> Outcome:
-    """Its loss is a sum over batch and pixels."""
+    """The loss is a sum over batch and pixels."""
     encoder, decoder = nn.Linear(400, 100), nn.Sequential(nn.Linear(8, 100), nn.ReLU(), nn.Linear(100, 400))
     model = nn.ModuleDict({"in": encoder, "mean": nn.Linear(100, 8), "log": nn.Linear(100, 8), "out": decoder})
 
@@ -212,7 +212,7 @@ def vae(session: Session) -> Outcome:
 
 @program("DCGAN, two optimizers", 100, 400, None)
 def dcgan(session: Session) -> Outcome:
-    """Two optimizers; the generator's step leaves gradients in the critic."""
+    """Two optimizers; the generator's step also leaves gradients in the critic."""
     generator = nn.Sequential(
         nn.ConvTranspose2d(16, 32, 4, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
         nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
@@ -241,7 +241,7 @@ def dcgan(session: Session) -> Outcome:
 
 @program("LSTM, LBFGS", 10, 30, 0.5)
 def time_sequence(session: Session) -> Outcome:
-    """LBFGS on all data, in float64; gradients are made in its closure."""
+    """LBFGS on all data, in float64; gradients are computed in its closure."""
     phases = torch.randint(-80, 80, (8, 1)).double()
     waves = torch.sin((torch.arange(60.0).double() + phases) / 20)[..., None]
     cells, out = nn.LSTM(1, 16, 2, batch_first=True), nn.Linear(16, 1)
@@ -259,14 +259,14 @@ def time_sequence(session: Session) -> Outcome:
 
 
 class CartPole:
-    """A pole on a cart, to be held upright by pushes to the left and the right; at most so many steps."""
+    """A pole on a cart, to be balanced by pushes to the left and right, for at most ``longest`` steps."""
 
     def __init__(self, longest: int = 200) -> None:
         self.longest = longest
         self.reset()
 
     def reset(self) -> list[float]:
-        """A new episode; its first state."""
+        """Starts an episode and returns its first state."""
         self.state, self.steps = [random.uniform(-0.05, 0.05) for _ in range(4)], 0
         return self.state
 
@@ -284,7 +284,7 @@ class CartPole:
 
 
 def _returns(length: int) -> Tensor:
-    """Discounted, of a reward of 1 in each step, normalised."""
+    """Normalized discounted returns of a reward of 1 per step."""
     total, returns = 0.0, []
     for _ in range(length):
         total = 1 + 0.99 * total
@@ -294,12 +294,12 @@ def _returns(length: int) -> Tensor:
 
 
 def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **parts: nn.Module) -> Outcome:
-    """A step is an episode, its loss a sum over as many moves; ``judge`` gives chances of moves, and a guess."""
+    """One optimizer step per episode, with a loss summed over moves; ``judge`` gives probabilities and a value."""
     model = Net(judge, **parts)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     session.auto(optimizer, model)
     world, course, running = CartPole(), [], 10.0
-    while len(course) < session.steps and running <= 150:  # the pole was held for long on average
+    while len(course) < session.steps and running <= 150:  # until episodes are long on average
         state, over, logs, values = world.reset(), False, [], []
         while not over:
             shares, value = model(torch.tensor(state))
@@ -318,14 +318,14 @@ def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **par
 
 @program("REINFORCE", 40, 400, None)
 def reinforce(session: Session) -> Outcome:
-    """A policy alone, with dropout."""
+    """A policy without a critic, with dropout."""
     policy = nn.Sequential(nn.Linear(4, 128), nn.Dropout(0.6), nn.ReLU(), nn.Linear(128, 2), nn.Softmax(-1))
     return _by_episodes(session, lambda net, x: (net.policy(x), torch.zeros(1)), 1e-2, policy=policy)
 
 
 @program("actor-critic", 40, 400, None)
 def actor_critic(session: Session) -> Outcome:
-    """Beside the policy a critic; with some seeds it gets stuck, as the original does."""
+    """A policy and a critic; with some seeds it gets stuck, as the original does."""
 
     def judge(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
         x = net.affine(x).relu()
@@ -336,7 +336,7 @@ def actor_critic(session: Session) -> Outcome:
 
 
 def _citations(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Papers of a subject cite each other and use the same words: words, links, subjects."""
+    """Papers on a subject cite each other and use the same words: returns words, links, subjects."""
     chance = torch.Generator().manual_seed(seed)
     subject = torch.randint(4, (120,), generator=chance)
     is_same = subject[:, None] == subject[None]
@@ -377,7 +377,7 @@ def _attention(inputs: int, outputs: int, heads: int) -> Net:
 
 @program("GAT", 200, 800, 0.9)
 def gat(session: Session) -> Outcome:
-    """Graph attention, of which most is dropped."""
+    """Graph attention with a dropout of 0.6."""
     words, links, subject = _citations(session.seed)
     first, second = _attention(60, 16, 4), _attention(16, 4, 1)
     model = nn.ModuleList([first, second])
@@ -391,7 +391,7 @@ def gat(session: Session) -> Outcome:
 
 @program("word language model, no optimizer", 150, 1000, 0.9)
 def word_language_model(session: Session) -> Outcome:
-    """No optimizer: a learning rate of 20 behind a clip at 0.25, divided by 4 where nothing is gained."""
+    """No optimizer: clips at 0.25 with a learning rate of 20, which is divided by 4 when the loss stops falling."""
     drop, words = nn.Dropout(0.2), nn.Embedding(TOKENS, 24)
     cells, out = nn.LSTM(24, 24, 2, dropout=0.2), nn.Linear(24, TOKENS)
     nn.init.uniform_(words.weight, -0.1, 0.1)
@@ -423,20 +423,20 @@ def word_language_model(session: Session) -> Outcome:
 
 
 class _Goodness(nn.Linear):
-    """A layer with an optimizer of its own, which is to be active for one input and not for another."""
+    """A layer with its own optimizer, trained to be active for good inputs and inactive for bad ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x / (x.norm(2, 1, keepdim=True) + 1e-4)).relu()
 
     def loss(self, good: Tensor, bad: Tensor) -> Tensor:
-        """Of the squares of what it gives, around a threshold."""
+        """Logistic loss of the mean squared activations around a threshold."""
         goods, bads = (self(x).pow(2).mean(1) for x in (good, bad))
         return torch.log1p(torch.exp(torch.cat([2 - goods, bads - 2]))).mean()
 
 
 @program("forward-forward, an optimizer per layer", 150, 600)
 def forward_forward(session: Session) -> Outcome:
-    """Layers that are trained one after the other, each by its own Adam on all data."""
+    """Layers trained one after another, each by its own Adam on all data."""
     images, labels = Images(session.seed, 10, 200)()
     good, bad = images.flatten(1), images.flatten(1).clone()
     good[:, :10], bad[:, :10] = F.one_hot(labels, 10).float(), F.one_hot((labels + 3) % 10, 10).float()
@@ -449,7 +449,7 @@ def forward_forward(session: Session) -> Outcome:
 
 
 def _resnet(width: int = 8) -> nn.Module:
-    """Convolutions with batch norm; one of them has a bias before it."""
+    """Convolutions with batch norm; one of them has a bias in front of it."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
         nn.Conv2d(width, 2 * width, 3, 2, 1), nn.BatchNorm2d(2 * width), nn.ReLU(),
@@ -459,7 +459,7 @@ def _resnet(width: int = 8) -> nn.Module:
 
 @program("siamese network, Adadelta", 120, 700, None)
 def siamese(session: Session) -> Outcome:
-    """Adadelta at 1.0, divided by 0.7 each epoch, on pixels as they are, from 0 to 255."""
+    """Adadelta at 1.0, multiplied by 0.7 each epoch, on raw pixels from 0 to 255."""
     trunk, head = _resnet(), nn.Sequential(nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, 1), nn.Sigmoid())
     model = nn.ModuleList([trunk, head])
     for layer in (head[0], head[2]):
@@ -483,7 +483,7 @@ def siamese(session: Session) -> Outcome:
 
 @program("MNIST, Adadelta", 150, 800)
 def mnist(session: Session) -> Outcome:
-    """Adadelta at 1.0, divided by 0.7 each epoch, with dropout."""
+    """Adadelta at 1.0, multiplied by 0.7 each epoch, with dropout."""
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(),
         nn.Linear(256, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10), nn.LogSoftmax(1),
@@ -504,7 +504,7 @@ def _gram(x: Tensor) -> Tensor:
 
 @program("neural style, losses of 1e10", 120, 600, None)
 def neural_style(session: Session) -> Outcome:
-    """Losses times 1e5 and 1e10, through a network that is frozen."""
+    """Losses times 1e5 and 1e10, through a frozen network."""
     seen = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
     seen.requires_grad_(False)
     model = nn.Sequential(
@@ -530,7 +530,7 @@ def _translate(net: Net, source: Tensor, target: Tensor) -> Tensor:
 
 @program("translation, transformer", 80, 400, None)
 def translation(session: Session) -> Outcome:
-    """A transformer with norms behind its layers, by Adam with betas of its own; padding is ignored."""
+    """A post-norm transformer, with Adam and nondefault betas; padding is ignored."""
     model = Net(
         _translate,
         source=nn.Embedding(TOKENS, 32),
@@ -560,7 +560,7 @@ def translation(session: Session) -> Outcome:
 
 @program("nanoGPT", 120, 600, None)
 def nano_gpt(session: Session) -> Outcome:
-    """Warm-up and cosine by hand, weight decay for matrices alone, a clip at 1, micro-batches, an idle scaler."""
+    """Manual warm-up and cosine, weight decay for matrices only, a clip at 1, micro-batches, a disabled scaler."""
     model, sentences, steps = GPT(layers=2, width=24, tied=True, dropout=0.1), Sentences(session.seed), session.steps
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
@@ -590,7 +590,7 @@ def nano_gpt(session: Session) -> Outcome:
 
 
 class _Experts(nn.Module):
-    """A switch between perceptrons; those that get no token take no part."""
+    """A switch layer that routes each token to one of several MLPs; those without tokens are not computed."""
 
     def __init__(self, width: int = 16, count: int = 8) -> None:
         super().__init__()
@@ -613,7 +613,7 @@ class _Experts(nn.Module):
 
 @program("mixture of experts", 150, 700)
 def switch(session: Session) -> Outcome:
-    """A mixture of experts with a loss for balance; in many steps an expert has no gradient."""
+    """A mixture of experts with a balancing loss; in many steps some expert has no gradient."""
     experts = _Experts()
     model = nn.Sequential(nn.Linear(16, 16), experts, nn.LayerNorm(16), nn.Linear(16, 10))
 
@@ -624,7 +624,7 @@ def switch(session: Session) -> Outcome:
 
 
 def _by_epochs(optimizer: Optimizer, first: float, epochs: int) -> Callable[[int], None]:
-    """A warm-up over 5 epochs from a share of the learning rate, and a cosine; an epoch has 40 steps."""
+    """A warm-up over 5 epochs from a share of the learning rate, then a cosine; an epoch has 40 steps."""
 
     def share(epoch: int) -> float:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs)))
@@ -635,7 +635,7 @@ def _by_epochs(optimizer: Optimizer, first: float, epochs: int) -> Callable[[int
 
 @program("timm: SGD, warm-up per epoch, average copy", 240, 1200)
 def timm_sgd(session: Session) -> Outcome:
-    """Warm-up from 1e-5 and a cosine, stepped once per epoch; Nesterov momentum, label smoothing, an average copy."""
+    """Warm-up from 1e-5 and a cosine, stepped once per epoch; Nesterov momentum, label smoothing, an EMA copy."""
     model = nn.Sequential(_resnet(), nn.Linear(64, 10))
     kept = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=2e-5, nesterov=True)
@@ -652,7 +652,7 @@ def timm_sgd(session: Session) -> Outcome:
 
 
 class _ViTBlock(nn.Module):
-    """Attention and a perceptron, scaled from 1e-5, each left out now and then."""
+    """Attention and an MLP, with layer scale from 1e-5 and stochastic depth."""
 
     def __init__(self, width: int, drop: float) -> None:
         super().__init__()
@@ -691,7 +691,7 @@ class _ViT(nn.Module):
 
 @program("timm: ViT, AdamW, stochastic depth", 240, 800, None)
 def timm_vit(session: Session) -> Outcome:
-    """AdamW, warm-up stepped per epoch, stochastic depth, layer scale, a head of zeros, mixed labels, a clip at 1."""
+    """AdamW, warm-up stepped per epoch, stochastic depth, layer scale, a head of zeros, mixup, a clip at 1."""
     model = _ViT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
 
@@ -706,7 +706,7 @@ def timm_vit(session: Session) -> Outcome:
 
 
 class _Detector(nn.Module):
-    """Convolutions with batch norm, a class for each place, and distances as the mean of a distribution (DFL)."""
+    """Convolutions with batch norm; a class per location, and distances as means of distributions (DFL)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -727,7 +727,7 @@ class _Detector(nn.Module):
 
 @program("YOLO: constant convolution, warm-up of biases", 200, 1000)
 def yolo(session: Session) -> Outcome:
-    """A constant convolution that the optimizer holds, groups with a warm-up each, biases downwards, and momentum."""
+    """A constant convolution held by the optimizer, and warm-up per group: downwards for biases, and of momentum."""
     model = _Detector()
     biases = [p for p in model.parameters() if p.dim() < 2]
     weights = [p for p in model.parameters() if p.dim() > 1]
@@ -754,7 +754,7 @@ def yolo(session: Session) -> Outcome:
 
 @program("SimCLR, learned temperature", 100, 500, 0.9)
 def simclr(session: Session) -> Outcome:
-    """Contrastive, with a temperature that is learned outside of the model, in the same optimizer."""
+    """Contrastive, with a learned temperature that is in the optimizer but not in the model."""
     trunk = nn.Sequential(_resnet(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
     sharpness = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
     optimizer = torch.optim.Adam([*trunk.parameters(), sharpness], 3e-4, weight_decay=1e-4)
@@ -772,7 +772,7 @@ def simclr(session: Session) -> Outcome:
 
 @program("BYOL, target network", 100, 500)
 def byol(session: Session) -> Outcome:
-    """A target network that requires gradients, gets none and is not in the optimizer, but in the module."""
+    """A target network in the module that requires gradients, gets none and is not in the optimizer."""
 
     def distance(net: Net, one: Tensor, other: Tensor) -> Tensor:
         found = net.predictor(net.online(one))
@@ -796,7 +796,7 @@ def byol(session: Session) -> Outcome:
 
 @program("diffusion, average copy", 200, 1000, None)
 def diffusion(session: Session) -> Outcome:
-    """Noise is predicted at random times, on a spiral; an average copy."""
+    """Predicts noise at random times, on a spiral; with an EMA copy."""
     model = Net(
         lambda net, x, time: net.out(F.gelu(net.second(F.gelu(net.first(x) + net.times(time))))),
         **{"times": nn.Embedding(100, 32), "first": nn.Linear(2, 32), "second": nn.Linear(32, 32)},
@@ -819,7 +819,7 @@ def diffusion(session: Session) -> Outcome:
 
 @program("WGAN, weights cut off", 250, 1500, None)
 def wgan(session: Session) -> Outcome:
-    """A critic whose weights are cut off at 0.01 behind each step, five of which go to one of the generator."""
+    """The critic's weights are clamped to 0.01 after each step; five of its steps per step of the generator."""
     generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid())
     critic = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
     by_generator, by_critic = (torch.optim.RMSprop(m.parameters(), lr=5e-5) for m in (generator, critic))
@@ -841,7 +841,7 @@ def wgan(session: Session) -> Outcome:
 
 @program("DLRM, sparse gradients", 200, 1000, None)
 def dlrm(session: Session) -> Outcome:
-    """Sparse gradients of embeddings, by plain SGD at 0.1."""
+    """Sparse embedding gradients, with plain SGD at 0.1."""
     tables = nn.ModuleList(nn.EmbeddingBag(100, 8, mode="sum", sparse=True) for _ in range(3))
     bottom = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
     top = nn.Sequential(nn.Linear(14, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -865,7 +865,7 @@ def dlrm(session: Session) -> Outcome:
 
 @program("PINN", 150, 1000, None)
 def pinn(session: Session) -> Outcome:
-    """A differential equation is the loss: gradients of gradients, tanh, ever smaller."""
+    """The loss is a differential equation: gradients of gradients, tanh, ever smaller."""
     model = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
 
     def loss(x: Tensor) -> Tensor:
@@ -883,7 +883,7 @@ def pinn(session: Session) -> Outcome:
 
 @program("DQN, target network", 200, 1200, None)
 def dqn(session: Session) -> Outcome:
-    """A target network in the model, loaded anew every 50 steps."""
+    """A target network in the model, reloaded every 50 steps."""
     q = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
     target = copy.deepcopy(q)
     agent, world = nn.ModuleDict({"q": q, "target": target}), CartPole()
@@ -920,7 +920,7 @@ def _orthogonal(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
 
 
 def _rollout(actor: nn.Module, critic: nn.Module, worlds: Sequence[CartPole], length: int) -> Iterator[Tensor]:
-    """States, moves, their logarithms, advantages and values of so many moves in each world."""
+    """States, actions, log-probabilities, advantages, values and ends of ``length`` steps in each world."""
     seen = [[] for _ in range(5)]  # type: list[list[Tensor]]
     with torch.no_grad():
         for _ in range(length):
@@ -947,7 +947,7 @@ def _rollout(actor: nn.Module, critic: nn.Module, worlds: Sequence[CartPole], le
 
 @program("PPO", 160, 800, None)
 def ppo(session: Session) -> Outcome:
-    """Clipped ratios, advantages and values; a clip at 0.5, a learning rate that falls to zero."""
+    """Clipped ratios and values, normalized advantages; a clip at 0.5, a learning rate that falls to zero."""
     actor = nn.Sequential(_orthogonal(4, 64), nn.Tanh(), _orthogonal(64, 64), nn.Tanh(), _orthogonal(64, 2, 0.01))
     critic = nn.Sequential(_orthogonal(4, 64), nn.Tanh(), _orthogonal(64, 64), nn.Tanh(), _orthogonal(64, 1, 1.0))
     model = nn.ModuleDict({"actor": actor, "critic": critic})
@@ -979,7 +979,7 @@ def _perceptron(inputs: int, outputs: int) -> nn.Sequential:
 
 @program("SAC, three optimizers", 120, 700, None)
 def sac(session: Session) -> Outcome:
-    """Three optimizers, two critics, slow copies; the actor's loss leaves gradients in the critics."""
+    """Three optimizers, two critics, EMA copies; the actor's loss also leaves gradients in the critics."""
     actor, critics = _perceptron(2, 2), nn.ModuleList(_perceptron(3, 1) for _ in range(2))
     targets = copy.deepcopy(critics)
     log_alpha = nn.Parameter(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""What tests of ranks share: those of the pool as ranks of a framework, and what all of them have to agree in."""
+"""Helpers for tests on ranks: pool processes as ranks of a framework, and comparisons of results and ranks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import gradstat
 
 @contextlib.contextmanager
 def accelerate_on_ranks() -> Iterator[None]:
-    """Inside, ``Accelerator(cpu=True)`` joins the process group that there is."""
+    """Lets ``Accelerator(cpu=True)`` join the existing process group."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     wanted = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
@@ -29,7 +29,7 @@ def accelerate_on_ranks() -> Iterator[None]:
 
 
 def lightning_on_ranks() -> Any:
-    """Lightning's environment of processes that are there already, for ``Trainer(plugins=...)`` and Fabric's."""
+    """A Lightning environment for existing processes, for ``Trainer(plugins=...)`` and Fabric."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     class Here(LightningEnvironment):
@@ -47,7 +47,7 @@ def lightning_on_ranks() -> Any:
 
 
 def assert_same_stats(ours: gradstat.TensorStats, theirs: gradstat.TensorStats, rel: float, abs: float) -> None:
-    """That those over several ranks are those of the whole tensor in one process."""
+    """Checks that statistics over several ranks equal those of the whole tensor in one process."""
     for name in ("shape", "nan_count", "inf_count", "zero_count", "first_nonfinite"):
         assert getattr(ours, name) == getattr(theirs, name), (name, ours, theirs)
     for name in ("l2_norm", "min", "max", "mean"):
@@ -56,7 +56,7 @@ def assert_same_stats(ours: gradstat.TensorStats, theirs: gradstat.TensorStats, 
 
 
 def spoil(net: nn.Module, places: dict[str, list[int]], value: float) -> None:
-    """From now on some elements of parameters' gradients, by their flat indices, are not finite."""
+    """Makes some elements of parameters' gradients, given by flat indices, nonfinite from now on."""
     for name, parameter in net.named_parameters():
         if name in places:
 
@@ -67,7 +67,7 @@ def spoil(net: nn.Module, places: dict[str, list[int]], value: float) -> None:
 
 
 def assert_alike(values: object) -> None:
-    """That all ranks have them."""
+    """Checks that ``values`` are the same on all ranks."""
     first = [str(values)]
     dist.broadcast_object_list(first)
     assert str(values) == first[0]

@@ -1,4 +1,4 @@
-"""Tests of what runs on many ranks: processes for the whole session, of which a test has as many as it asks for."""
+"""Tests on several ranks: a pool of processes for the whole session, of which each test uses as many as it needs."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ _ANSWER = 30.0
 
 
 class Ranks(_Ranks):
-    """Functions of a test module on ranks; a failure on any of them fails the test, with that rank's traceback."""
+    """Runs functions of a test module on ranks; a failure on any rank fails the test with that rank's traceback."""
 
     def __init__(self) -> None:
         super().__init__(MOST, preload=["pytest"])
@@ -28,7 +28,7 @@ class Ranks(_Ranks):
 
 
 def on_ranks(world: int, timeout: float = 20.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of a function: it is called on so many ranks, with the parameters of the test."""
+    """Turns a function into a test that calls it on ``world`` ranks, with the test's parameters."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(function)
@@ -49,7 +49,7 @@ def _called(test: Callable[..., None], *arguments: Any) -> None:
 
 
 def collectives_of(call: Callable[[], object]) -> list[str]:
-    """The collectives of ``call`` on this rank, reductions with their size."""
+    """The collectives that ``call`` performs on this rank, with sizes in bytes for tensors."""
     import torch.distributed as dist
     from torch import Tensor
 

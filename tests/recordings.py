@@ -1,4 +1,4 @@
-"""Recordings for tests: random ones, ones with an incident, and names that mean harm."""
+"""Recordings for tests: random ones, ones with an incident, and hostile names."""
 
 import io
 import json
@@ -44,14 +44,14 @@ def series(n: int, steps: np.ndarray, seed: int = 0, names: tuple[str, ...] = ()
 
 
 def spoil(table: Series, i: int, j: int, nan: int = 0, inf: int = 0) -> None:
-    """Lets tensor ``j`` have bad elements in its ``i``-th measurement."""
+    """Gives tensor ``j`` nonfinite elements in its ``i``-th measurement."""
     table.column("nan_count")[i, j], table.column("inf_count")[i, j] = nan, inf
 
 
 def recording(
     m: int = 40, n: int = 24, *, start: int = 0, seed: int = 0, incident: int | None = 30, names: tuple[str, ...] = ()
 ) -> Recording:
-    """A run of ``m`` steps; in the ``incident``-th a gradient has NaN and Inf, and the loss is NaN."""
+    """A run of ``m`` steps. In step ``incident`` of it a gradient has NaN and Inf, and the loss is NaN."""
     rng = np.random.default_rng(seed + 1)
     steps = np.arange(start, start + m)
     gradient = series(n, steps, seed, names)
@@ -71,7 +71,7 @@ def recording(
         culprit = n // 2
         spoil(gradient, incident, culprit, nan=7, inf=2)
         if n > 3:
-            gradient.values[:, 1] = np.nan  # a tensor that never was there
+            gradient.values[:, 1] = np.nan  # a tensor without any measurement
         scalars["norm"][incident] = math.nan
         scalars["nonfinite"][incident] = 9
         scalars["loss"][incident] = math.nan
@@ -101,30 +101,30 @@ def recording(
 
 
 def bits(value: object) -> object:
-    """Something that is equal only if everything in ``value`` is, in order, and arrays have the same bits."""
+    """A value that is equal only if all items of ``value`` are equal, in order, and arrays are equal bitwise."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, (Recording, Series)):
         return bits(vars(value))
     if isinstance(value, dict):
         return [(key, bits(item)) for key, item in value.items()]
-    return repr(value)  # NaN is not equal to itself, its words are
+    return repr(value)  # NaN is not equal to itself, but its repr is
 
 
 def assert_same(a: Recording, b: Recording) -> None:
-    """Holds two recordings equal, bit for bit."""
+    """Checks that two recordings are bitwise equal."""
     assert bits(a) == bits(b)
 
 
 def npy(array: np.ndarray) -> bytes:
-    """The array as an ``.npy`` file; one of objects is pickled."""
+    """The array as an ``.npy`` file; object arrays are pickled."""
     file = io.BytesIO()
     np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=array.dtype.hasobject)
     return file.getvalue()
 
 
 def rewritten(path: Path, members: dict[str, bytes] | None = None, *, method: int = 8, **changed: object) -> Path:
-    """A copy of a recording with other ``members``, compressed by ``method``, or with some of its header changed."""
+    """A copy of a recording with some ``members`` replaced, compressed by ``method``, and header fields ``changed``."""
     with zipfile.ZipFile(path) as archive:
         held = {name: archive.read(name) for name in archive.namelist()}
     held["header.json"] = json.dumps({**json.loads(held["header.json"]), **changed}).encode()

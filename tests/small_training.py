@@ -1,6 +1,6 @@
-"""Small models that really train, in milliseconds, for tests of the monitor: healthy runs and runs to be broken.
+"""Small models that really train, in milliseconds, for tests of the monitor: healthy runs and runs with faults.
 
-A `Training` is one such run: everything in it may be replaced while it goes on, which is how faults are injected.
+A `Training` is one such run. Everything in it can be replaced while it runs, which is how faults are injected.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,32 +17,32 @@ from gradstat.monitor import Monitor
 
 CLASSES = 4
 TOKENS = 32
-# What is found is looked at afterwards.
+# Findings are only recorded, and checked afterwards.
 RECORD = {"error": "record", "warning": "record", "lost-loss": "record"}
 
 
 @dataclass
 class Training:
-    """A model, what it is trained on, and how."""
+    """A model, its training data, and how it is trained."""
 
     model: nn.Module
     optimizer: Optimizer
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
     scaler: torch.amp.GradScaler | None = None
-    autocast: torch.dtype | None = None  # in which the forward pass computes
-    schedule: Callable[[int], float] | None = None  # the learning rate of a step beside the first one's
-    accumulate: int = 1  # micro-batches of a step
+    autocast: torch.dtype | None = None  # dtype of the forward pass
+    schedule: Callable[[int], float] | None = None  # factor of the learning rate for each step
+    accumulate: int = 1  # micro-batches per step
     max_norm: float | None = None
-    shown: bool = True  # the monitor is shown the batches, or that of them which ``show`` gives
+    shown: bool = True  # the monitor is shown the batches, or the part that ``show`` returns
     show: Callable[[tuple[Tensor, Tensor]], Any] = tuple
 
     def monitor(self, **options: Any) -> Monitor:
-        """What watches it, and only records what it finds unless told otherwise."""
+        """A monitor for this training, which only records its findings unless told otherwise."""
         return Monitor(self.model, self.optimizer, self.scaler, **{"on_anomaly": RECORD, **options})
 
     def steps(self, monitor: Monitor, first: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Trains from step ``first`` to ``end``, and yields each twice: as it begins, with true, and at its end.
+        """Trains steps ``first`` to ``end`` and yields each twice: with True when it begins, and with False at its end.
 
         A step whose forward pass fails is the last one.
         """
@@ -86,7 +86,7 @@ class Training:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Of logits ``[batch, ..., classes]`` and labels."""
+    """Cross-entropy of logits ``[batch, ..., classes]`` and labels."""
     logits = model(batch[0])
     return F.cross_entropy(logits.flatten(0, -2).float(), batch[1].flatten())
 
@@ -95,7 +95,7 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Clusters:
-    """Points around one centre for each class, in inputs of any shape."""
+    """Points around one center per class, in inputs of any shape."""
 
     def __init__(self, seed: int, *shape: int, size: int = 32, noise: float = 1.0) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ class Clusters:
 
 
 class Sentences:
-    """Sequences of tokens of which each follows from the one before, most of the time; tokens as rare as words are."""
+    """Token sequences in which most tokens determine the next one; token frequencies are like those of words."""
 
     def __init__(self, seed: int, length: int = 12, size: int = 8) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -127,7 +127,7 @@ class Sentences:
 
 
 class Bags:
-    """Bags of tokens, most of them rare; the class is that of the majority."""
+    """Bags of tokens, most of them rare; the class is that of the majority of tokens."""
 
     def __init__(self, seed: int, vocabulary: int = 400, length: int = 6, size: int = 16) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -144,7 +144,7 @@ class Bags:
 
 
 class Block(nn.Module):
-    """Pre-norm causal attention with one head, and a perceptron."""
+    """Pre-norm causal attention with one head, and an MLP."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT of few parameters."""
+    """A GPT with few parameters."""
 
     def __init__(self, layers: int = 2, width: int = 16, dropout: float = 0.0, tied: bool = False) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Recurrent(nn.Module):
 
 
 def mlp(dropout: float = 0.0) -> nn.Sequential:
-    """Two hidden layers on 16 inputs."""
+    """Two hidden layers, for 16 inputs."""
     drop = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), *drop, nn.Linear(32, 32), nn.ReLU(), *drop, nn.Linear(32, CLASSES)
@@ -202,7 +202,7 @@ def mlp(dropout: float = 0.0) -> nn.Sequential:
 
 
 def cnn() -> nn.Sequential:
-    """Two convolutions with batch norm on images of 8 x 8."""
+    """Two convolutions with batch norm, for images of 8 x 8."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -216,7 +216,7 @@ def cnn() -> nn.Sequential:
 
 
 class LowRank(nn.Module):
-    """A frozen linear map with a trained correction of low rank, one factor of which begins at zero (LoRA)."""
+    """A frozen linear layer with a trained low-rank correction, one factor of which starts at zero (LoRA)."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -228,14 +228,14 @@ class LowRank(nn.Module):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
-# Trainings that are healthy ------------------------------------------------------------------------------------
+# Healthy trainings ---------------------------------------------------------------------------------------------
 
 
 Optimize = Callable[[Iterable[Tensor]], Optimizer]
 
 
 def by(kind: type[Optimizer], lr: float, **settings: Any) -> Optimize:
-    """An optimizer that is still to be given its parameters."""
+    """A factory for an optimizer that still needs its parameters."""
     return lambda parameters: kind(parameters, lr=lr, **settings)  # type: ignore[call-arg]
 
 
@@ -246,7 +246,7 @@ def train(
     batch: Callable[[], tuple[Tensor, Tensor]],
     **options: Any,
 ) -> Training:
-    """A model on batches, by an optimizer of what is not frozen in it."""
+    """A training of ``model`` on ``batch``, with an optimizer for the parameters that are not frozen."""
     torch.manual_seed(seed)
     made = model()
     optimizer = optimize([parameter for parameter in made.parameters() if parameter.requires_grad])
@@ -261,18 +261,18 @@ def train_mlp(
     batch: Callable[[], tuple[Tensor, Tensor]] | None = None,
     **options: Any,
 ) -> Training:
-    """An MLP on clusters, by AdamW."""
+    """An MLP on clusters, with AdamW."""
     return train(seed, model, optimize or by(torch.optim.AdamW, lr), batch or Clusters(seed, 16), **options)
 
 
 def train_cnn(seed: int = 0, **options: Any) -> Training:
-    """A CNN with batch norm on clusters of images, by SGD with momentum."""
+    """A CNN with batch norm on clusters of images, with SGD and momentum."""
     optimize = by(torch.optim.SGD, 0.05, momentum=0.9, weight_decay=5e-4)
     return train(seed, cnn, optimize, Clusters(seed, 1, 8, 8, size=16, noise=2.0), **options)
 
 
 def train_gpt(seed: int = 0, lr: float = 3e-3, model: Callable[[], nn.Module] = GPT, **options: Any) -> Training:
-    """A small GPT, by AdamW."""
+    """A small GPT, with AdamW."""
     return train(
         seed, model, by(torch.optim.AdamW, lr, betas=(0.9, 0.95), weight_decay=0.1), Sentences(seed), **options
     )
@@ -281,14 +281,14 @@ def train_gpt(seed: int = 0, lr: float = 3e-3, model: Callable[[], nn.Module] = 
 def train_recurrent(
     kind: type[nn.RNNBase] = nn.LSTM, seed: int = 0, settings: dict[str, Any] | None = None, **options: Any
 ) -> Training:
-    """An LSTM or a plain RNN, by Adam, clipped."""
+    """An LSTM or a plain RNN, with Adam and clipping."""
     options = {"max_norm": 1.0, **options}
     optimize = by(torch.optim.Adam, 5e-3)
     return train(seed, lambda: Recurrent(kind, **(settings or {})), optimize, Sentences(seed), **options)
 
 
 def train_bag(seed: int = 0) -> Training:
-    """The mean of embeddings of rare tokens and a linear map, by Adam: most rows have no gradient in a step."""
+    """The mean of embeddings of rare tokens and a linear layer, with Adam: most rows have no gradient in a step."""
     return train(
         seed,
         lambda: nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, CLASSES)),

@@ -1,4 +1,4 @@
-"""What tests of frameworks share: what they train, trainers that show nothing and write nothing, running examples."""
+"""Helpers for tests of frameworks: what they train, trainers without output or files, and running examples."""
 
 import contextlib
 import io
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-# What frameworks say of themselves.
+# Warnings that frameworks give about themselves.
 OF_FRAMEWORKS = [
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]
-# Of what monitors say a test asks for what it is about.
+# For tests that do not check the monitor's warnings.
 QUIET = pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 
 
 class Net(nn.Module):
-    """Gives its own loss, and breaks in chosen forward passes of the training."""
+    """Returns its own loss, and computes NaN in chosen training forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class Net(nn.Module):
 
 
 def samples(count: int) -> TensorDataset:
-    """What `Net` is trained on: inputs and their sums."""
+    """Training data for `Net`: inputs and their sums."""
     x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
 def lightning_trainer(callbacks: Any, **options: Any) -> Any:
-    """Lightning's for one epoch on the CPU; ``callbacks`` are a list of them or one."""
+    """A Lightning trainer for one epoch on the CPU; ``callbacks``: one or a list."""
     import lightning.pytorch as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -59,7 +59,7 @@ def lightning_trainer(callbacks: Any, **options: Any) -> Any:
 
 
 def training_arguments(folder: Path | str, **changes: Any) -> Any:
-    """Of transformers' Trainer, for five steps of four samples on the CPU, all of which it logs."""
+    """Arguments of transformers' Trainer for five steps of four samples on the CPU, each of which is logged."""
     from transformers import TrainingArguments
 
     settings: dict[str, Any] = {
@@ -71,7 +71,7 @@ def training_arguments(folder: Path | str, **changes: Any) -> Any:
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """What an example of ``examples/`` shows and warns of. It runs here, where its framework is imported already."""
+    """The output and warnings of an example in ``examples/``, run in this process, which has imported its framework."""
     path = str(Path(__file__).resolve().parent.parent / "examples" / name)
     shown = io.StringIO()
     with (
@@ -87,7 +87,7 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 def forget_accelerators() -> None:
-    """Accelerate keeps the state of its first accelerator for the process; the next one may be of another kind."""
+    """Resets the state that Accelerate keeps of the first accelerator, as the next one may be of another kind."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

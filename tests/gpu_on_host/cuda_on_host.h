@@ -1,6 +1,7 @@
-// Lets g++ compile the kernels' device code and runs it on the CPU: one block after another, its threads as
-// coroutines that switch only where CUDA would have them meet. Races between threads that do not meet are
-// therefore not found; wrong results, missing barriers of the kinds counted here, and tickets are.
+// Lets g++ compile the device code of kernels and runs it on the CPU: one block after another, with threads as
+// coroutines that switch only at barriers and warp exchanges. It therefore does not detect races between
+// threads that do not synchronize. It does detect wrong results, mismatched barriers of the kinds below, and
+// errors with tickets.
 #pragma once
 
 #include <setjmp.h>
@@ -38,9 +39,9 @@ struct dim3 {
 namespace cuda_on_host {
 
 constexpr int kWarpSize = 32;
-constexpr int kMostSeconds = 60;  // of the processor's time, for one launch
+constexpr int kMostSeconds = 60;  // CPU time for one launch
 
-// Threads that meet: all wait until the last has come.
+// A barrier: all threads wait until the last one arrives.
 struct Meeting {
   int expected = 0, arrived = 0;
   uint64_t generation = 0;
@@ -54,7 +55,7 @@ class Block {
     exchange_.resize(2 * threads);
   }
 
-  // Runs body() in every thread, beginning with thread `first`.
+  // Runs body() in every thread, starting with thread `first`.
   template <class Body>
   void run(const Body& body, int first) {
     body_ = [](const void* b) { (*static_cast<const Body*>(b))(); };
@@ -74,12 +75,12 @@ class Block {
   void meet_all() { meet(all_); }
   void meet_warp() { meet(warps_[current_ / kWarpSize]); }
 
-  // Hands a value to the other lanes of the warp and returns theirs.
+  // Passes a value to the other lanes of the warp and returns the values of all lanes.
   template <class T>
   const T* exchange(T value) {
     static_assert(sizeof(T) <= 8);
     const int lane = current_ % kWarpSize, warp = current_ / kWarpSize;
-    // Two sets of places in turn: a lane can be one exchange ahead of another, not two.
+    // Two buffers in turn suffice: a lane can be one exchange ahead of another, but not two.
     const int base = (2 * warp + (parity_[current_] ^= 1)) * kWarpSize;
     std::memcpy(&exchange_[base + lane], &value, sizeof(T));
     meet_warp();
@@ -89,7 +90,7 @@ class Block {
   }
 
  private:
-  static constexpr size_t kStackBytes = 128 * 1024;  // a table in parameters takes 32 KB
+  static constexpr size_t kStackBytes = 128 * 1024;  // a table in kernel parameters takes 32 KB
   static constexpr int kMostThreads = 1024;
 
   void meet(Meeting& meeting) {
@@ -171,13 +172,13 @@ inline void limit_time(int seconds) {
   setitimer(ITIMER_VIRTUAL, &limit, nullptr);
 }
 
-// Runs kernel() for every block, in an order drawn from `seed`. A kernel may be launched from within another
-// that waits for it (see overlap).
+// Runs kernel() for every block, in a random order given by `seed`. A kernel may be launched from within
+// another one that waits for it (see overlap).
 template <class Kernel>
 void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   static std::vector<std::unique_ptr<Block>> idle;
   if (threads != 256) std::abort();
-  limit_time(kMostSeconds);  // a kernel that never ends ends the process, rather than hanging the tests
+  limit_time(kMostSeconds);  // terminates the process if a kernel never ends, instead of blocking the tests
   if (idle.empty()) idle.push_back(std::make_unique<Block>(256));
   std::unique_ptr<Block> own = std::move(idle.back());
   idle.pop_back();
@@ -199,8 +200,8 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   idle.push_back(std::move(own));
 }
 
-// Programmatic dependent launch, at its worst: the kernel before has not even begun when this one reaches the
-// place where it waits.
+// The worst case of programmatic dependent launch: the previous kernel has not even started when this one
+// reaches its wait.
 inline std::function<void()> kernel_before;
 inline uint64_t waits = 0;
 
@@ -209,7 +210,7 @@ inline void wait_for_previous_kernel() {
   if (kernel_before) std::exchange(kernel_before, nullptr)();
 }
 
-// Runs `kernel`, and `before` when it first waits.
+// Runs `kernel`, and `before` at its first wait.
 template <class Kernel>
 void overlap(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel, std::function<void()> before) {
   const uint64_t outer_waits = std::exchange(waits, 0);
@@ -268,7 +269,7 @@ inline uint32_t atomicInc(uint32_t* address, uint32_t limit) {
   *address = old >= limit ? 0 : old + 1;
   return old;
 }
-// As the device has them: a number rather than NaN, and -0 below 0. The C library leaves the latter open.
+// As on the device: a number rather than NaN, and -0 below 0, which the C library does not guarantee.
 inline float minimum_on_device(float a, float b) {
   return a != a ? b : b != b ? a : a == b ? (std::signbit(a) ? a : b) : a < b ? a : b;
 }

@@ -1,5 +1,5 @@
-// The launchers and kernels behind a C interface, over a runtime that stands in for CUDA's, for
-// tests/host_kernels.py and tests/gpu_on_host/test_cuda_launchers.py. Of complex tensors it takes pairs.
+// A C interface to the launchers and kernels, over a replacement of CUDA's runtime, for tests/host_kernels.py
+// and tests/gpu_on_host/test_cuda_launchers.py. Complex tensors are passed as pairs.
 #include "cuda_on_host.h"
 //
 #include "../../benchmarks/kernel_variant.cu"
@@ -31,8 +31,8 @@ int32_t guarded(const Call& call) {
   }
 }
 
-// Calls launch(memory). As torch's allocator does: memory full of whatever was there, free for others once the
-// stream has passed; a graph keeps its own.
+// Calls launch(memory) with memory as torch's allocator provides it: with arbitrary contents, and free for
+// reuse once the stream has passed. A graph keeps its memory.
 template <class Launch>
 int32_t start(FakeStream* stream, int64_t bytes, const Launch& launch) {
   return guarded([&] {
@@ -96,9 +96,9 @@ int32_t start_scale(FakeStream* stream, int32_t device, TENSORS, const double* c
   });
 }
 
-// Null for what is not wanted or not given: the norm, a factor to multiply by, the step of an optimizer to
-// decide about. With `times` scale kernels right behind the statistics kernel, as clipping launches them: all
-// in one workspace, since the allocator gives the second kernel the memory of the first.
+// Norm, factor and the pointers of an optimizer step may be null. `times`: number of scale kernels launched
+// directly after the statistics kernel, as for clipping, all in one workspace, because the allocator gives the
+// later kernels the memory of the first.
 int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, const float* factor, void* norm,
                     int32_t norm_dtype, double max_norm, int32_t infinity_norm, double* coefficient,
                     const float* loss_scale, float* verdict, int64_t* counters, int32_t times) {
@@ -113,7 +113,7 @@ int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, con
   });
 }
 
-// Of all operands; `rules` of tensors, a row of coefficients and of the table for each.
+// Takes the operands of all tensors, and for each tensor a rule, a row of coefficients and a row of the table.
 int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t* rules,
                      const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
   const auto entries = update_entries(ENTRIES, std::vector<int64_t>(rules, rules + tensors));
@@ -121,7 +121,7 @@ int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t
                [&](void* memory) { launch_update(entries, coefficients, table, memory, 0, stream); });
 }
 
-// As the operator decide_clip_, with null for what is not given.
+// As the operator decide_clip_, with null for absent arguments.
 int32_t start_decide(FakeStream* stream, int64_t rule, const double* options, int64_t option_count,
                      double* state, int64_t window, const double* norm, const Row* rows, int64_t count,
                      const Row* weights, const float* factor, const float* skip, double* out) {
@@ -131,7 +131,7 @@ int32_t start_decide(FakeStream* stream, int64_t rule, const double* options, in
   return guarded([&] { launch_decide(request, 0, stream); });
 }
 
-// As the operator guard_ for float32 values, likewise.
+// As the operator guard_, for float32 values, with null for absent arguments.
 int32_t start_guard(FakeStream* stream, const double* options, double* state, int64_t window, double* numbers,
                     const float* verdict, const float* loss, const float* update, int64_t* counters,
                     float* out) {

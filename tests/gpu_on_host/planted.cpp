@@ -1,4 +1,4 @@
-// Errors on purpose, for tools/sanitize.py, which proves with them that sanitizers are there and speak up.
+// Deliberate errors, with which tools/sanitize.py verifies that sanitizers are active and report.
 #include <cstdint>
 
 extern "C" {

@@ -1,7 +1,7 @@
-"""The CUDA launchers over a runtime that stands in for CUDA's: tickets, uploaded tables, streams, graphs.
+"""The CUDA launchers over a replacement of CUDA's runtime: tickets, uploaded tables, streams, graphs.
 
-Work is done when its stream is synchronized and no sooner, so memory that is reused too early shows as a wrong
-result. What a real GPU could still refute is the order that CUDA promises and this runtime imitates.
+Work runs when its stream is synchronized, not before, so memory that is reused too early leads to a wrong result. Only
+a real GPU can show whether CUDA keeps the order that this runtime imitates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradstat._core import backends
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "overlaps")
 
 pytestmark = needs_compiler
-NO_STEP = None, None, None  # of an optimizer, about which to decide: its loss scale, verdict and counters
+NO_STEP = None, None, None  # loss scale, verdict and counters: no decision about an optimizer step
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def library(kernels_on_host: ctypes.CDLL) -> ctypes.CDLL:
 
 @pytest.fixture
 def fresh(library: ctypes.CDLL, tmp_path: Path) -> ctypes.CDLL:
-    """The library once more, as a process finds it that has not called it yet."""
+    """A new copy of the library, in the state before its first call in a process."""
     return declared(ctypes.CDLL(str(shutil.copy(library._name, tmp_path / "fresh.so"))))
 
 
@@ -55,12 +55,12 @@ def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class Stream:
-    """A stream of the runtime, and calls into it."""
+    """A stream of the runtime, and calls that use it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.handle = ctypes.c_void_p(library.new_stream())
-        self.under_way: list[object] = []  # memory that work yet to be done will read and write
+        self.under_way: list[object] = []  # memory that pending work will read and write
 
     def synchronize(self) -> None:
         self.library.synchronize(self.handle)
@@ -87,7 +87,7 @@ class Stream:
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[Stream], None]]:
-        """Of what is given to the stream inside; yields what replays it on a stream, and is usable afterwards."""
+        """Captures the work given to the stream inside; yields a function that replays it on a stream afterwards."""
         graph = ctypes.c_void_p()
         self.library.begin_capture(self.handle)
         yield lambda stream: self.library.replay(graph, stream.handle)
@@ -99,7 +99,7 @@ class Stream:
 
 
 class Result:
-    """What one launch will have written once its stream is synchronized."""
+    """What one launch writes by the time its stream is synchronized."""
 
     def __init__(self, stream: Stream, tensors: list[np.ndarray], max_norm: float, scalings: int = 0) -> None:
         self.tensors = tensors
@@ -113,7 +113,7 @@ class Result:
         stream.check(stream.library.start_stats(stream.handle, 0, *arguments(tensors), *numbers, scalings))
 
     def assert_right(self, tensors: list[np.ndarray] | None = None) -> None:
-        """Holds it against ``tensors``: what the tensors of the launch held when it ran."""
+        """Compares with ``tensors``: the contents of the tensors when the launch ran."""
         expected = [t.astype(np.float64) for t in tensors or self.tensors]
         column = dict(zip(_fields.NAMES, self.table.T, strict=True))
         np.testing.assert_allclose(column["sq_sum"], [np.square(t).sum() for t in expected], rtol=2e-7)
@@ -125,7 +125,7 @@ class Result:
 
 
 def arguments(tensors: list[np.ndarray]) -> list[object]:
-    # Kept alive by the caller's frame only during the call: launchers must have copied what they need by then.
+    # Kept alive by the caller's frame only during the call: launchers must copy what they need by then.
     addresses = np.array([t.ctypes.data for t in tensors], dtype=np.uint64)
     numels = np.array([t.size for t in tensors], dtype=np.int64)
     float32, numbers = np.zeros(len(tensors), dtype=np.int32), np.zeros(len(tensors), dtype=np.uint8)
@@ -144,13 +144,13 @@ def counted(library: ctypes.CDLL) -> dict[str, int]:
 
 
 def spent(library: ctypes.CDLL, before: dict[str, int]) -> dict[str, int]:
-    """What was counted since ``before``, without the zeros."""
+    """What was counted since ``before``, without zeros."""
     return {name: value - before[name] for name, value in counted(library).items() if value != before[name]}
 
 
 def test_a_check_or_an_unscaling_is_one_launch_and_nothing_else(library: ctypes.CDLL) -> None:
     stream = Stream(library)
-    stream.stats(tensors(1))  # makes the stream's tickets
+    stream.stats(tensors(1))  # allocates the tickets of the stream
     before = counted(library)
     results = [stream.stats(tensors(n, 30_000 // max(n, 1), n)) for n in (0, 1, 5, 190, 191, 600, 601, 1550)]
     assert spent(library, before) == {"launches": 8}
@@ -173,7 +173,7 @@ def test_a_table_is_uploaded_only_when_it_changed(library: ctypes.CDLL) -> None:
     stream.scale(many, coefficient)
     assert spent(library, before) == {"launches": 4}
     after = stream.stats(many)
-    others = stream.stats(tensors(2000, 50, 9))  # as many and as large, elsewhere in memory
+    others = stream.stats(tensors(2000, 50, 9))  # as many and as large, at other addresses
     assert spent(library, before) == {"pinned_allocations": 1, "copies": 1, "launches": 6}
     originals = [t.copy() for t in many]
     stream.synchronize()
@@ -190,7 +190,7 @@ def test_tables_under_way_are_not_overwritten(library: ctypes.CDLL) -> None:
     stream.synchronize()
     for result in results:
         result.assert_right()
-    # Everything is free again: lists no larger than before allocate nothing.
+    # All staging memory is free again: lists no larger than before allocate nothing.
     before = counted(library)
     results = [stream.stats(some) for some in lists[:2]]
     stream.synchronize()
@@ -215,7 +215,7 @@ def test_streams_keep_apart(library: ctypes.CDLL) -> None:
 def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
     fresh: ctypes.CDLL, call: str, count: int, is_first: bool
 ) -> None:
-    """It may be the first of a process: CUDA loads a kernel when it is first launched, which a capture refuses."""
+    """Also as the first call in a process: CUDA loads kernels at their first launch, which a capture refuses."""
     stream, other = Stream(fresh), Stream(fresh)
     some, eager = tensors(count, 9000 if count == 3 else 30, 5), tensors(4, 9000, 6)
     if not is_first:
@@ -234,7 +234,7 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
         for tensor in some:
             tensor *= -50.0
         originals = [tensor.copy() for tensor in some]
-        # On another stream than the captured one, between eager launches of both.
+        # Replays on another stream than the captured one, between eager launches on both.
         beside = [stream.stats(eager), other.stats(eager)]
         replay(other)
         beside.append(other.stats(some))
@@ -253,7 +253,7 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
 
 def test_a_refused_allocation_is_reported_and_the_next_call_works(library: ctypes.CDLL) -> None:
     stream, many = Stream(library), tensors(2000)
-    for _ in range(3):  # the tickets, the table, the pinned memory: each time one more is there
+    for _ in range(3):  # tickets, table, pinned memory: one more is allocated each time
         library.refuse_allocations(1)
         with pytest.raises(RuntimeError, match=r"gradstat: allocating .*: out of memory"):
             stream.stats(many)
@@ -272,7 +272,7 @@ def times(tensors: list[np.ndarray], coefficient: float) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(("count", "size"), [(3, 30_000), (190, 60), (600, 50), (1550, 30)])
 def test_the_scale_kernel_overlaps_the_statistics_kernel(library: ctypes.CDLL, count: int, size: int) -> None:
-    """It then starts first, in this runtime, and gets at the coefficient only by waiting for it."""
+    """In this runtime it then starts first, and can read the coefficient only after waiting."""
     stream, some = Stream(library), tensors(count, size)
     originals = [tensor.copy() for tensor in some]
     before = counted(library)
@@ -285,7 +285,7 @@ def test_the_scale_kernel_overlaps_the_statistics_kernel(library: ctypes.CDLL, c
     for tensor, expected in zip(some, times(originals, result.coefficient[0]), strict=True):
         np.testing.assert_array_equal(tensor, expected)
     behind.assert_right()
-    # Nothing to clip: nothing is touched.
+    # Below the limit nothing is written.
     unclipped = [tensor.copy() for tensor in some]
     stream.clip(some, 1e9)
     stream.synchronize()
@@ -293,7 +293,7 @@ def test_the_scale_kernel_overlaps_the_statistics_kernel(library: ctypes.CDLL, c
 
 
 def test_scale_kernels_in_a_row_overlap(library: ctypes.CDLL) -> None:
-    """For tensors listed more than once; empty ones among them leave blocks without work."""
+    """As for tensors listed more than once; empty tensors among them leave blocks without work."""
     stream, some = Stream(library), [*tensors(5, 9000), np.zeros(0, dtype=np.float32)]
     originals = [tensor.copy() for tensor in some]
     before = counted(library)
@@ -326,7 +326,7 @@ def test_a_check_loads_what_a_later_capture_needs(fresh: ctypes.CDLL) -> None:
 def test_overlapping_can_be_turned_off_and_needs_code_that_waits(
     fresh: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, value: str, compiled_for: int, overlaps: int
 ) -> None:
-    """What is compiled for older devices does not wait, whatever the device can do."""
+    """Code compiled for older devices does not wait, whatever the device supports."""
     monkeypatch.setenv("GRADSTAT_CUDA_PDL", value)
     fresh.set_device(3, compiled_for)
     stream = Stream(fresh)
@@ -337,7 +337,7 @@ def test_overlapping_can_be_turned_off_and_needs_code_that_waits(
 
 @pytest.mark.parametrize(("fits", "blocks"), [(1, 2), (3, 6), (5, 10), (100_000, 73)])
 def test_the_grid_is_what_the_device_holds(fresh: ctypes.CDLL, fits: int, blocks: int) -> None:
-    """On a device of two multiprocessors; never more blocks than tiles, of 4,096 elements."""
+    """On a device with two multiprocessors; at most one block per tile of 4,096 elements."""
     fresh.set_device(fits, 90)
     stream, some = Stream(fresh), tensors(1, 73 * 4096)
     result = stream.stats(some)
@@ -350,14 +350,14 @@ def test_the_grid_is_what_the_device_holds(fresh: ctypes.CDLL, fits: int, blocks
 
 
 def test_memory_stays_the_same_over_ten_thousand_steps(library: ctypes.CDLL) -> None:
-    """Whatever the lists: their number, sizes and places change, and some are uploaded."""
+    """The number, sizes and addresses of tensors change, and some tables are uploaded."""
     stream, random = Stream(library), np.random.default_rng(3)
     lists = [tensors(count, 9, count) for count in (1, 7, 300, 1551, 1900)]
     for some in sorted(lists, key=len):
         stream.clip(some, 1.0)
         stream.synchronize()
     before = counted(library), library.bytes_allocated()
-    library.run_kernels(0)  # which allocate nothing
+    library.run_kernels(0)  # kernels allocate nothing
     for step in range(10_000):
         count = int(random.integers(1, 5)) if step % 20 else 1551 + int(random.integers(0, 250))
         offset = int(random.integers(0, 9))
@@ -371,9 +371,9 @@ def test_memory_stays_the_same_over_ten_thousand_steps(library: ctypes.CDLL) -> 
 
 @pytest.mark.parametrize("count", [0, 1, 161, 1550, 1551, 5000])
 def test_device_memory_is_kilobytes_and_eight_bytes_per_field_and_tensor(library: ctypes.CDLL, count: int) -> None:
-    """The formula of docs/performance.md, for the six blocks of this device."""
+    """The formula in docs/performance.md, for the six blocks of this device."""
     some, fields = tensors(count), len(_fields.FIELDS)
-    blocks = min(6, max(count, 1))  # these tensors have a tile each
+    blocks = min(6, max(count, 1))  # each of these tensors is one tile
     table = -(-(20 * count + 4 * (blocks + 2)) // 8) * 8 if count > library.table_capacity() else 0
     expected = 8 * fields * (count + 2 * blocks) + (blocks + 3) // 2 * 8 + table
     assert library.stats_bytes(*arguments(some)) == expected
@@ -386,7 +386,7 @@ def test_device_memory_is_kilobytes_and_eight_bytes_per_field_and_tensor(library
 def test_variants_are_measured_and_recorded(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything but the time: what each call computes and writes, and the rows, which come case by case."""
+    """Everything except times: what each call computes and writes, and the rows, case by case."""
     stream = Stream(library)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream.handle.value))
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
@@ -434,7 +434,7 @@ def test_a_variant_that_cannot_launch_says_why(fresh: ctypes.CDLL, monkeypatch: 
 
 
 def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.CDLL) -> None:
-    """Also as the first launch of a process that was captured, once statistics have been launched."""
+    """Also if its first launch in the process is captured, provided statistics were launched before."""
     stream, norm = Stream(fresh), torch.ones((), dtype=torch.float64)
     kernels = EmulatedKernels(fresh, stream.handle)
     kernels.check([torch.ones(10)])

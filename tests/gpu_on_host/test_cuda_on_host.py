@@ -1,8 +1,8 @@
 """The CUDA kernels on the CPU, where they differ from other backends: blocks, tickets, tables, norms and verdicts.
 
-As the backend "emulated" they go through the same suites as all others (tests/core). What this proves is the logic of
-the device code: peeling, tiles, segments, tickets, the exact path and all arithmetic. What it cannot prove is the
-memory model of a real GPU; the launchers have test_cuda_launchers.py.
+As the backend "emulated" they run in the same tests as all others (tests/core). This verifies the logic of the device
+code: peeling, tiles, segments, tickets, the exact path and all arithmetic. It cannot verify the memory model of a real
+GPU. The launchers are tested in test_cuda_launchers.py.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytestmark = needs_compiler
 KINDS = [*DTYPES, *COMPLEX]
-# Macros of benchmarks/gpu_variants.py that change what the kernels do, and not only how fast.
+# Macros of benchmarks/gpu_variants.py that change what the kernels do, not only their speed.
 VARIANT = ("RANGES_PER_BLOCK=4", "SMALL_TENSOR_BYTES=16384", "PREFETCH_NEXT_TENSOR")
 
 
@@ -61,7 +61,7 @@ def exact_norm(tensors: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("factor", [None, 0.3, "each its own"])
 def test_thousands_of_tensors_of_all_kinds(any_kernels: EmulatedKernels, factor: Any) -> None:
-    """More than the parameters of a launch hold, and each smaller table too; three of a kind in a row, mostly small."""
+    """Every table size, and more tensors than launch parameters hold; three of a kind in a row, mostly small."""
     assert 3000 > any_kernels.library.table_capacity() > 1200
     for count, device in ((3000, 2), (1200, 3), (500, 1), (100, 0)):
         random = np.random.default_rng(count)
@@ -126,7 +126,7 @@ def test_norm_and_coefficient(kernels: EmulatedKernels, norm_dtype: torch.dtype)
 
 @pytest.mark.parametrize("exponent", [0, 30, -20, -22, -30, 153, 200, -157, -200])
 def test_norm_where_squares_leave_the_range(kernels: EmulatedKernels, exponent: int) -> None:
-    """Those of float32 and float64 are infinite, subnormal or nothing, or finite while their sum is not."""
+    """Squares in float32 and float64 are infinite, subnormal or zero, or they are finite and their sum is not."""
     for dtype in [torch.float64] if abs(exponent) > 30 else [torch.float32, torch.bfloat16]:
         values, norm = [random_values(torch.float64, 30000, 0).mul(10.0**exponent).to(dtype)], new(77.0)
         check(values, kernels.measured(values, None, norm, coefficient=new(77.0)))

@@ -1,6 +1,6 @@
-// Stands in for CUDA's runtime where the launchers are tested on the CPU. Work given to a stream is done when
-// the stream is synchronized and no sooner, so that memory reused too early shows; work given to a captured
-// stream goes into a graph instead. Counts what a caller would be charged for.
+// A replacement for CUDA's runtime, to test the launchers on the CPU. Work in a stream runs when the stream is
+// synchronized, not before, so that memory reused too early is detected. Work in a captured stream goes into a
+// graph instead. Counts allocations, copies, fills and launches.
 #pragma once
 
 #include <cstdint>
@@ -51,14 +51,14 @@ using cudaStream_t = FakeStream*;
 struct FakeRuntime {
   int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, overlaps = 0, bytes = 0;
   int64_t seed = 0;
-  int failures_due = 0;     // allocations to refuse
-  int capturing = 0;        // streams
-  int blocks_that_fit = 3;  // on one of the two multiprocessors
-  int ptx_version = 90;     // the kernels were compiled for
+  int failures_due = 0;     // number of allocations to refuse
+  int capturing = 0;        // number of streams being captured
+  int blocks_that_fit = 3;  // per multiprocessor
+  int ptx_version = 90;     // that the kernels were compiled for
   uint32_t last_blocks = 0;
   bool runs_kernels = true;                                  // else launches are only counted
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;  // of the only thread
-  std::set<const void*> loaded;                              // kernels
+  std::set<const void*> loaded;                              // loaded kernels
 
   bool refuses_unsafe_calls() const { return capturing > 0 && mode != cudaStreamCaptureModeRelaxed; }
 };
@@ -74,7 +74,7 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return std::swap(*mode, fake.mode), cudaSuccess;
 }
-// Multiprocessors: the first device has two, the others fewer or more.
+// Number of multiprocessors: the first device has two, the others fewer or more.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
   constexpr int kMultiprocessors[] = {2, 1, 5, 256};
   return *value = kMultiprocessors[device], cudaSuccess;
@@ -87,7 +87,7 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
   return cudaSuccess;
 }
 
-// New memory is never zero by luck.
+// New memory is filled with a pattern, so that it is never zero by chance.
 inline cudaError_t fake_allocate(void** memory, size_t bytes, int64_t& counter) {
   if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
   if (fake.failures_due > 0 && fake.failures_due-- > 0) return cudaErrorMemoryAllocation;
@@ -159,7 +159,7 @@ auto bound(void (*kernel)(Arguments...), void** pointers, std::index_sequence<kP
   };
 }
 
-// A kernel that may overlap the one before is run first, which then runs where this one waits for it.
+// A kernel that may overlap the previous one runs first; the previous one runs when this one waits for it.
 template <class... Arguments>
 cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Arguments...), void** pointers) {
   FakeStream* const stream = config->stream;
