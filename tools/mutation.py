@@ -1,7 +1,7 @@
-"""Mutation testing: cosmic-ray changes the code in one place at a time, and the tests have to notice (`make mutate`).
+"""Mutation testing: cosmic-ray changes the code in one place at a time, and the tests have to fail (`make mutate`).
 
-Of a comparison, a calculation and a number one change is tried, that to the next one. A mutant that all tests let
-live must stand in `EXPLAINED`; any other survivor is an error, and so is an explanation of a mutant that died.
+For each comparison, arithmetic operator and number a single change is tried, to the next one. A mutant that survives
+all tests must be listed in `EXPLAINED`; any other survivor is an error, and so is an explanation of a mutant that died.
 ``--only clip`` tries the files with "clip" in their path.
 """
 
@@ -21,7 +21,7 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkR
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "build" / "mutation"
-# The tests that have to notice a change in a file, those that notice most first.
+# The tests that have to detect a change in a file, those that detect most first.
 TESTS = {
     "gradstat/_fields.py": ("fields", "report", "update", "distributed"),
     "gradstat/clip.py": ("clip", "every_clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
@@ -30,18 +30,18 @@ TESTS = {
     "gradstat/distributed/origin.py": ("origin",),
     "gradstat/distributed/replicas.py": ("replicas",),
 }
-# Unions are annotations, which nothing evaluates here.
+# The operator | appears in annotations only, which are not evaluated here.
 OPERATORS = re.compile(
     r"core/(?!Replace\w+Operator_)|\w+/\w+_(Add_Sub|(?!BitOr)\w+_Add|Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt"
     r"|Is_IsNot|IsNot_Is|USub_UAdd|Delete_\w+)$"
 )
-# Read by type checkers, or guarding against what the code around it excludes.
+# Code that only type checkers read, or that checks what the surrounding code already guarantees.
 WITHOUT_EFFECT = re.compile(r"TYPE_CHECKING|strict=True")
-SECONDS = 400.0  # a mutant that takes longer has been noticed: it hangs
+SECONDS = 400.0  # a mutant that takes longer counts as detected: it hangs
 
 _COPIES = "decides only whether a copy is made that could be spared; the words are the same"
 _PACES = "the pace at which rows are summed; sums modulo 2**64 do not depend on it"
-# By the line after the change, or the one that is gone, without its spaces: why it makes no difference.
+# Why a surviving mutant makes no difference, by the changed line, or the deleted one, without spaces.
 EXPLAINED = {
     "@dataclass(frozen=True,slots=False)": "slots save memory and change nothing that a program can rely on",
     "is_own=partsisNoneandnotspread.has_partial": "both lists are of the same memory; one is only quicker to make",
@@ -60,7 +60,7 @@ EXPLAINED = {
 
 
 def changed_line(diff: str) -> str:
-    """The first line that a mutant has instead of another, or has lost, without spaces."""
+    """The first line that a mutant changes, as changed, or the line it deletes, without spaces."""
     lines = re.findall(r"^([-+])(?!\+\+|--)(.*)", diff, re.MULTILINE)
     gone = ["".join(text.split()) for sign, text in lines if sign == "-"]
     new = ["".join(text.split()) for sign, text in lines if sign == "+"]
@@ -74,7 +74,7 @@ def is_tried(mutation: MutationSpec, lines: list[str]) -> bool:
 
 
 def survivors(file: str) -> list[str]:
-    """The changed lines of mutants that the tests of a file let live."""
+    """The changed lines of mutants that survive the tests of a file."""
     tests = [str(next(COPY.glob(f"tests/*/test_{name}.py")).relative_to(COPY)) for name in TESTS[file]]
     command = " ".join([sys.executable, "-m pytest -x -q -p no:cacheprovider", *tests])
     lines = Path(file).read_text().splitlines()
