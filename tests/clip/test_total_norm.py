@@ -1,4 +1,4 @@
-"""get_total_norm and clip_grads_with_norm_: what they do besides being the halves of clip_grad_norm_ (test_clip.py)."""
+"""get_total_norm and clip_grads_with_norm_, beyond their use as halves of clip_grad_norm_ (test_clip.py)."""
 
 import math
 from typing import Any
@@ -77,7 +77,7 @@ def test_tensors_on_several_devices_have_one_norm() -> None:
 
 
 def test_lazily_conjugated_gradients_are_scaled(where: tuple[str, str]) -> None:
-    """What backward() leaves behind if the parameter was used conjugated."""
+    """backward() leaves such gradients if the parameter was used conjugated."""
     backend, device = where
     parameter = nn.Parameter(torch.tensor([1 + 1j, 2j], device=device))
     (parameter.conj() * torch.tensor([3 + 4j, 12j], device=device)).sum().real.backward()

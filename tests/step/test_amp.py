@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
     "look": lambda scaler, optimizer: torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]),
 }
 CLIPPED = ("unscale", "clip", "step")
-# Calls of a step, and those that torch has for it.
+# The calls of a step, and torch's equivalents.
 WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "step": (("step",), ("step",)),
     "accumulate": (("step",), ("step",)),
@@ -120,7 +120,7 @@ def test_one_scaler_serves_several_optimizers(fused: bool, device: str) -> None:
 
 
 def passes_over_gradients(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the compiled functions that were handed the gradients."""
+    """Names of the compiled functions that were called with the gradients."""
     from gradstat._core import native
 
     module, seen = native.load_cpu(), []
@@ -158,7 +158,7 @@ def test_the_report_is_in_unscaled_units(way: str, fused: bool, device: str) -> 
     if way == "unscale":
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    scaler.update(4.0)  # what the report says is about then, not now
+    scaler.update(4.0)  # the report uses the loss scale of its step
     report = scaler.report(optimizer).result()
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     assert report.names == ("0.weight", "0.bias", "2.weight", "2.bias")
