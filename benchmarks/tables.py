@@ -327,7 +327,7 @@ def optimizer_steps(rows: Sequence[Row], metric: str = "wall time", short: bool 
 
 
 def optimizer_passes(rows: Sequence[Row]) -> str:
-    """How often each way reads or writes as many bytes as there are gradients; the same for every list of them."""
+    """Memory passes of each provider over as many bytes as there are gradients; the same for every list of shapes."""
     lines = {}
     for (case, _), found in _by_case(rows, "bytes moved").items():
         _, *setting = case.split(SEPARATOR)
