@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy.ma  # noqa: F401  # numpy imports it by itself on the first median, which a rule takes some thousand steps in
+import numpy.ma  # noqa: F401  # numpy imports it lazily for its first median, which a rule takes after some thousand steps
 import torch
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.hub import tqdm  # type: ignore[attr-defined]  # tqdm's, or a simple one where that is not installed
+from torch.hub import tqdm  # type: ignore[attr-defined]  # a simple substitute if tqdm is not installed
 
 from gradstat.bench.machine import synchronize
 

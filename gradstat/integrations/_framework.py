@@ -50,7 +50,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
 class PatchedMethod:
     """Replaces a method of one instance by ``instead``, which gets the original as first argument; the class is intact.
 
-    During a replay calls go to the original, so that the repeated step is neither measured nor clipped.
+    During a replay calls go to the original, so that the repeated step does not count as one.
     """
 
     def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:

@@ -75,8 +75,8 @@ class Handle:
         """The newest numbers, for a logger; waits for the device.
 
         Args:
-            choice: As for `gradstat.integrations.loggers.scalars_of`. With several models, each one's number follows
-                the prefix.
+            choice: As for `gradstat.integrations.loggers.scalars_of`. With several models, the prefix is followed by
+                the index of the model.
         """
         out: dict[str, float] = {}
         prefix = choice.pop("prefix", "grad/")

@@ -90,7 +90,7 @@ class Watch:
     """A monitor on a model and its optimizer, with the methods that an adapter calls during a training step.
 
     ``device`` is the device of this rank, or None if it trains alone; ``step_fn`` runs a step again if the user gave no
-    function for that. ``measured``: whether the coming optimizer step was; ``should_stop`` is the same on all ranks.
+    function for that. ``measured``: the coming optimizer step has been measured; ``should_stop``: same on all ranks.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Watch:
         self._known = 0
         self._error: AnomalyError | None = None
         self._last_replay = -_QUIET
-        self._is_withheld = False  # whether the newest checkpoint was
+        self._is_withheld = False  # whether the last due checkpoint was withheld
         self.measured = self.should_stop = False
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
         self.on_findings: Callable[[list[Finding]], object] = lambda findings: None

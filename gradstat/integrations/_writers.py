@@ -34,7 +34,7 @@ class _Lines:
         # Unbuffered, so each line is one system call, and lines of several writers do not mix.
         self._file = self.path.open("ab", buffering=0)
         self._is_broken = False  # whether the last line was cut short
-        self._close = weakref.finalize(self, self._file.close)
+        self._close = weakref.finalize(self, self._file.close)  # closes the file if nobody else does
 
     def _put(self, line: str) -> None:
         data = b"\n" * self._is_broken + line.encode()

@@ -212,7 +212,7 @@ def _worst(table: Any, top: int) -> Any:
 
 
 def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:
-    """For each logger its fastest ``(values, step)`` call, and TensorBoard's writer if it is one, else None."""
+    """For each logger its fastest ``(values, step)`` call, and a TensorBoard writer or None; TypeError if unknown."""
     if isinstance(target, list | tuple):
         return [one for several in target for one in _targets_of(several)]
     module = getattr(target, "__module__", None) or type(target).__module__

@@ -155,7 +155,7 @@ def test_every_part_is_a_program_that_is_there_and_the_limits_are_half_an_hour()
 
 
 def test_modules_with_tests_on_a_device_are_known() -> None:
-    """Those that mark tests, or take a device or a backend and its device as a fixture."""
+    """Modules that mark tests, or whose tests take a device, or a backend with its device, as a fixture."""
     tests = (ROOT / "tests").glob("*/test_*.py")
     marks = ("@pytest.mark.cuda", ", device: str", "(device: str", "where: tuple[str, str]")
     found = {path.stem.removeprefix("test_") for path in tests if any(mark in path.read_text() for mark in marks)}

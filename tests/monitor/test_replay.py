@@ -123,7 +123,7 @@ IN_A_LINE: list[tuple[str, str, str, Any]] = [
     ("forward", "nan", "sub", lambda h: h * (torch.full_like(h, math.inf) - torch.full_like(h, math.inf))),
     ("forward", "nan", "softmax", lambda h: h.expand(2, 3).masked_fill(ROW, -math.inf).softmax(-1)),
     ("forward", "nan", "mul", lambda h: h + torch.triu(torch.full((3, 3), -math.inf), 1) * 0),
-    ("forward", "inf", "exp", lambda h: (h * 100).masked_fill(FIRST, -math.inf).exp()),  # beside a mask
+    ("forward", "inf", "exp", lambda h: (h * 100).masked_fill(FIRST, -math.inf).exp()),  # in addition to a mask
     # A deliberate mask, but there is nothing else to blame.
     ("forward", "inf", "masked_fill", lambda h: F.cross_entropy(h.masked_fill(FIRST, -math.inf), torch.tensor(0))),
     ("backward", "nan", "sqrt", lambda h: torch.where(h > 0, h.sqrt(), 0.0)),

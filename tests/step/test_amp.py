@@ -312,7 +312,7 @@ def test_half_gradients_are_refused_before_any_is_touched(way: str) -> None:
     with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\. 'group0\.1' is float16"):
         STEPS[way](scaler, optimizer)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
-    if way == "guarded step":  # a fused optimizer divides by itself
+    if way == "guarded step":  # a fused optimizer unscales in its step
         gradstat.guarded_step(torch.optim.SGD(parameters, lr=65536.0, fused=True), scaler=scaler)
         assert not any(parameter.any() for parameter in parameters)
 

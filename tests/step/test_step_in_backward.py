@@ -445,7 +445,7 @@ def test_what_reduces_gradients_later_is_refused_before_a_step(wrapped: str) -> 
     if wrapped == "DDP later":
         gradstat.step_in_backward(SGD, model.parameters(), lr=0.1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the older FSDP says that it is old
+        warnings.simplefilter("ignore")  # the older FSDP warns that it is deprecated
         around: nn.Module = (
             FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
             if "FSDP" in wrapped
